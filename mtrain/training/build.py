@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.imports import faulty_gpu_packages
@@ -21,6 +20,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank, with_the_slowest
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.teacher import Teacher, teacher_config
 from mtrain.mcore.state.verified import opened_checkpoint
@@ -36,11 +36,7 @@ from mtrain.training.step import TrainingStep
 class Run:
     """Everything that takes part in training on this rank."""
 
-    config: Config
-    groups: Groups
-    chunks: list[Any]
-    """Model chunks in DDP, one for each virtual pipeline stage."""
-    optimizer: Optimizer
+    model: RankModel
     objective: Objective
     teacher: Teacher | None
     """Where a loss function compares with one."""
@@ -80,9 +76,7 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
 class Parts:
     """What learns on this rank."""
 
-    chunks: list[Any]
-    """Model chunks in DDP, one for each virtual pipeline stage."""
-    optimizer: Optimizer
+    model: RankModel
     teacher: Teacher | None
     """Where a loss function compares with one."""
     training: TrainingStep
@@ -113,9 +107,9 @@ def build_parts(
         DataError: The teacher is missing or damaged.
     """
     chunks = build_model(config, groups, weights_follow)
-    optimizer = Optimizer(config, chunks, groups)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     teacher = teacher_of(config, groups)
-    return Parts(chunks, optimizer, teacher, TrainingStep(config, groups, chunks, optimizer, objective, teacher))
+    return Parts(model, teacher, TrainingStep(model, objective, teacher))
 
 
 def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
@@ -143,14 +137,21 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of, weights_follow=True)
-    chunks, optimizer = parts.chunks, parts.optimizer
     validation = ValidationSet.open_all(loader)
     # before the run's own weights are loaded: the reference is the model that it began from
-    use_references(config, folder, groups, chunks, optimizer, objective.preference, loader)
-    resumed = resume_or_initialize(config, folder, groups, chunks, optimizer, loader)
-    model = (chunks, optimizer, objective, parts.teacher, parts.training)
-    known = (resumed.step, resumed.changes)
-    return Run(config, groups, *model, loader, validation, *known, history=resumed.history)
+    use_references(parts.model, folder, objective.preference, loader)
+    resumed = resume_or_initialize(parts.model, folder, loader)
+    return Run(
+        parts.model,
+        objective,
+        parts.teacher,
+        parts.training,
+        loader,
+        validation,
+        resumed.step,
+        resumed.changes,
+        history=resumed.history,
+    )
 
 
 def _notes_on_packages() -> list[str]:

@@ -40,22 +40,22 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
     on_first_rank(lambda: clean_leftovers(checkpoints))
     memory, began = _peak_memory_bytes(run), time.monotonic()
     before = [part._replace(data=part.data.detach().cpu().clone()) for part in _parts(run)]
-    saver = Saver(root, run.groups, run.config)
-    saver.save(run.chunks, run.optimizer, step)
+    saver = Saver(root, run.model.groups, run.model.config)
+    saver.save(run.model, step)
     waited = time.monotonic() - began
     saver.finish()
     saved = time.monotonic()
     _wipe(run)
     with opened_checkpoint(lambda _: checkpoint_at(root / step_name(step)), say) as newest:
         assert newest.entry is not None, "checkpoint_at raises where there is none"
-        load_checkpoint(newest.entry, run.chunks, run.optimizer, run.groups, run.config)
+        load_checkpoint(newest.entry, run.model)
         loaded = time.monotonic()
         # a difference on one rank must end all of them, or the others would wait in the next collective
         on_all_ranks(lambda: _compare(before, _parts(run)))
         size = sum(facts.size_bytes for facts in newest.entry.manifest.files.values())
     on_first_rank(lambda: clean_leftovers(checkpoints))
     peak = _peak_memory_bytes(run)
-    if run.groups.rank == 0:
+    if run.model.groups.rank == 0:
         say(
             f"self-test: {size / 1e9:.3g} GB saved in {saved - began:.1f} s (training waited {waited:.2f} s), verified "
             f"and loaded in {loaded - saved:.1f} s, every bit the same on all ranks; peak memory of a rank on the host "
@@ -65,7 +65,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
 
 
 def _parts(run: Run) -> list[Shard]:
-    return local_shards(run.chunks, run.optimizer, run.groups)
+    return local_shards(run.model)
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _peak_memory_bytes(run: Run) -> Any:
     """Of the rank with the most: (host, GPU) so far. One all-reduce."""
-    device = run.groups.device
+    device = run.model.groups.device
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     peaks = torch.tensor([1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, on_gpu], device=device)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)

@@ -79,7 +79,7 @@ class Engine:
                 config.loss, config.model.mtp_depths, config.model.num_labels is not None
             )
             self._parts: Parts | None = build_parts(config, groups, self._objective, weights_follow=True)
-            initialize(config, groups, self._parts.chunks, self._parts.optimizer)
+            initialize(self._parts.model)
             self._batches = GlobalBatches(config, groups)
             # what fails above closes all that was opened; from here on `close` does
             self._held = held.pop_all()
@@ -110,7 +110,7 @@ class Engine:
         Raises:
             DataError: A sample does not fit the configuration.
         """
-        return token_scores(batch, entropy, self.config, self._groups, self._built(), self._batches)
+        return token_scores(batch, entropy, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
         """What a preference loss compares, such as `GroupMember.reference` wants it; no gradient, no dropout.
@@ -128,8 +128,7 @@ class Engine:
         parts = self._built()
         samples = self._batches.samples(batch)
         plan = self._batches.plan(samples, len(batch))
-        model = (self.config, self._groups, parts.chunks, parts.optimizer)
-        found = sequence_scores(*model, self._batches.own(plan, samples, has_first=True), plan.num_microbatches)
+        found = sequence_scores(parts.model, self._batches.own(plan, samples, has_first=True), plan.num_microbatches)
         return found.scores.tolist()
 
     @contextlib.contextmanager
@@ -153,7 +152,7 @@ class Engine:
                 f"{self.config.model.num_labels} learns whole, so that it is gone; score with an engine before its "
                 "first optim_step"
             )
-        with adapters_off(self._built().chunks):
+        with adapters_off(self._built().model.chunks):
             self._is_bare = True
             try:
                 yield
@@ -240,8 +239,7 @@ class Engine:
         """
         parts = self._built()
         objective = self._objective_of(loss, options)
-        model = (self.config, self._groups, parts.chunks, parts.optimizer, objective)
-        totals = forward_totals(*model, self._batches.passes(batches, objective.extras), parts.teacher)
+        totals = forward_totals(parts.model, objective, self._batches.passes(batches, objective.extras), parts.teacher)
         return EvalResult.of(totals.terms, totals.diagnostics)
 
     def generate(
@@ -267,9 +265,9 @@ class Engine:
             ValueError: A prompt is empty, or holds what is no id of the vocabulary.
         """
         parts = self._built()
-        parts.optimizer.gather_parameters()
+        parts.model.optimizer.gather_parameters()
         given = (prompts, sampling or SamplingParams(), max_sequences)
-        return generate(self.config, self._groups, parts.chunks, *given)
+        return generate(self.config, self._groups, parts.model.chunks, *given)
 
     def save(self, run_dir: Path | str | None = None) -> Path:
         """Saves weights, optimizer and step, complete when this returns.
@@ -288,7 +286,7 @@ class Engine:
         """
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
         at = Position(self.step, self._total_tokens)
-        return save_at(folder, at, self.config, self._groups, self._built())
+        return save_at(folder, at, self._built().model)
 
     def load(self, path: Path | str) -> None:
         """Goes on from a checkpoint, saved under any layout: weights, optimizer and step. Gradients are dropped.
@@ -299,10 +297,10 @@ class Engine:
         Raises:
             DataError: It is damaged, of another model, or holds nan or inf; the engine is not to be used then.
         """
-        parts = self._built()
+        model = self._built().model
         # gradients that were added up belong to the weights of before
         self._open, self._tokens = None, 0
-        self.step, self._total_tokens = load_from(Path(path), self.config, self._groups, parts)
+        self.step, self._total_tokens = load_from(Path(path), model)
 
     def export_hf(self, folder: Path | str) -> None:
         """Writes a folder that Hugging Face's libraries load, and proves that it holds these very weights.
@@ -388,8 +386,7 @@ class Engine:
         return self._parts
 
     def _hf_tensors(self, content: HfContent) -> HfTensors:
-        parts = self._built()
-        return HfTensors(self.config, parts.chunks, parts.optimizer, self._groups, content)
+        return HfTensors(self._built().model, content)
 
     def _objective_of(self, loss: AnyLoss | str | None, options: Mapping[str, Any] | None) -> Objective:
         if loss is None and options is None:

@@ -6,16 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
 
 from mtrain.config import Config
 from mtrain.data.loader import HeldOutBatches, StepLoader
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.loss_reduction import Totals
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
 from mtrain.training.forward import ForwardTotals, forward_totals
@@ -43,10 +41,7 @@ class ValidationSet:
 
 
 def evaluate_all(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
+    model: RankModel,
     objective: Objective,
     sets: Sequence[ValidationSet],
     step: int,
@@ -55,10 +50,7 @@ def evaluate_all(
     """Evaluates several sets one after the other, as `evaluate` does.
 
     Args:
-        config: The configuration.
-        groups: The process groups.
-        chunks: This rank's model chunks.
-        optimizer: Completes the parameters first.
+        model: As for `evaluate`.
         objective: As for `evaluate`.
         sets: At least one.
         step: Optimizer updates completed.
@@ -67,7 +59,7 @@ def evaluate_all(
     Returns:
         The record of the first set, in whose `valid_sets` the losses of all sets stand where there are several.
     """
-    records = {each.name: evaluate(config, groups, chunks, optimizer, objective, each, step, teacher) for each in sets}
+    records = {each.name: evaluate(model, objective, each, step, teacher) for each in sets}
     first, *others = records.values()
     if not others:
         return first
@@ -76,10 +68,7 @@ def evaluate_all(
 
 
 def evaluate(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
+    model: RankModel,
     objective: Objective,
     samples: ValidationSet,
     step: int,
@@ -90,10 +79,7 @@ def evaluate(
     One all-reduce of a short vector at the end, beside megatron-core's own collectives.
 
     Args:
-        config: The configuration.
-        groups: The process groups.
-        chunks: This rank's model chunks; left in training mode.
-        optimizer: Completes the parameters first.
+        model: Its parameters are completed first, and it is left in training mode.
         objective: Every term of logits is reported, the main one as the validation loss.
         samples: The set.
         step: Optimizer updates completed.
@@ -104,8 +90,8 @@ def evaluate(
     """
     start, held_out = time.perf_counter(), samples.held_out
     passes = repeat(None, samples.num_passes) if held_out is None else held_out.batches()
-    totals = forward_totals(config, groups, chunks, optimizer, objective, passes, teacher)
-    return _record(config, totals, samples, step, time.perf_counter() - start)
+    totals = forward_totals(model, objective, passes, teacher)
+    return _record(model.config, totals, samples, step, time.perf_counter() - start)
 
 
 def _record(config: Config, totals: ForwardTotals, samples: ValidationSet, step: int, seconds: float) -> ValidRecord:

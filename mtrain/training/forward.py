@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
@@ -38,10 +38,7 @@ class ForwardTotals(NamedTuple):
 
 
 def forward_totals(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
+    model: RankModel,
     objective: Objective,
     passes: Iterable[Sequence[Microbatch] | None],
     teacher: Teacher | None = None,
@@ -51,10 +48,7 @@ def forward_totals(
     One all-reduce of a short vector at the end, beside megatron-core's own collectives.
 
     Args:
-        config: The configuration.
-        groups: The process groups.
-        chunks: This rank's model chunks; left in training mode.
-        optimizer: Completes the parameters first.
+        model: Its parameters are completed first, and it is left in training mode.
         objective: The terms.
         passes: What this rank reads for each pass through the schedule, as many on all ranks; None where it reads none.
         teacher: Where a term needs one.
@@ -64,7 +58,8 @@ def forward_totals(
     """
     # with overlap_param_gather the all-gather of the last update may still be missing: it belongs to the next forward
     # pass
-    optimizer.gather_parameters()
+    model.optimizer.gather_parameters()
+    config, groups = model.config, model.groups
     terms = tuple(objective.functions)
     count = num_microbatches(config, groups)
     # one accumulator over all passes: sum over sum, not a mean of means
@@ -72,13 +67,13 @@ def forward_totals(
     sums.pairs.diagnostics.expect(objective.reported)
 
     def accumulate(rows: Sequence[Microbatch], loss: OutputLoss) -> None:
-        run_forward(chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
+        run_forward(model.chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
 
     compared = PreferenceTotals()
-    with evaluating(chunks):
+    with evaluating(model.chunks):
         for own in passes:
             if objective.preference is not None:
-                found = preference_pass(config, groups, chunks, optimizer, objective.preference, own, count)
+                found = preference_pass(model, objective.preference, own, count)
                 own, compared = found.batches, compared.plus(found.totals)
             # the plan is compared in validation too: a row that is counted twice shows here
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
@@ -104,10 +99,7 @@ def num_microbatches(config: Config, groups: Groups) -> int | None:
 
 @torch.no_grad()
 def label_scores(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
+    model: RankModel,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int,
     with_entropy: bool,
@@ -117,10 +109,7 @@ def label_scores(
     One all-reduce of the result over the world at the end, beside megatron-core's own collectives.
 
     Args:
-        config: The configuration.
-        groups: The process groups.
-        chunks: This rank's model chunks; left in training mode.
-        optimizer: Completes the parameters first.
+        model: Its parameters are completed first, and it is left in training mode.
         batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
         num_microbatches: How many they are.
         with_entropy: Whether the entropy is wanted.
@@ -129,7 +118,8 @@ def label_scores(
         [1 or 2, rows, seq] float32 on the device, in nats, the same on all ranks: log-probabilities, entropies. Rows by
         microbatch, then data-parallel rank: without packing by slot of the global batch.
     """
-    optimizer.gather_parameters()
+    model.optimizer.gather_parameters()
+    config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # tokens further ahead: not asked for
@@ -145,7 +135,7 @@ def label_scores(
         if groups.counts_loss:  # else the same numbers were added once for each tensor-parallel rank
             found[:, own.start : own.stop, columns] = scores
 
-    with evaluating(chunks):
-        run_forward(chunks, rows, take, config)
+    with evaluating(model.chunks):
+        run_forward(model.chunks, rows, take, config)
     dist.all_reduce(found)
     return found

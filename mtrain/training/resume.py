@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,9 +17,8 @@ from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.state.base import settle_base
@@ -43,25 +42,15 @@ class Resumed(NamedTuple):
     history: BadStepHistory = NO_BAD_STEPS
 
 
-def resume_or_initialize(
-    config: Config,
-    folder: RunFolder,
-    groups: Groups,
-    chunks: list[Any],
-    optimizer: Optimizer,
-    loader: StepLoader | None,
-) -> Resumed:
+def resume_or_initialize(model: RankModel, folder: RunFolder, loader: StepLoader | None) -> Resumed:
     """Loads the run's newest good checkpoint, else the weights it starts from. Collective over the world.
 
     A checkpoint that is passed over because of its bytes, or as it holds nan or inf, is set aside, so that its step can
     be saved again.
 
     Args:
-        config: Of the run.
+        model: Takes what is loaded.
         folder: The run folder, whose lock the first rank holds.
-        groups: The process groups.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer.
         loader: Of the training data; None on ranks that do not read any.
 
     Returns:
@@ -73,43 +62,44 @@ def resume_or_initialize(
         RunFolderError: checkpoint.resume=never, but there is a checkpoint; or a key has changed without consent.
     """
     # a checkpoint of its own goes first: initialize_from says where a run began, not where it is
-    if config.adapter is not None:  # its checkpoints do not hold the frozen model
-        load_base(config, groups, chunks, optimizer)
-    resumed = load_newest(config, folder, groups, chunks, optimizer, loader)
-    if resumed is None and config.adapter is None:
-        initialize(config, groups, chunks, optimizer)
+    if model.config.adapter is not None:  # its checkpoints do not hold the frozen model
+        load_base(model)
+    resumed = load_newest(model, folder, loader)
+    if resumed is None and model.config.adapter is None:
+        initialize(model)
     elif resumed is None:
-        load_start_adapter(config, groups, chunks, optimizer)
+        load_start_adapter(model)
     return resumed or Resumed(0)
 
 
-def load_base(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+def load_base(model: RankModel) -> None:
     """Loads or draws the model that adapters stand beside. Collective over the world.
 
     Raises:
         DataError: It is missing, damaged, of another model or not finite.
     """
-    _load_start(config, groups, chunks, optimizer)
-    settle_base(chunks, optimizer, groups, config)
+    _load_start(model)
+    settle_base(model)
 
 
-def load_start_adapter(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+def load_start_adapter(model: RankModel) -> None:
     """Loads the adapter that a run starts from, where it names one. Collective over the world.
 
     Raises:
         DataError: It is missing, damaged, another one than the run's or not finite.
     """
-    if config.adapter is None or config.adapter.path is None:
+    adapter = model.config.adapter
+    if adapter is None or adapter.path is None:
         return
-    source = Path(config.adapter.path)
-    if groups.rank == 0:
+    source = Path(adapter.path)
+    if model.groups.rank == 0:
         say(f"loading {source}")
-    load_peft_adapter(source, chunks, optimizer, groups, config)
-    _refuse_non_finite(source, chunks, optimizer, groups)
+    load_peft_adapter(source, model)
+    _refuse_non_finite(source, model)
 
 
-def _refuse_non_finite(source: Path, chunks: list[Any], optimizer: Optimizer, groups: Groups) -> None:
-    fault = non_finite_state(chunks, optimizer, groups)
+def _refuse_non_finite(source: Path, model: RankModel) -> None:
+    fault = non_finite_state(model)
     if fault is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
         # `non_finite_state` has gathered the finding, so all ranks raise the same
@@ -117,27 +107,24 @@ def _refuse_non_finite(source: Path, chunks: list[Any], optimizer: Optimizer, gr
         raise error
 
 
-def initialize(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+def initialize(model: RankModel) -> None:
     """Loads the weights that a run starts from, or draws them. Collective over the world.
 
     Raises:
         DataError: They are missing, damaged, of another model or not finite.
     """
-    if config.adapter is not None:
-        load_base(config, groups, chunks, optimizer)
-        load_start_adapter(config, groups, chunks, optimizer)
+    if model.config.adapter is not None:
+        load_base(model)
+        load_start_adapter(model)
         return
-    source = _load_start(config, groups, chunks, optimizer)
+    source = _load_start(model)
     if source is not None:
-        _refuse_non_finite(source, chunks, optimizer, groups)
+        _refuse_non_finite(source, model)
 
 
 def load_newest(
-    config: Config,
+    model: RankModel,
     folder: RunFolder,
-    groups: Groups,
-    chunks: list[Any],
-    optimizer: Optimizer,
     loader: StepLoader | None,
     passed_over: Mapping[int, str] | None = None,
 ) -> Resumed | None:
@@ -146,11 +133,8 @@ def load_newest(
     What is found damaged is set aside.
 
     Args:
-        config: Of the run.
+        model: Takes what is loaded.
         folder: The run folder.
-        groups: The process groups.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer.
         loader: As for `resume_or_initialize`.
         passed_over: Of a run that goes back: step -> why, of checkpoints that are not to be loaded.
 
@@ -162,7 +146,7 @@ def load_newest(
     def find(unusable: Mapping[int, str]) -> Newest:
         damaged.update(unusable)
         if passed_over is None:
-            return _resumable(config, folder, damaged)
+            return _resumable(model.config, folder, damaged)
         # checkpoint.resume=never means a start
         return newest_good(folder.checkpoints, {**damaged, **passed_over})
 
@@ -172,9 +156,9 @@ def load_newest(
             if entry is None:
                 return None
             # the first rank reads data; the comparison is before the load, which takes long
-            changes = on_first_rank(functools.partial(_changes, entry, loader, config, folder))
-            state = load_checkpoint(entry, chunks, optimizer, groups, config)
-            fault = non_finite_state(chunks, optimizer, groups)
+            changes = on_first_rank(functools.partial(_changes, entry, loader, model.config, folder))
+            state = load_checkpoint(entry, model)
+            fault = non_finite_state(model)
             if fault is None:
                 # only now that another one is known to be good: nothing is moved where the start fails
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
@@ -182,8 +166,9 @@ def load_newest(
         damaged[entry.step] = fault  # the next one overwrites all that was loaded
 
 
-def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> Path | None:
+def _load_start(model: RankModel) -> Path | None:
     """Where the weights of a new run were loaded from; None where they were drawn."""
+    config, groups = model.config, model.groups
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
         # one rank looks and all take its answer: a shared disk may show ranks different states
@@ -191,21 +176,21 @@ def _load_start(config: Config, groups: Groups, chunks: list[Any], optimizer: Op
         if megatron is not None:
             if groups.rank == 0:
                 say(f"loading {megatron}, which another program wrote: there are no checksums to verify it by")
-            load_megatron_weights(megatron, chunks, optimizer, groups, config)
+            load_megatron_weights(megatron, model)
             return megatron
         with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
             start = announced(newest)
             assert start is not None, "checkpoint_at raises where there is none"
-            load_weights(start, chunks, optimizer, groups, config)
+            load_weights(start, model)
             return start.path
     if config.model.hf is not None:
         if groups.rank == 0:
             say(f"loading {config.model.hf}")
-        load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
+        load_hf_weights(Path(config.model.hf), model)
         return Path(config.model.hf)
-    for chunk in chunks:
+    for chunk in model.chunks:
         draw_weights(unwrap(chunk), config, groups)
-    optimizer.take_weights()
+    model.optimizer.take_weights()
     return None
 
 

@@ -6,13 +6,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtrain.base.errors import BadStepError, ConfigError
-from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
@@ -23,7 +21,8 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.finalize import Finalize, finalize_gradients
 from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, StepTotals, TermTotals
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
-from mtrain.mcore.engine.optimizer import Optimizer, Update
+from mtrain.mcore.engine.optimizer import Update
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule, start_grad_sync
 from mtrain.mcore.health.non_finite import largest_local_gradients
 from mtrain.mcore.model.moe.balance import RouterBalance
@@ -65,32 +64,27 @@ class TrainingStep:
 
     def __init__(
         self,
-        config: Config,
-        groups: Groups,
-        chunks: Sequence[Any],
-        optimizer: Optimizer,
+        model: RankModel,
         objective: Objective,
         teacher: Teacher | None = None,
         parts: StepParts = StepParts(),
     ) -> None:
         """Args:
-        config: The configuration.
-        groups: The process groups.
-        chunks: This rank's model chunks.
-        optimizer: Theirs.
+        model: What is trained.
         objective: What is minimised.
         teacher: Where a term of the objective needs one.
         parts: What does the work.
         """
-        self._config, self._groups, self._chunks = config, groups, list(chunks)
-        self._optimizer, self._objective, self._teacher = optimizer, objective, teacher
-        self._num_microbatches, self._parts = num_microbatches(config, groups), parts
-        self.routers = parts.routers(config, groups, self._chunks)
+        self._model, self._config, self._groups = model, model.config, model.groups
+        self._chunks, self._optimizer = model.chunks, model.optimizer
+        self._objective, self._teacher = objective, teacher
+        self._num_microbatches, self._parts = num_microbatches(model.config, model.groups), parts
+        self.routers = parts.routers(model.config, model.groups, model.chunks)
         self.local_gradients: Tensor | None = None
         """Of the last step: the largest gradient of each parameter on this rank alone; None where reductions overlap
         the backward pass, so that no such moment is there."""
         # once: the hooks stay in the chunks' config from step to step
-        connect(self._chunks, optimizer, config)
+        connect(model.chunks, model.optimizer, model.config)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
@@ -195,8 +189,7 @@ class TrainingStep:
                 f"{objective.names[MAIN_TERM]} compares each answer with the whole batch; give the whole global batch "
                 "in one call"
             )
-        model = (self._config, self._groups, self._chunks, self._optimizer)
-        found = preference_pass(*model, objective.preference, batches, num_microbatches)
+        found = preference_pass(self._model, objective.preference, batches, num_microbatches)
         step.preference = found.totals.plus(step.preference or PreferenceTotals())
         return found.batches
 
@@ -270,8 +263,7 @@ class TrainingStep:
         Raises:
             NumericError: As `forward_backward`.
         """
-        model = (self._config, self._groups, self._chunks, self._optimizer, self._objective)
-        forward_totals(*model, [batches], self._teacher)
+        forward_totals(self._model, self._objective, [batches], self._teacher)
 
 
 def _denominators_too_late(objective: Objective) -> ConfigError:

@@ -128,7 +128,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         on_first_rank(lambda: _write_first_samples(run, folder))
         records, signs = held.enter_context(contextlib.ExitStack()), SignsOfLife(life, heartbeat, account)
         known = (config, _origin(run), lock.check, run.start_step, _save_listener(life, account))
-        saver = Saver(folder.checkpoints, run.groups, *known)
+        saver = Saver(folder.checkpoints, run.model.groups, *known)
         exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
         held.callback(exporter.close)
         reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
@@ -137,7 +137,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
         held.callback(profiler.close)
         guard = Guard(config.train, run.history)
-        samples = PromptSamples(config, folder, run.chunks, groups.rank == 0)
+        samples = PromptSamples(config, folder, run.model.chunks, groups.rank == 0)
         records.callback(samples.close)
         course = _Course(run, guard, saver, exporter, signal, heartbeat, life, slow, profiler, samples)
         try:
@@ -181,13 +181,14 @@ def _finished(run: Run, folder: RunFolder) -> str:
     """Of a start that finds nothing left to train; the exports that are missing are still made."""
     return (
         f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and train.num_steps="
-        f"{run.config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set another run.dir"
+        f"{run.model.config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set another "
+        "run.dir"
     )
 
 
 def _origin(run: Run) -> Provenance:
     """What a manifest tells of this run; the first rank writes it."""
-    if run.groups.rank != 0 or run.loader is None:
+    if run.model.groups.rank != 0 or run.loader is None:
         return Provenance()
     checkout = git_checkout()
     git = None if checkout is None else GitState(commit=checkout.commit, dirty=checkout.dirty)
@@ -245,7 +246,9 @@ def _with_rollbacks(
     while True:
         try:
             stopped_after = _loop(course, opened.enter_context(reopen(course.run)))
-            heartbeat.enter(Phase.SAVE, course.run.config.train.num_steps if stopped_after is None else stopped_after)
+            heartbeat.enter(
+                Phase.SAVE, course.run.model.config.train.num_steps if stopped_after is None else stopped_after
+            )
             saver.finish()
             return stopped_after
         except (RollBackError, SpoiledStateError) as error:
@@ -260,9 +263,9 @@ def _with_rollbacks(
 def _loop(course: _Course, sinks: Sinks) -> int | None:
     """All steps; the number of the last one where a signal stopped the run early."""
     run, guard, saver, exporter, heartbeat = course.run, course.guard, course.saver, course.exporter, course.heartbeat
-    config, start, last = run.config, run.start_step, run.config.train.num_steps
+    config, start, last = run.model.config, run.start_step, run.model.config.train.num_steps
     tokens = on_first_rank(lambda: _tokens_before(run))
-    trial, replicas = StepTrial(run, guard, heartbeat), ReplicaCheck(run.groups)
+    trial, replicas = StepTrial(run, guard, heartbeat), ReplicaCheck(run.model.groups)
     course.samples.begin(start)
     if config.valid.at_start and start == 0:
         _validate(run, sinks, 0, heartbeat)
@@ -280,8 +283,8 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             if made.is_applied:
                 saver.confirm(step)  # loss and gradient of what was there before the update were finite
                 if step == start:
-                    saver.expect(run.chunks, run.optimizer)
-            spoil_point(run.chunks, run.optimizer, run.groups, done)
+                    saver.expect(run.model)
+            spoil_point(run.model, done)
             took_s, waited_s = time.perf_counter() - began, waiting.waited_s() - waited_before_s
             record = course.slow.noted(attempt_record(run, done, made, lr, took_s), waited_s)
             tokens += record.tokens if made.refused is None else 0
@@ -301,7 +304,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             every = config.train.check_replicas_every_steps
             if _is_due(done, every) or (is_saved and every > 0):
                 with named(f"after step {done}"):
-                    replicas.run(run.chunks, run.optimizer)
+                    replicas.run(run.model)
             if valid_loss is not None:
                 saver.confirm(done)
             elif is_saved and done == last and made.has_learned:
@@ -310,7 +313,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             if is_saved:
                 heartbeat.enter(Phase.SAVE, done)
                 exporter.expect(done)
-                saver.save(run.chunks, run.optimizer, done, valid_loss, tokens, guard.history)
+                saver.save(run.model, done, valid_loss, tokens, guard.history)
             exporter.poll()
             if is_stopped:
                 return done
@@ -319,7 +322,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
 
 def _ask(course: _Course, step: int, sinks: Sinks) -> None:
     """Asks the prompts of `eval` where that is due."""
-    if course.samples.is_due(step, course.run.config.train.num_steps):
+    if course.samples.is_due(step, course.run.model.config.train.num_steps):
         course.heartbeat.enter(Phase.VALIDATION, step)
         with named(f"samples after step {step}"):
             course.samples.take(course.run, step, sinks)
@@ -334,7 +337,7 @@ def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, hea
 
 def _tokens_before(run: Run) -> int:
     """Tokens of text that the run has consumed before this start, as the checkpoint that it goes on from says."""
-    folder = RunFolder(Path(run.config.run.dir)).checkpoints
+    folder = RunFolder(Path(run.model.config.run.dir)).checkpoints
     steps = [step for step in published_steps(folder) if step <= run.start_step]
     return load_entry(folder / step_name(steps[-1])).manifest.tokens if steps else 0
 
@@ -349,7 +352,7 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
     if run.loader is None:
         yield None
         return
-    with run.loader.iterate(run.start_step, pinned=run.groups.device.type == "cuda") as batches:
+    with run.loader.iterate(run.start_step, pinned=run.model.groups.device.type == "cuda") as batches:
         yield batches
 
 
@@ -358,8 +361,7 @@ def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float 
     if not run.validation:
         return None
     heartbeat.enter(Phase.VALIDATION, step)
-    model = (run.config, run.groups, run.chunks, run.optimizer, run.objective)
     with named(f"validation after step {step}"):
-        record = evaluate_all(*model, run.validation, step, run.teacher)
+        record = evaluate_all(run.model, run.objective, run.validation, step, run.teacher)
     sinks.write(record)
     return record.valid_loss

@@ -13,6 +13,7 @@ from mtrain.hf.io.source import FolderTensors
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import FlatSlice
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state import reader
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
@@ -39,8 +40,9 @@ def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
     main weights into the model; on rank 0, else empty."""
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
+    model = RankModel(config, groups, chunks, optimizer)
     assert config.model.hf is not None
-    load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
+    load_hf_weights(Path(config.model.hf), model)
     optimizer.zero_grad()
     optimizer.local_grad_norm_sq()
     optimizer.update(0.0, 0.0)
@@ -83,7 +85,7 @@ def read_beside_parameters(groups: Groups, config: Config) -> Beside:
 
     assert config.model.hf is not None
     with mock.patch.object(reader, "load_shards", counted):
-        load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
+        load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
     return found
 
 
@@ -109,7 +111,7 @@ def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, Ten
 
     assert config.model.hf is not None
     with noted("read"), noted("expect"), mock.patch.object(FlatSlice, "set_main", noted_set):
-        load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
+        load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
     return asked
 
 

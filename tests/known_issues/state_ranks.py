@@ -39,14 +39,14 @@ def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
     found = {}
     for name in ("theirs", "ours"):
         parts = build(groups, config)
-        part = parts.optimizer.inner.chained_optimizers[0]
+        part = parts.model.optimizer.inner.chained_optimizers[0]
         update(parts, groups, config)
         if name == "theirs":
             part.load_state_dict(part.state_dict())
         else:
-            optimizer_state.set_adam_step(parts.optimizer.inner, 1)
+            optimizer_state.set_adam_step(parts.model.optimizer.inner, 1)
         update(parts, groups, config)
-        found[name] = {int(state["step"]) for state in part.optimizer.state.values()}
+        found[name] = {int(state["step"]) for state in part.model.optimizer.state.values()}
     return found
 
 
@@ -62,26 +62,28 @@ def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool
     """Whether their optimizer can tell its state before it has stepped, and what Adam counts after a load here."""
     parts = build(groups, config)
     try:
-        parts.optimizer.inner.chained_optimizers[0].state_dict()
+        parts.model.optimizer.inner.chained_optimizers[0].state_dict()
     except AssertionError:
         can_tell = False
     else:
         can_tell = True
-    assert all(states.keys() == set(STATES) for _, states in optimizer_state.flat_slice_states(parts.optimizer.inner))
-    optimizer_state.set_adam_step(parts.optimizer.inner, 7)
-    return can_tell, optimizer_state.adam_step(parts.optimizer.inner)
+    assert all(
+        states.keys() == set(STATES) for _, states in optimizer_state.flat_slice_states(parts.model.optimizer.inner)
+    )
+    optimizer_state.set_adam_step(parts.model.optimizer.inner, 7)
+    return can_tell, optimizer_state.adam_step(parts.model.optimizer.inner)
 
 
 def updated_parameters(parts: Parts) -> list[Tensor]:
     """The parameters that this rank updates."""
-    return [flat_slice.parameter for flat_slice in optimizer_state.flat_slices(parts.optimizer.inner)]
+    return [flat_slice.parameter for flat_slice in optimizer_state.flat_slices(parts.model.optimizer.inner)]
 
 
 def set_one_state(groups: Groups, config: Config) -> str:
     """How their loop ends that puts what a checkpoint holds into torch's Adam."""
     parts = build(groups, config)
     update(parts, groups, config)
-    part = parts.optimizer.inner.chained_optimizers[0]
+    part = parts.model.optimizer.inner.chained_optimizers[0]
     parameter = updated_parameters(parts)[0]
     held = part._get_main_param_and_optimizer_states(parameter)
     try:
@@ -96,9 +98,9 @@ def save_without_metadata(groups: Groups, config: Config) -> str:
     """How their optimizer's own choice of a checkpoint form ends."""
     parts = build(groups, config)
     update(parts, groups, config)
-    part = parts.optimizer.inner.chained_optimizers[0]
+    part = parts.model.optimizer.inner.chained_optimizers[0]
     try:
-        part.sharded_state_dict(unwrap(parts.chunks[0]).sharded_state_dict())
+        part.sharded_state_dict(unwrap(parts.model.chunks[0]).sharded_state_dict())
     except (CheckpointingException, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -108,13 +110,13 @@ def shifted_states(groups: Groups, config: Config) -> tuple[int, int]:
     """Parameters whose main weights are not those of the model when all are gathered: by them, by us."""
     parts = build(groups, config)
     update(parts, groups, config)
-    part, wrong = parts.optimizer.inner.chained_optimizers[0], 0
+    part, wrong = parts.model.optimizer.inner.chained_optimizers[0], 0
     gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
     for number, buffer in enumerate(part.buffers):
         ((_, world),) = gathered[number].items()
         for parameter, (start, end, _) in buffer.param_index_map.items():
             wrong += not torch.equal(world["param"][start:end], parameter.detach().flatten())
-    states = whole_states(parts.chunks, parts.optimizer, groups)
+    states = whole_states(parts.model)
     return wrong, sum(not torch.equal(values, one.detach()) for one, name, values in states if name == MAIN)
 
 
@@ -122,7 +124,7 @@ def norms_without_clipping(groups: Groups, config: Config) -> tuple[float | None
     """The norm of the gradients that a bare optimizer of theirs tells, and that of here."""
     parts = build(groups, config)
     ours = update(parts, groups, config)
-    _, theirs, _ = parts.optimizer.inner.chained_optimizers[0].step()
+    _, theirs, _ = parts.model.optimizer.inner.chained_optimizers[0].step()
     return theirs, ours
 
 
@@ -130,7 +132,7 @@ def clipped_norm(groups: Groups, config: Config) -> float:
     """The norm of the gradients that Adam gets."""
     parts = build(groups, config)
     update(parts, groups, config)
-    return float(parts.optimizer.inner.get_grad_norm())
+    return float(parts.model.optimizer.inner.get_grad_norm())
 
 
 def first_loss(groups: Groups, config: Config) -> float:

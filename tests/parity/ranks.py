@@ -20,6 +20,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.finalize import finalize_gradients
 from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, TermTotals, Totals
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import LossOfLogits, run_forward, run_schedule
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
@@ -59,8 +60,7 @@ class Outcome(NamedTuple):
 class Built(NamedTuple):
     """A model ready to train on this rank."""
 
-    chunks: list[Any]
-    optimizer: Optimizer
+    model: RankModel
     training: TrainingStep
 
 
@@ -71,7 +71,8 @@ def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None =
         set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
-    return Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, objective))
+    model = RankModel(config, groups, chunks, optimizer)
+    return Built(model, TrainingStep(model, objective))
 
 
 def train(
@@ -80,8 +81,8 @@ def train(
     """One optimizer step for each global batch."""
     built = build(groups, config, parameters)
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
-    built.optimizer.gather_parameters()
-    return Outcome(steps, arrays(gather_whole(parameter_shards(built.chunks, groups))))
+    built.model.optimizer.gather_parameters()
+    return Outcome(steps, arrays(gather_whole(parameter_shards(built.model.chunks, groups))))
 
 
 class Run(NamedTuple):
@@ -101,7 +102,7 @@ def train_each(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
 def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
     """Gradients of a batch, gathered, and the update of step `number`."""
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
-    gradients = arrays(gather_whole(gradient_shards(built.chunks, groups)))
+    gradients = arrays(gather_whole(gradient_shards(built.model.chunks, groups)))
     update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
     norm = 0.0 if update is None else update.grad_norm
     return StepOutcome(totals.objective, dict(totals.terms), norm, gradients, totals.diagnostics)
@@ -165,19 +166,19 @@ def bits_around_a_step(
         run_step(built, groups, config, batch, number)
     before = _bits(built)
     totals = built.training.forward_backward(own_microbatches(batches[-1], groups, config))
-    largest = max(float(shard.data.abs().max()) for shard in gradient_shards(built.chunks, groups))
+    largest = max(float(shard.data.abs().max()) for shard in gradient_shards(built.model.chunks, groups))
     built.training.update(totals, config.optimizer.lr)
     num_states = sum(len(state) for inner in _inner(built) for state in inner.state.values())
     return Bits(before, _bits(built), num_states, totals.is_empty, totals.objective, largest)
 
 
 def _inner(built: Built) -> list[torch.optim.Optimizer]:
-    outer = getattr(built.optimizer.inner, "chained_optimizers", [built.optimizer.inner])
+    outer = getattr(built.model.optimizer.inner, "chained_optimizers", [built.model.optimizer.inner])
     return [megatrons.optimizer for megatrons in outer]
 
 
 def _bits(built: Built) -> list[bytes]:
-    tensors = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
+    tensors = [parameter for chunk in built.model.chunks for parameter in chunk.parameters()]
     for inner in _inner(built):
         tensors += [main for group in inner.param_groups for main in group["params"]]
         tensors += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -221,7 +222,7 @@ def scaled_steps(
         update = built.training.update(totals, config.optimizer.lr)
         assert update is not None
         changed = before != _bits(built)
-        steps.append(HalfStep(update.overflowed, built.optimizer.loss_scale(), changed, update.grad_norm))
+        steps.append(HalfStep(update.overflowed, built.model.optimizer.loss_scale(), changed, update.grad_norm))
     return steps
 
 
@@ -241,17 +242,17 @@ def scaled_gradients(
     found = []
     for numerator_scale in numerator_scales:
         accumulator = PairAccumulator((MAIN_TERM,), groups.device)
-        built.optimizer.zero_grad()
+        built.model.optimizer.zero_grad()
         run_schedule(
-            built.chunks,
+            built.model.chunks,
             slice_for_rank(batches, groups),
             _scaled(objective, numerator_scale, config, groups),
             accumulator,
             config,
         )
-        scale = numerator_scale * built.optimizer.loss_scale()
-        finalize_gradients(built.chunks, StepSums(accumulator, {MAIN_TERM: 0.0}, gradient_scale=scale), groups)
-        found.append(arrays(gather_whole(gradient_shards(built.chunks, groups))))
+        scale = numerator_scale * built.model.optimizer.loss_scale()
+        finalize_gradients(built.model.chunks, StepSums(accumulator, {MAIN_TERM: 0.0}, gradient_scale=scale), groups)
+        found.append(arrays(gather_whole(gradient_shards(built.model.chunks, groups))))
     return found
 
 
@@ -272,7 +273,7 @@ def logits_by_microbatch(
     batches = broadcast_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
     seen: list[Any] = []
     run_forward(
-        built.chunks,
+        built.model.chunks,
         slice_for_rank(batches, groups),
         lambda logits, own: seen.append(logits.main.whole().numpy()),
         config,
@@ -307,8 +308,9 @@ def logits_with_and_without_depths(
     whole = slice_for_rank(shared, groups)
     every: list[Logits] = []
     one: list[Logits] = []
-    run_forward(built.chunks, whole, lambda logits, own: every.append(logits), config)
-    run_forward(built.chunks, [replace(row, mtp=()) for row in whole], lambda logits, own: one.append(logits), config)
+    run_forward(built.model.chunks, whole, lambda logits, own: every.append(logits), config)
+    alone_rows = [replace(row, mtp=()) for row in whole]
+    run_forward(built.model.chunks, alone_rows, lambda logits, own: one.append(logits), config)
     return [
         (len(asked.mtp), alone.mtp == (), torch.equal(asked.main.whole(), alone.main.whole()))
         for asked, alone in zip(every, one, strict=True)
@@ -328,7 +330,7 @@ def losses_along(
     found = []
     for step in steps:
         moved = {name: value + step * direction[name] for name, value in parameters.items()}
-        set_parameters(built.chunks, groups, moved)
+        set_parameters(built.model.chunks, groups, moved)
         found.append(built.training.forward_backward(own_microbatches(batch, groups, config)).objective)
     return found
 

@@ -14,6 +14,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
@@ -46,7 +47,8 @@ def train_with_teacher(
     set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
-    built = Built(chunks, optimizer, TrainingStep(config, groups, chunks, optimizer, objective, teacher))
+    model = RankModel(config, groups, chunks, optimizer)
+    built = Built(model, TrainingStep(model, objective, teacher))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     optimizer.gather_parameters()
     outcome = Outcome(steps, arrays(gather_whole(parameter_shards(chunks, groups))))

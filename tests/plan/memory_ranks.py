@@ -50,9 +50,9 @@ def _measured(groups: Groups, config: Config) -> Measured:
         gradients = _gradients(built)
         with Allocations() as update:
             built.training.update(totals, config.optimizer.lr)
-    weights = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in built.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    found = optimizer_state.flat_slice_states(built.optimizer.inner)
+    weights = [parameter for chunk in built.model.chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in built.model.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    found = optimizer_state.flat_slice_states(built.model.optimizer.inner)
     states = [state for _, by_name in found for state in by_name.values()]
     return Measured(
         gradients,
@@ -69,7 +69,7 @@ def _measured(groups: Groups, config: Config) -> Measured:
 def _gradients(built: Built) -> dict[str, str]:
     return {
         name: hashlib.sha256(parameter.main_grad.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for chunk in built.chunks
+        for chunk in built.model.chunks
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad
     }

@@ -35,6 +35,6 @@ def _second_step(groups: Groups, config: Config, batch: GlobalBatch) -> Step:
         built.training.update(totals, config.optimizer.lr)
 
     step()
-    with recorded(built.chunks, groups.layout, groups.pp_rank) as timeline:
+    with recorded(built.model.chunks, groups.layout, groups.pp_rank) as timeline:
         found = measured(groups, step)
     return Step(found, timeline.slots)

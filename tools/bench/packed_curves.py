@@ -29,6 +29,7 @@ from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
@@ -125,8 +126,8 @@ def train_on_rank(groups: Groups, config: Config) -> Series:
     """Loss and grad-norm of each step."""
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    step = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss, config.model.mtp_depths))
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    step = TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths))
     found: Series = {"loss": [], "grad_norm": []}
     for number in range(config.train.num_steps):
         totals = step.forward_backward(loader.batches(number))

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from sys import path as import_path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import psutil
 import torch
@@ -41,6 +41,7 @@ if __name__ == "__main__":
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.shards import local_shards
@@ -101,8 +102,8 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     """All contenders in turn, on all ranks at once."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # theirs starts processes
     chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    parts = local_shards(chunks, optimizer, groups)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    parts = local_shards(model)
     for part in parts:
         if part.data.is_floating_point():
             part.data.normal_()
@@ -110,14 +111,14 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     memory = [torch.zeros_like(part.data) for part in parts]
     raw = functools.partial(_raw, folder / f"raw-{groups.rank}", content)
     saver = Saver(folder / "ours", groups, config)
-    saver.expect(chunks, optimizer)  # as training does after its first step
+    saver.expect(model)  # as training does after its first step
     rounds = list[list[float]]()
     for step in range(num_rounds + 1):
         columns = [raw(), _seconds(lambda: [one.copy_(part.data) for one, part in zip(memory, parts)])]
-        rounds.append([*columns, *_ours(saver, chunks, optimizer, step)])
+        rounds.append([*columns, *_ours(saver, model, step)])
     raw_best, memcpy, ours, copy = _best(rounds)
     first_copy = rounds[0][-1]
-    theirs = _megatrons_save(chunks, optimizer, groups)
+    theirs = _megatrons_save(model)
     rounds = [[raw(), _theirs(theirs, folder / f"theirs-{step}", groups)] for step in range(num_rounds + 1)]
     for child in psutil.Process().children(recursive=True):
         child.kill()  # their manager would outlive us and keep our output open
@@ -137,11 +138,11 @@ def _raw(path: Path, content: torch.Tensor) -> float:
     return seconds
 
 
-def _ours(saver: Saver, chunks: list[Any], optimizer: Optimizer, step: int) -> tuple[float, float]:
+def _ours(saver: Saver, model: RankModel, step: int) -> tuple[float, float]:
     """Seconds until it is on disk, and those that training waits."""
     dist.barrier()
     began = time.perf_counter()
-    copy = _seconds(functools.partial(saver.save, chunks, optimizer, step))
+    copy = _seconds(functools.partial(saver.save, model, step))
     saver.wait()
     ours = _slowest(time.perf_counter() - began)
     saver.confirm(step)  # so that the one before goes
@@ -158,17 +159,18 @@ def _theirs(save: Callable[[Path], None], folder: Path, groups: Groups) -> float
     return seconds
 
 
-def _megatrons_save(chunks: list[Any], optimizer: Optimizer, groups: Groups) -> Callable[[Path], None]:
+def _megatrons_save(model: RankModel) -> Callable[[Path], None]:
+    groups = model.groups
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1), groups.dp_cp, do_cache_distribution=True
     )
 
     def save(folder: Path) -> None:
-        model = unwrap(chunks[0]).sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        weights = unwrap(model.chunks[0]).sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         state = {
-            "model": model,
-            "optimizer": optimizer.inner.sharded_state_dict(
-                model, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+            "model": weights,
+            "optimizer": model.optimizer.inner.sharded_state_dict(
+                weights, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
             ),
         }
         dist_checkpointing.save(state, str(folder), strategy, validate_access_integrity=False)

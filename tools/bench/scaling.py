@@ -185,7 +185,7 @@ def measure(groups: Groups, config: Config, rounds: int) -> OfRank:
     found: list[tuple[float, float, slots.Timeline, list[float]]] = []
     for _ in range(rounds):
         start, of_gloo = time.process_time(), gloo_seconds()
-        with slots.recorded(parts.chunks, groups.layout, groups.pp_rank) as timeline:
+        with slots.recorded(parts.model.chunks, groups.layout, groups.pp_rank) as timeline:
             step()
         end = time.process_time()
         found.append((end - start, gloo_seconds() - of_gloo, timeline, timeline.costs(end)))

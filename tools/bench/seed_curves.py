@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from sys import path as import_path
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
@@ -134,8 +136,8 @@ def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
     """Trains by `config`, then takes the loss of held-out samples as `exact` defines it: one sum / one sum."""
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    step = TrainingStep(config, groups, chunks, optimizer, Objective.from_config(config.loss, config.model.mtp_depths))
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    step = TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths))
     found: Series = {"loss": [], "grad_norm": [], "held_out": []}
     for number in range(config.train.num_steps):
         totals = step.forward_backward(loader.batches(number))
@@ -145,7 +147,7 @@ def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
         found["grad_norm"].append(rounded(update.grad_norm))
     held_out = loader.held_out()
     assert held_out is not None
-    judge = TrainingStep(exact, groups, chunks, optimizer, Objective.from_config(exact.loss, exact.model.mtp_depths))
+    judge = TrainingStep(replace(model, config=exact), Objective.from_config(exact.loss, exact.model.mtp_depths))
     terms = [judge.forward_backward(one).terms["main"] for one in itertools.islice(held_out.batches(), HELD_OUT_PASSES)]
     found["held_out"] = [rounded(sum(one.numerator for one in terms) / sum(one.denominator for one in terms))]
     return found

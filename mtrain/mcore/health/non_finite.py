@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.state.local_state import local_state
@@ -60,19 +60,15 @@ def largest_local_gradients(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
     return torch.stack(torch._foreach_norm(gradients, float("inf")))
 
 
-def cause_of_non_finite(
-    chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, local_gradients: Tensor | None
-) -> Cause:
+def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cause:
     """Names the rank and its first tensor, the same on all ranks. One all-gather of short objects over the world.
 
     Args:
-        chunks: This rank's model chunks, their parameters complete.
-        optimizer: Their optimizer.
-        groups: The process groups.
+        model: Its parameters complete.
         local_gradients: From `largest_local_gradients` in the step that failed; None where it was not taken.
     """
-    parts = [held.shard for held in local_state(chunks, optimizer, groups)]
-    own = _Seen(non_finite(parts), _in_gradients(chunks, groups, local_gradients))
+    parts = [held.shard for held in local_state(model)]
+    own = _Seen(non_finite(parts), _in_gradients(model.chunks, model.groups, local_gradients))
     everyone: list[_Seen] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     # weights first: one that is nan makes every gradient behind it nan, also on ranks whose own state is sound

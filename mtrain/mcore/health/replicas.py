@@ -26,7 +26,7 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
 
 _MOST_RANKS = 8
@@ -55,19 +55,18 @@ class ReplicaCheck:
         self._coefficients: dict[int, int] | None = None
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[torch.nn.Module], optimizer: Optimizer) -> None:
+    def run(self, model: RankModel) -> None:
         """One all-reduce of one number; where replicas differ, two all-gathers of short objects.
 
         Args:
-            chunks: This rank's model chunks.
-            optimizer: Their optimizer.
+            model: Whose replicas.
 
         Raises:
             NumericError: Replicas differ; names the first tensor and the ranks, the same on all ranks.
             SpoiledStateError: One of them is not finite.
         """
-        optimizer.gather_parameters()
-        held = self._held(chunks, optimizer)
+        model.optimizer.gather_parameters()
+        held = self._held(model)
         total = torch.zeros((), dtype=torch.int64, device=self._groups.device)
         digests: list[tuple[Held, Tensor]] = []
         for each, coefficient in held:
@@ -86,13 +85,13 @@ class ReplicaCheck:
             raise SpoiledStateError(not_finite)
         raise NumericError(_difference(digests))
 
-    def compared_bytes(self, chunks: Sequence[torch.nn.Module], optimizer: Optimizer) -> int:
+    def compared_bytes(self, model: RankModel) -> int:
         """What a check reads on this rank."""
-        return sum(each.shard.data.nbytes for each, _ in self._held(chunks, optimizer))
+        return sum(each.shard.data.nbytes for each, _ in self._held(model))
 
-    def _held(self, chunks: Sequence[torch.nn.Module], optimizer: Optimizer) -> list[tuple[Held, int]]:
+    def _held(self, model: RankModel) -> list[tuple[Held, int]]:
         """What has replicas, each with its coefficient."""
-        held = {_identity(each): each for each in local_state(chunks, optimizer, self._groups)}
+        held = {_identity(each): each for each in local_state(model)}
         if self._coefficients is None:
             self._coefficients = _coefficients(list(held), self._groups)
         return [(held[identity], coefficient) for identity, coefficient in self._coefficients.items()]

@@ -21,7 +21,7 @@ from mtrain.checkpoint.store.manifest import BaseInfo, Manifest
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.adapters.adapter import adapters_of
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.build import unwrap
@@ -32,7 +32,7 @@ DRAWN = "drawn from train.seed"
 """Origin of a base that was not loaded."""
 
 
-def settle_base(chunks: Sequence[nn.Module], optimizer: Optimizer, groups: Groups, config: Config) -> None:
+def settle_base(model: RankModel) -> None:
     """To be called when the frozen weights are those of the run, before its adapters are loaded. Collective.
 
     Takes the fingerprint, and gives magnitudes (DoRA) the norms of the rows that they start from. One all-reduce over
@@ -41,23 +41,25 @@ def settle_base(chunks: Sequence[nn.Module], optimizer: Optimizer, groups: Group
     Raises:
         DataError: A weight is not finite; on all ranks.
     """
-    found = weights_fingerprint(chunks, groups, config.model.vocab_size)
+    chunks = model.chunks
+    found = weights_fingerprint(chunks, model.groups, model.config.model.vocab_size)
     for chunk in chunks:
         unwrap(chunk).base_fingerprint = found
     norms: dict[Tensor, Tensor] = {}
     for adapter in adapters_of(chunks):
         if isinstance(adapter, LinearAdapter):
             norms |= adapter.reset_magnitudes()
-    optimizer_state.set_main_weights(optimizer.inner, norms)
+    optimizer_state.set_main_weights(model.optimizer.inner, norms)
 
 
-def base_of(chunks: Sequence[nn.Module], groups: Groups, config: Config) -> BaseInfo | None:
+def base_of(model: RankModel) -> BaseInfo | None:
     """What a manifest says of the frozen model; None where the run trains all of it. Collective where it was not
     settled."""
+    config = model.config
     if config.adapter is None:
         return None
-    known = unwrap(chunks[0]).base_fingerprint
-    fingerprint = weights_fingerprint(chunks, groups, config.model.vocab_size) if known is None else known
+    known = unwrap(model.chunks[0]).base_fingerprint
+    fingerprint = weights_fingerprint(model.chunks, model.groups, config.model.vocab_size) if known is None else known
     return BaseInfo(origin=origin_of(config), fingerprint=fingerprint)
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.distributed import DistributedDataParallel
-
 from mtrain.base.errors import DataError
-from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.source import FolderTensors, open_source
 from mtrain.hf.schema.description import disagreements
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.load import filler_of, read_weights
 from mtrain.mcore.state.sharded_parameters import base_parameters
@@ -23,9 +18,7 @@ _DEPTHS = "mtp."
 """Beginning of keys of predictions further ahead."""
 
 
-def load_hf_weights(
-    folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, groups: Groups, config: Config
-) -> None:
+def load_hf_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of a folder, under any layout. Collective over the world; no tensor is sent.
 
     What a rank reads are views of the mapped files and its own shards; of a tensor that is stored in
@@ -33,14 +26,12 @@ def load_hf_weights(
 
     Args:
         folder: config.json and safetensors.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer, whose main weights follow.
-        groups: The process groups.
-        config: Of this run.
+        model: The main weights of its optimizer follow.
 
     Raises:
         DataError: The folder is damaged or holds another model. On all ranks.
     """
+    chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     # Every rank opens the folder itself: what is mapped in one process cannot be handed to another.
     saved = on_all_ranks(lambda: _opened(folder, config.model))

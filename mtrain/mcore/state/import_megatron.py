@@ -8,7 +8,7 @@ in one tensor or spelled out, with a key each.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,10 +18,8 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
-from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import canonical_name
 from mtrain.mcore.state.load import filler_of
@@ -38,13 +36,7 @@ _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
 
 
 @torch.no_grad()
-def load_megatron_weights(
-    folder: Path,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Optimizer,
-    groups: Groups,
-    config: Config,
-) -> None:
+def load_megatron_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of another program's checkpoint; each rank reads its own shards. Collective.
 
     The weights are those that computed, in the precision that they were saved in; the optimizer's are not read.
@@ -59,6 +51,7 @@ def load_megatron_weights(
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
     """
+    chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     on_first_rank(lambda: check_run_config(folder, config.model))  # one small file: one rank reads it for all
     saved = on_all_ranks(lambda: CheckpointTensors(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +11,8 @@ from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.hf.io.peft import PeftFolder
 from mtrain.hf.schema.exportable import family_of_run
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
@@ -24,21 +22,17 @@ from mtrain.plan import adapters as plan
 
 
 @torch.no_grad()
-def load_peft_adapter(
-    folder: Path, chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, config: Config
-) -> None:
+def load_peft_adapter(folder: Path, model: RankModel) -> None:
     """Puts the values of a folder into the adapters, under any layout. Collective over the world.
 
     Args:
         folder: adapter_config.json and adapter_model.safetensors.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer, whose main weights follow.
-        groups: The process groups.
-        config: Of this run.
+        model: The main weights of its optimizer follow.
 
     Raises:
         DataError: The folder is damaged or holds another adapter. On all ranks.
     """
+    chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     adapter = config.adapter
     assert adapter is not None, "called for runs with adapters"

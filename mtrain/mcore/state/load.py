@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mtrain.base.errors import DataError
@@ -32,6 +31,7 @@ from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.base import base_of, check_base, refused_as_model
 from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
@@ -63,23 +63,12 @@ class LoadedState(NamedTuple):
     """By which train.on_spike judges the next step."""
 
 
-def save_checkpoint(
-    folder: Path,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: Optimizer,
-    groups: Groups,
-    config: Config,
-    step: int,
-    tokens: int = 0,
-) -> None:
+def save_checkpoint(folder: Path, model: RankModel, step: int, tokens: int = 0) -> None:
     """One save, published when this returns. Collective over the world.
 
     Args:
         folder: The run's `checkpoints`, seen by all ranks.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer.
-        groups: The process groups.
-        config: Of the run.
+        model: What is saved.
         step: Optimizer updates completed.
         tokens: Of text that were consumed.
 
@@ -87,19 +76,13 @@ def save_checkpoint(
         RunFolderError: The step is published already.
         MachineError: A rank could not write; nothing was published. On all ranks.
     """
-    saver = Saver(folder, groups, config)
-    saver.save(chunks, optimizer, step, tokens=tokens)
+    saver = Saver(folder, model.groups, model.config)
+    saver.save(model, step, tokens=tokens)
     saver.finish()
 
 
 @torch.no_grad()
-def load_checkpoint(
-    entry: CheckpointEntry,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: Optimizer,
-    groups: Groups,
-    config: Config,
-) -> LoadedState:
+def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     """Continues from a checkpoint of any layout. Collective over the world.
 
     On the layout that saved it, training goes on bit for bit. On another one weights and moments are the same bits and
@@ -107,19 +90,17 @@ def load_checkpoint(
 
     Args:
         entry: From the checkpoint directory.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer; it need not have stepped.
-        groups: The process groups.
-        config: Of the run.
+        model: Its optimizer need not have stepped.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
             ranks; the model may be half overwritten then.
     """
+    chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     # Before the tensors are opened: a wrong batch size or precision should say so, and not a wrong dtype of some
     # tensor.
-    base = base_of(chunks, groups, config)
+    base = base_of(model)
     state = on_first_rank(lambda: _resumable_state(entry, config, base))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     # The device too: a GPU's generator has a state of another kind.
@@ -155,52 +136,37 @@ def load_checkpoint(
 
 
 @torch.no_grad()
-def load_weights(
-    entry: CheckpointEntry,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: Optimizer,
-    groups: Groups,
-    config: Config,
-) -> None:
+def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
     """Starts from the weights of a checkpoint; moments and counters stay as they are. Collective over the world.
 
     The float32 main weights are read where the checkpoint has them, whatever precision it and this run compute in.
 
     Args:
         entry: From the checkpoint directory; of any layout.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer, whose main weights follow.
-        groups: The process groups.
-        config: Of this run.
+        model: The main weights of its optimizer follow.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
-    optimizer.gather_parameters()
+    model.optimizer.gather_parameters()
     on_first_rank(lambda: _refuse_adapters(entry))
     # Adapters are no part of a model that is started from.
-    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
-    _read_weights(entry, places, config, filler_of(optimizer))
+    places = base_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
+    _read_weights(entry, places, model.config, filler_of(model.optimizer))
 
 
 @torch.no_grad()
-def load_adapters(
-    entry: CheckpointEntry,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: Optimizer,
-    groups: Groups,
-    config: Config,
-) -> None:
+def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
     """Loads trained adapters beside the frozen model, which is settled; the optimizer's moments stay. Collective.
 
     Raises:
         DataError: The checkpoint is damaged, or of another frozen model. On all ranks.
     """
-    optimizer.gather_parameters()
-    base = base_of(chunks, groups, config)
+    model.optimizer.gather_parameters()
+    base = base_of(model)
     on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
-    places = checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)
-    _read_weights(entry, places, config, filler_of(optimizer))
+    places = checkpoint_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
+    _read_weights(entry, places, model.config, filler_of(model.optimizer))
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtrain.checkpoint.format.writer import Shard
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, shards
@@ -34,19 +33,18 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def local_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> Iterator[Held]:
+def local_state(model: RankModel) -> Iterator[Held]:
     """All of it, replicas too, in the order of the model.
 
     Args:
-        chunks: This rank's model chunks, their parameters complete.
-        optimizer: Their optimizer. A parameter that was never updated gets zero moments.
-        groups: The process groups.
+        model: Its parameters complete; one that was never updated gets zero moments.
     """
-    places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    modules = [unwrap(chunk) for chunk in model.chunks]
+    places = {place.data: place for place in sharded_parameters(modules, model.groups)}
     for place in places.values():
         # Views, not copies: parameters are contiguous.
         yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
-    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+    for flat_slice, states in optimizer_state.flat_slice_states(model.optimizer.inner):
         # The optimizer knows parameters as objects; the name comes from their place in the model.
         place = places[flat_slice.parameter]
         for kind, values in states.items():

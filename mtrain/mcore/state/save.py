@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 
 from mtrain.base.background import started
 from mtrain.base.environment import program_versions
@@ -47,6 +46,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.base import base_of
 from mtrain.mcore.state.pending_save import Outcome, PendingSave, first_fault
 from mtrain.mcore.state.shards import local_shards
@@ -103,16 +103,15 @@ class Saver:
         self._cleaning: Future[None] | None = None
         self._fault: MtrainError | None = None
 
-    def expect(self, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> None:
+    def expect(self, model: RankModel) -> None:
         """Takes the memory for the copies of the state in a thread, where saves are to come; after an update."""
         section = self._config.checkpoint
         if section.async_save and (section.at_end or section.interval_steps > 0):
-            self._snapshot.expect(local_shards(chunks, optimizer, self._groups))
+            self._snapshot.expect(local_shards(model))
 
     def save(
         self,
-        chunks: Sequence[DistributedDataParallel],
-        optimizer: Optimizer,
+        model: RankModel,
         step: int,
         valid_loss: float | None = None,
         tokens: int = 0,
@@ -124,8 +123,7 @@ class Saver:
         tensors.
 
         Args:
-            chunks: This rank's model chunks.
-            optimizer: Their optimizer.
+            model: What is saved.
             step: Optimizer updates completed.
             valid_loss: Of the validation at this step, if there was one.
             tokens: Of text that the run has consumed.
@@ -138,11 +136,11 @@ class Saver:
         """
         self.wait()  # one save in flight: a second copy of the state would need its memory again
         began = time.monotonic()
-        optimizer.gather_parameters()  # else a rank would save weights from before the update
-        state = self._training_state(optimizer, step, history)
+        model.optimizer.gather_parameters()  # else a rank would save weights from before the update
+        state = self._training_state(model.optimizer, step, history)
         attempt = on_first_rank(lambda: self._named_attempt(step))  # one folder name for all ranks
         fault_point("snapshot", self._groups.rank, step)
-        parts = local_shards(chunks, optimizer, self._groups)
+        parts = local_shards(model)
         if self._config.checkpoint.async_save and not self._is_stuck():
             parts = self._snapshot.take(parts)  # here training waits: for a copy in memory, not for the disk
         facts = CheckpointInfo(
@@ -156,7 +154,7 @@ class Saver:
             changes=self._origin.changes,
             skipped=history.skipped,
             valid_loss=valid_loss,
-            base=base_of(chunks, self._groups, self._config),
+            base=base_of(model),
             reference=self._config.loss.reference,
         )
         work = started(lambda: self._write(attempt, parts), f"save-{step}")

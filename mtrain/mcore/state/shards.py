@@ -7,7 +7,6 @@ parameter, and a run is a few slices, so nothing is brought together first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,8 @@ from mtrain.base.fault_points import wanted_fault
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed import rng
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.state.local_state import local_state
 from mtrain.mcore.state.sharded_parameters import (
@@ -34,14 +32,13 @@ _SPOILED = {"nan": math.nan, "huge": 3e38}
 
 
 @torch.no_grad()
-def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> list[Shard]:
+def local_shards(model: RankModel) -> list[Shard]:
     """The shards that this rank writes, as views of the live state; no communication.
 
     Args:
-        chunks: This rank's model chunks, their parameters complete.
-        optimizer: Their optimizer. A parameter that was never updated gets zero moments.
-        groups: The process groups.
+        model: Its parameters complete; one that was never updated gets zero moments.
     """
+    chunks, optimizer, groups = model.chunks, model.optimizer, model.groups
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
     # Weights are whole on every rank of DP x CP: each writes every n-th one.
     parts = [
@@ -61,31 +58,29 @@ def local_shards(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups
     return parts
 
 
-def non_finite_state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups) -> str | None:
+def non_finite_state(model: RankModel) -> str | None:
     """What is nan or inf of what a checkpoint would hold, the same on all ranks; None where all is finite.
 
     One all-gather of short objects.
 
     Args:
-        chunks: This rank's model chunks, their parameters complete.
-        optimizer: Their optimizer.
-        groups: The process groups.
+        model: Its parameters complete.
     """
     found: list[Finding | None] = [None] * dist.get_world_size()
     # Over all ranks: each sees its own shards, and all have to stop or none.
-    dist.all_gather_object(found, non_finite(local_shards(chunks, optimizer, groups)))
+    dist.all_gather_object(found, non_finite(local_shards(model)))
     return described(found)
 
 
 @torch.no_grad()
-def spoil_point(chunks: Sequence[torch.nn.Module], optimizer: Optimizer, groups: Groups, step: int) -> None:
+def spoil_point(model: RankModel, step: int) -> None:
     """Spoils a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
-    fault = wanted_fault(groups.rank, step)
+    fault = wanted_fault(model.groups.rank, step)
     if fault is None or fault.kind not in (*_SPOILED, "flip"):
         return
     key, index = fault.phase.split(":")
     # views of the live state, replicas too
-    parts = (held.shard for held in local_state(chunks, optimizer, groups))
+    parts = (held.shard for held in local_state(model))
     values = next(part for part in parts if part.key == key).data.view(-1)
     if fault.kind == "flip":
         values.view(torch.uint8)[int(index) * values.element_size()] ^= 1  # the lowest bit

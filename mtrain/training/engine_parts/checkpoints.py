@@ -9,14 +9,12 @@ from typing import NamedTuple
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.steps import step_name
-from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.load import load_checkpoint, save_checkpoint
 from mtrain.mcore.state.shards import non_finite_state
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
-from mtrain.training.build import Parts
 from mtrain.training.resume import announced, say
 from mtrain.training.run_folder import claim
 
@@ -30,7 +28,7 @@ class Position(NamedTuple):
     """That they have read."""
 
 
-def save_at(folder: RunFolder, at: Position, config: Config, groups: Groups, parts: Parts) -> Path:
+def save_at(folder: RunFolder, at: Position, model: RankModel) -> Path:
     """The checkpoint, published. Collective over the world.
 
     Raises:
@@ -40,12 +38,12 @@ def save_at(folder: RunFolder, at: Position, config: Config, groups: Groups, par
     """
     with contextlib.ExitStack() as held:
         # the lock is held for the save alone: a program may save into several folders
-        on_first_rank(lambda: claim(folder, config, held).config)
-        save_checkpoint(folder.checkpoints, parts.chunks, parts.optimizer, groups, config, at.step, at.tokens)
+        on_first_rank(lambda: claim(folder, model.config, held).config)
+        save_checkpoint(folder.checkpoints, model, at.step, at.tokens)
     return folder.checkpoints / step_name(at.step)
 
 
-def load_from(path: Path, config: Config, groups: Groups, parts: Parts) -> Position:
+def load_from(path: Path, model: RankModel) -> Position:
     """Weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world.
 
     Raises:
@@ -54,9 +52,9 @@ def load_from(path: Path, config: Config, groups: Groups, parts: Parts) -> Posit
     with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), say) as newest:
         entry = announced(newest)
         assert entry is not None, "checkpoint_at raises where there is none"
-        state = load_checkpoint(entry, parts.chunks, parts.optimizer, groups, config)
+        state = load_checkpoint(entry, model)
         found = Position(state.step, on_first_rank(lambda: entry.manifest.tokens))
-    if (fault := non_finite_state(parts.chunks, parts.optimizer, groups)) is not None:
+    if (fault := non_finite_state(model)) is not None:
         error = DataError(f"{path} cannot be trained from: {fault}; load another checkpoint")
         error.on_every_rank = True
         raise error

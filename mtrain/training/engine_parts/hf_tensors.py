@@ -6,7 +6,7 @@ Names, shapes and bits are those of the folder that an export writes: the same t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, assert_never, get_args
+from typing import Literal, NamedTuple, TypeAlias, assert_never, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.tensor_slice import TensorSlice
-from mtrain.config import Config
 from mtrain.convert.adapters import peft_tensor
 from mtrain.convert.merged import dtype_outside, slice_of, stacked_places
 from mtrain.convert.merging import Merging
@@ -26,9 +25,8 @@ from mtrain.hf.schema import peft
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.peft import PeftTensor
 from mtrain.hf.schema.table import FilledSlice, stream_tensor
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.transformer_config import DTYPES
 from mtrain.mcore.state.gather import WholeParameters
@@ -57,18 +55,13 @@ class _Unit(NamedTuple):
 class HfTensors:
     """What a model is outside."""
 
-    def __init__(
-        self, config: Config, chunks: Sequence[Any], optimizer: Optimizer, groups: Groups, content: HfContent
-    ) -> None:
+    def __init__(self, model: RankModel, content: HfContent) -> None:
         """Plans it. Collective over the world: two all-gathers of objects, and parameters that an update has left to be
         gathered.
 
         Args:
-            config: Of the run.
-            chunks: This rank's model chunks.
-            optimizer: Theirs.
-            groups: The process groups.
-            content: What of it.
+            model: The model; its parameters are completed first.
+            content: Which weights of the model.
 
         Raises:
             ConfigError: Adapters are asked for where the configuration has none.
@@ -77,13 +70,13 @@ class HfTensors:
         """
         if content not in get_args(HfContent):
             raise ValueError(f"content is one of {', '.join(get_args(HfContent))}, not {content!r}")
-        if content == "adapter" and config.adapter is None:
+        if content == "adapter" and model.config.adapter is None:
             raise ConfigError(
                 "content='adapter' needs a model with adapters, but the configuration has no adapter section"
             )
-        optimizer.gather_parameters()
-        self._config, self._content, self._device = config, content, groups.device
-        self._whole = WholeParameters(chunks, groups)
+        model.optimizer.gather_parameters()
+        self._config, self._content, self._device = model.config, content, model.groups.device
+        self._whole = WholeParameters(model.chunks, model.groups)
         self._units = on_all_ranks(lambda: list(self._planned()))
 
     def buckets(self, bucket_bytes: int) -> list[list[NamedKind]]:

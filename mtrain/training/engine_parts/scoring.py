@@ -5,34 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrain.base.errors import ConfigError
-from mtrain.config import Config
 from mtrain.data.datum import Datum
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.training.build import Parts
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.training.engine_parts.batches import GlobalBatches
 from mtrain.training.engine_parts.results import ForwardResult
 from mtrain.training.forward import label_scores
 
 
-def token_scores(
-    batch: Sequence[Datum], entropy: bool, config: Config, groups: Groups, parts: Parts, batches: GlobalBatches
-) -> ForwardResult:
+def token_scores(batch: Sequence[Datum], entropy: bool, model: RankModel, batches: GlobalBatches) -> ForwardResult:
     """Log-probabilities of a global batch, and entropies if they are wanted. Collective over the world.
 
     Raises:
         DataError: A sample does not fit the configuration.
     """
-    if config.model.num_labels is not None:
+    if model.config.model.num_labels is not None:
         raise ConfigError(
-            f"model.num_labels={config.model.num_labels} is a head, which gives no log-probabilities of tokens; take "
-            "Engine.scores (of one label) or Engine.evaluate"
+            f"model.num_labels={model.config.model.num_labels} is a head, which gives no log-probabilities of tokens; "
+            "take Engine.scores (of one label) or Engine.evaluate"
         )
     samples = batches.samples(batch)
     plan = batches.plan(samples, len(batch))
     own = batches.own(plan, samples, has_first=True)
-    model = (config, groups, parts.chunks, parts.optimizer)
-    found = label_scores(*model, own, plan.num_microbatches, entropy).cpu()
-    places = samples.places(plan, groups.layout.dp)
+    found = label_scores(model, own, plan.num_microbatches, entropy).cpu()
+    places = samples.places(plan, model.groups.layout.dp)
     of_samples = [
         found[:, row, begin : begin + len(datum.input_ids) - 1].clone()
         for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)

@@ -82,7 +82,7 @@ class StepTrial:
             heartbeat: Is set to each phase.
         """
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
-        self._draws = bool(dropout_keys(run.config))
+        self._draws = bool(dropout_keys(run.model.config))
 
     def make(
         self, own: Sequence[Microbatch] | None, lr: float, step: int, asked_to_stop: Callable[[], bool]
@@ -118,7 +118,7 @@ class StepTrial:
             if self._guard.refuse(step, reported) is Verdict.ROLL_BACK:
                 raise RollBackError(step, str(reported)) from fault
             self._restore(before)
-            if self._run.groups.rank == 0:
+            if self._run.model.groups.rank == 0:
                 print(f"warning: {reported}; the step is left out", file=sys.stderr, flush=True)
             return Attempt(fault.totals if totals is None else totals, None, str(reported))
         if update is not None and not update.overflowed:
@@ -129,7 +129,7 @@ class StepTrial:
         if not isinstance(fault, NonFiniteError):
             return fault
         run = self._run
-        cause = cause_of_non_finite(run.chunks, run.optimizer, run.groups, run.training.local_gradients)
+        cause = cause_of_non_finite(run.model, run.training.local_gradients)
         kind = SpoiledStateError if cause.is_state else NonFiniteError
         return kind(f"{fault} ({cause.text})" if cause.text else str(fault))
 
@@ -137,8 +137,8 @@ class StepTrial:
         """What a step changes before it is judged; None where no bad step is survived."""
         if not self._guard.may_go_on:
             return None
-        states = rng.random_states(self._run.groups) if self._draws else {}
-        return states, optimizer_state.loss_scaler(self._run.optimizer.inner)
+        states = rng.random_states(self._run.model.groups) if self._draws else {}
+        return states, optimizer_state.loss_scaler(self._run.model.optimizer.inner)
 
     def _restore(self, before: tuple[dict[str, Tensor], LossScaler | None] | None) -> None:
         assert before is not None, "only a guard that goes on skips"
@@ -146,4 +146,4 @@ class StepTrial:
         if states:
             rng.set_random_states(states)
         if scaler is not None:
-            optimizer_state.set_loss_scaler(self._run.optimizer.inner, scaler)
+            optimizer_state.set_loss_scaler(self._run.model.optimizer.inner, scaler)

@@ -56,13 +56,12 @@ def roll_back(
     Raises:
         NumericError: There is no such checkpoint.
     """
-    if run.groups.rank == 0:
+    if run.model.groups.rank == 0:
         say(f"rolling back: {wanted}")
     below = guard.first_left_out_for(wanted.step)
     too_new = saver.doubtful(below)
     try:
-        parts = (run.chunks, run.optimizer, run.loader)
-        found = load_newest(run.config, folder, run.groups, *parts, passed_over=too_new)
+        found = load_newest(run.model, folder, run.loader, passed_over=too_new)
     except DataError as error:
         raise NumericError(f"{wanted}; there is no checkpoint to roll back to: {error}") from error
     if found is None:

@@ -13,9 +13,10 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.mcore.state.base import weights_fingerprint
 from mtrain.runs.folder import RunFolder
@@ -53,11 +54,8 @@ class _Source(NamedTuple):
 
 
 def use_references(
-    config: Config,
+    model: RankModel,
     folder: RunFolder,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
     loss: PreferenceLoss | None,
     loader: StepLoader | None,
 ) -> None:
@@ -66,11 +64,8 @@ def use_references(
     What is not in the run folder yet is computed from the weights that a run begins from, which are loaded for it.
 
     Args:
-        config: Of the run.
+        model: Before anything is loaded into it.
         folder: Gets the scores.
-        groups: The process groups.
-        chunks: This rank's model chunks, before anything is loaded into them.
-        optimizer: Theirs.
         loss: What is minimised; nothing is done where it is None or needs no reference.
         loader: Of the data; None on ranks that do not read any.
 
@@ -78,6 +73,7 @@ def use_references(
         DataError: Kept scores are damaged, or the weights to start from cannot be loaded.
         MachineError: The disk refuses.
     """
+    config, groups = model.config, model.groups
     marks = None if loss is None else preference_marks(loss)
     if marks is None or not marks.needs_reference:
         return
@@ -85,17 +81,19 @@ def use_references(
     paths = [_path(folder, source, config) for source in sources]
     missing = on_first_rank(lambda: [number for number, path in enumerate(paths) if not path.exists()])
     if missing:
-        _load_reference(config, groups, list(chunks), optimizer)
+        _load_reference(model)
         # one all-reduce; only where others may have scored under the same weights
         weights = (
-            None if config.loss.reference is None else weights_fingerprint(chunks, groups, config.model.vocab_size)
+            None
+            if config.loss.reference is None
+            else weights_fingerprint(model.chunks, groups, config.model.vocab_size)
         )
-        with nullcontext() if config.adapter is None else adapters_off(chunks):
+        with nullcontext() if config.adapter is None else adapters_off(model.chunks):
             for number in missing:
                 shared = None if weights is None else _shared_path(sources[number], config, weights)
                 if shared is not None and on_first_rank(partial(_copied, shared, paths[number])):
                     continue
-                _score(config, groups, chunks, optimizer, loader, sources[number], (paths[number], shared))
+                _score(model, loader, sources[number], (paths[number], shared))
     on_all_ranks(lambda: _read(loader, sources, paths))
 
 
@@ -148,40 +146,34 @@ def _copied(shared: Path, path: Path) -> bool:
     return True
 
 
-def _load_reference(config: Config, groups: Groups, chunks: list[Any], optimizer: Optimizer) -> None:
+def _load_reference(model: RankModel) -> None:
     """Fills the model with the reference's weights; the run's own are loaded afterwards."""
+    config = model.config
     if config.loss.reference is None:
-        initialize(config, groups, chunks, optimizer)
+        initialize(model)
         return
     named = Path(config.loss.reference)
     is_hf = on_first_rank(lambda: (named / CONFIG_NAME).is_file())
-    model = config.model.model_copy(update={"hf": str(named) if is_hf else None})
+    section = config.model.model_copy(update={"hf": str(named) if is_hf else None})
     start = config.checkpoint.model_copy(update={"initialize_from": None if is_hf else str(named)})
     try:
         # without adapters: they are not the reference's, and keep what they begin with
-        changes = {"model": model, "checkpoint": start, "adapter": None}
-        initialize(config.model_copy(update=changes), groups, chunks, optimizer)
+        changes = {"model": section, "checkpoint": start, "adapter": None}
+        initialize(replace(model, config=config.model_copy(update=changes)))
     except DataError as error:
         error.args = (f"loss.reference={named}: {error}", *error.args[1:])
         raise
 
 
-def _score(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
-    loader: StepLoader | None,
-    source: _Source,
-    paths: Sequence[Path | None],
-) -> None:
+def _score(model: RankModel, loader: StepLoader | None, source: _Source, paths: Sequence[Path | None]) -> None:
     """Scores all sequences of a source, in passes of as many as a step has, and writes them to these files."""
+    config, groups = model.config, model.groups
     if groups.rank == 0:
         say(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
     found = np.full(source.num_sequences, np.nan)
     count, size = num_microbatches(config, groups), config.sequences_per_step
     for number, own in enumerate(_passes(config, groups, loader, source)):
-        scored = sequence_scores(config, groups, chunks, optimizer, own, count)
+        scored = sequence_scores(model, own, count)
         found[np.array(scored.slots, np.int64) + number * size] = scored.scores.numpy()
     on_first_rank(lambda: _write_all(paths, _content(found)))
 

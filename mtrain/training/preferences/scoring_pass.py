@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.transfer import to_device
 from mtrain.mcore.engine.loss_reduction import TermTotals
-from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.training.output.loss import head_values, label_log_probs
@@ -91,10 +91,7 @@ class SlotScores(ScoredSequences):
 
 
 def preference_pass(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
+    model: RankModel,
     loss: PreferenceLoss,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int | None,
@@ -105,10 +102,7 @@ def preference_pass(
     waits for the device twice, for the result of each; loss and derivatives are computed on the host.
 
     Args:
-        config: The configuration.
-        groups: The process groups.
-        chunks: This rank's model chunks, without dropout.
-        optimizer: Completes the parameters first.
+        model: Its parameters are completed first; no dropout.
         loss: What is minimised.
         batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
         num_microbatches: As for `broadcast_batches`.
@@ -116,7 +110,7 @@ def preference_pass(
     Raises:
         DataError: A sequence is no member of a group, a group is not complete, or a reference score is missing.
     """
-    found = sequence_scores(config, groups, chunks, optimizer, batches, num_microbatches)
+    found = sequence_scores(model, batches, num_microbatches)
     marks = preference_marks(loss)
     if marks is not None and marks.needs_reference:
         _check_references(found)
@@ -135,10 +129,7 @@ def preference_pass(
 
 
 def sequence_scores(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
-    optimizer: Optimizer,
+    model: RankModel,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int | None,
 ) -> SlotScores:
@@ -149,7 +140,8 @@ def sequence_scores(
     Raises:
         DataError: A sequence is member of no group.
     """
-    optimizer.gather_parameters()
+    model.optimizer.gather_parameters()
+    config, groups = model.config, model.groups
     own = [] if batches is None else list(batches)
     # ranks that receive their rows know neither how many sequences there are nor which they hold
     highest = max((each.slot + 1 for batch in own for each in _present(batch)), default=0)
@@ -171,8 +163,8 @@ def sequence_scores(
             index = to_device(torch.tensor([slots, places], dtype=torch.int64), groups.device)
             table[:, _COLUMNS.index("score")].index_add_(0, index[0], sums[index[1]])
 
-    with torch.no_grad(), evaluating(chunks):
-        run_forward(chunks, rows, take, config)
+    with torch.no_grad(), evaluating(model.chunks):
+        run_forward(model.chunks, rows, take, config)
     dist.all_reduce(table)
     found = _read(table.cpu())
     _check_members(found)

@@ -47,26 +47,26 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
         DataError: What an earlier start wrote is damaged.
         MachineError: A file cannot be written.
     """
-    metrics, start = run.config.metrics, run.start_step
+    metrics, start = run.model.config.metrics, run.start_step
     on_first_rank(lambda: refuse_missing(metrics.trackers))
     ledger, life = _ledger(run, folder), signs.life
-    if run.groups.rank != 0:
+    if run.model.groups.rank != 0:
         life.resumed(start, start)
         return Sinks(*ledger, signs)
     life.resumed(start, last_step(folder.metrics))
-    console = ConsoleSink(run.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
-    keys, environment = flat_keys(run.config), folder.saved_environment() or {}
-    tracked = tracked_run(folder.path, metrics.project, run.config.run, keys, environment)
+    console = ConsoleSink(run.model.config.train.num_steps, start, interval_steps=metrics.console_interval_steps)
+    keys, environment = flat_keys(run.model.config), folder.saved_environment() or {}
+    tracked = tracked_run(folder.path, metrics.project, run.model.config.run, keys, environment)
     others: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
-    if start < run.config.train.num_steps:
+    if start < run.model.config.train.num_steps:
         others += [tracker_sink(name, tracked) for name in dict.fromkeys(metrics.trackers)]
     fence = Fence(lock.check_now_and_then)
     sinks = Sinks(fence, JsonlSink(folder.metrics, start), console, *others, *ledger, signs)
-    if start < run.config.train.num_steps:
+    if start < run.model.config.train.num_steps:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:
             sinks.write(change)
-        if (note := note_on_order(new, run.config)) is not None:
+        if (note := note_on_order(new, run.model.config)) is not None:
             say(note)
     return sinks
 
@@ -81,10 +81,10 @@ def _texts(run: TrackedRun) -> dict[str, str]:
 def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
     """One on each rank that reads for a replica of the data. Collective over the world."""
     start, loader = run.start_step, run.loader
-    if not run.config.metrics.data_ledger or start >= run.config.train.num_steps:
+    if not run.model.config.metrics.data_ledger or start >= run.model.config.train.num_steps:
         return []
     # files of ranks that are no longer there, too, and all before one is opened
     on_first_rank(lambda: rewind_ledger(folder.ledger, start))
-    if loader is None or not run.groups.counts_plan:
+    if loader is None or not run.model.groups.counts_plan:
         return []
-    return [LedgerSink(folder.ledger, run.groups.dp_rank, loader, loader.start_entry(start))]
+    return [LedgerSink(folder.ledger, run.model.groups.dp_rank, loader, loader.start_entry(start))]

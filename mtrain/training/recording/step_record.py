@@ -42,7 +42,7 @@ def attempt_record(run: Run, done: int, made: Attempt, lr: float, seconds: float
             tokens_per_second=0.0,
             empty=True,
             skipped=made.refused,
-            layout_dependent=run.config.is_layout_dependent,
+            layout_dependent=run.model.config.is_layout_dependent,
             time_s=time.time(),
         )
     record = step_record(run, done, made.totals, made.update, lr, seconds)
@@ -67,8 +67,8 @@ def step_record(
     """
     counts, tokens = totals.tokens, totals.num_text_tokens
     work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)
-    flops = flops_of_step(run.config.model, work, run.config.adapter, run.objective.preference is not None)
-    is_half = run.config.train.precision == "fp16"
+    flops = flops_of_step(run.model.config.model, work, run.model.config.adapter, run.objective.preference is not None)
+    is_half = run.model.config.train.precision == "fp16"
     return StepRecord(
         step=done,
         loss=totals.loss,
@@ -84,13 +84,13 @@ def step_record(
         flops=flops,
         terms=term_records(totals.terms),
         diagnostics=totals.diagnostics,
-        sources=term_records(_with_something(dict(zip(run.config.data.source_names, totals.sources)))),
+        sources=term_records(_with_something(dict(zip(run.model.config.data.source_names, totals.sources)))),
         empty=totals.is_empty,
         skipped="fp16 overflow" if update is not None and update.overflowed else None,
-        loss_scale=run.optimizer.loss_scale() if is_half else None,
+        loss_scale=run.model.optimizer.loss_scale() if is_half else None,
         mfu=_mfu(run, flops, seconds),
-        layout_dependent=run.config.is_layout_dependent,
-        memory_bytes=_memory_bytes(run.groups.device),
+        layout_dependent=run.model.config.is_layout_dependent,
+        memory_bytes=_memory_bytes(run.model.groups.device),
         time_s=time.time(),
     )
 
@@ -114,7 +114,7 @@ def _memory_bytes(device: torch.device) -> int | None:
 
 def _mfu(run: Run, flops: float, seconds: float) -> float | None:
     """Model FLOPs utilisation of each GPU; None on CPUs and on GPUs of unknown peak."""
-    if run.groups.device.type != "cuda":
+    if run.model.groups.device.type != "cuda":
         return None
-    peak = peak_flops(torch.cuda.get_device_name(run.groups.device), run.config.train.precision)
-    return None if peak is None else mfu(flops, seconds, peak * run.groups.layout.world_size)
+    peak = peak_flops(torch.cuda.get_device_name(run.model.groups.device), run.model.config.train.precision)
+    return None if peak is None else mfu(flops, seconds, peak * run.model.groups.layout.world_size)

@@ -23,6 +23,7 @@ from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.load import load_adapters, load_weights
 from mtrain.plan.layout import Layout
@@ -138,13 +139,13 @@ def _for_generation(config: Config, world_size: int) -> Config:
 def _loaded(entry: CheckpointEntry | None, config: Config, groups: Groups) -> list[Any]:
     """A whole model, or adapters and the frozen model that they stand beside."""
     chunks = build_model(config, groups, weights_follow=True)
-    optimizer = Optimizer(config, chunks, groups)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     if entry is None:
-        initialize(config, groups, chunks, optimizer)
+        initialize(model)
     elif entry.manifest.base is None:
-        load_weights(entry, chunks, optimizer, groups, config)
+        load_weights(entry, model)
     else:
-        load_base(config, groups, chunks, optimizer)
-        load_adapters(entry, chunks, optimizer, groups, config)
-    optimizer.gather_parameters()
+        load_base(model)
+        load_adapters(entry, model)
+    model.optimizer.gather_parameters()
     return chunks

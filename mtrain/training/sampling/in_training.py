@@ -94,9 +94,9 @@ class PromptSamples:
         Raises:
             NumericError: The logits are not finite; on all ranks.
         """
-        run.optimizer.gather_parameters()
+        run.model.optimizer.gather_parameters()
         ids = [each.ids for each in self._questions]
-        completions = generate(run.config, run.groups, run.chunks, ids, self._sampling)
+        completions = generate(run.model.config, run.model.groups, run.model.chunks, ids, self._sampling)
         if self._asked is not None:
             self._write(self._asked, completions, step, sinks)
 

@@ -13,6 +13,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import StepTotals, TermTotals
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
@@ -121,10 +122,9 @@ class _Runner:
         made_of.change_model(self._chunks)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = made_of.optimizer(config, self._chunks, groups)
-        objective = own_objective(config, EXTRAS)
-        teacher = small_teacher(config, groups)
-        parts = made_of.step(groups)
-        self._training = _WatchedStep(config, groups, self._chunks, self._optimizer, objective, teacher, parts)
+        model = RankModel(config, groups, self._chunks, self._optimizer)
+        objective, teacher = own_objective(config, EXTRAS), small_teacher(config, groups)
+        self._training = _WatchedStep(model, objective, teacher, made_of.step(groups))
 
     def run(self) -> Outcome:
         """All steps, or those up to the watched one."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.training.build import opened_loader
@@ -38,10 +39,9 @@ def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators)
     loader = opened_loader(groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate))
     chunks = build_model(config, groups, weights_follow=True)
     made_of.change_model(chunks)
-    optimizer = made_of.optimizer(config, chunks, groups)
-    load_hf_weights(Path(config.model.hf), chunks, optimizer, groups, config)
-    objective = own_objective(config)
-    training = TrainingStep(config, groups, chunks, optimizer, objective, None, made_of.step(groups))
+    model = RankModel(config, groups, chunks, made_of.optimizer(config, chunks, groups))
+    load_hf_weights(Path(config.model.hf), model)
+    training = TrainingStep(model, own_objective(config), None, made_of.step(groups))
     values = []
     for number in range(num_steps):
         totals = training.forward_backward(None if loader is None else loader.batches(number))

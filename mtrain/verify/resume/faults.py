@@ -48,7 +48,7 @@ def _spoiled(change: Callable[[Any, int], None]) -> ResumePlant:
 
     @torch.no_grad()
     def goes_on(run: Run, before: RandomStates) -> Run:
-        inner = run.optimizer.inner
+        inner = run.model.optimizer.inner
         change(inner, optimizer_state.adam_step(inner))
         return run
 
@@ -77,12 +77,12 @@ def _shared_step(optimizer: Any, adam_step: int) -> None:
 
 def _stale_shard(run: Run, before: RandomStates) -> Run:
     """One parameter of the last rank has its initial weights again."""
-    states = rng.random_states(run.groups)
-    first, *_ = build_frozen_model(run.config, run.groups)
-    draw_weights(unwrap(first), run.config, run.groups)  # until then they are whatever memory held
+    states = rng.random_states(run.model.groups)
+    first, *_ = build_frozen_model(run.model.config, run.model.groups)
+    draw_weights(unwrap(first), run.model.config, run.model.groups)  # until then they are whatever memory held
     rng.set_random_states(states)
-    if run.groups.rank == run.groups.layout.world_size - 1:
-        next(run.chunks[0].parameters()).data.copy_(next(first.parameters()))
+    if run.model.groups.rank == run.model.groups.layout.world_size - 1:
+        next(run.model.chunks[0].parameters()).data.copy_(next(first.parameters()))
     return run
 
 
@@ -94,7 +94,7 @@ class _FromFirst(StepLoader):
 def _first_samples(run: Run, before: RandomStates) -> Run:
     if run.loader is None:
         return run
-    return replace(run, loader=_FromFirst(run.config, run.groups.dp_rank, run.groups.layout.dp))
+    return replace(run, loader=_FromFirst(run.model.config, run.model.groups.dp_rank, run.model.groups.layout.dp))
 
 
 def _restarted_rate(run: Run, before: RandomStates) -> Run:
@@ -102,8 +102,8 @@ def _restarted_rate(run: Run, before: RandomStates) -> Run:
 
 
 def _initial_scale(run: Run, before: RandomStates) -> Run:
-    scale = LossScaler(scale=run.config.train.initial_loss_scale, growth_tracker=0, hysteresis_tracker=2)
-    optimizer_state.set_loss_scaler(run.optimizer.inner, scale)
+    scale = LossScaler(scale=run.model.config.train.initial_loss_scale, growth_tracker=0, hysteresis_tracker=2)
+    optimizer_state.set_loss_scaler(run.model.optimizer.inner, scale)
     return run
 
 

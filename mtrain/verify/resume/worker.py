@@ -135,9 +135,9 @@ class WatchedStep(TrainingStep):
     """Notes what goes in and what comes out of each step; changes nothing."""
 
     def __init__(self, run: Run, start: Start, seen: SegmentResult) -> None:
-        super().__init__(run.config, run.groups, run.chunks, run.optimizer, run.objective, run.teacher)
+        super().__init__(run.model, run.objective, run.teacher)
         self._run, self._start, self._seen = run, start, seen
-        self._is_last_rank = run.groups.rank == run.groups.layout.world_size - 1
+        self._is_last_rank = run.model.groups.rank == run.model.groups.layout.world_size - 1
         self._done = run.start_step
 
     def begin(self, folder: RunFolder) -> None:
@@ -167,12 +167,12 @@ class WatchedStep(TrainingStep):
         self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
     ) -> Update | None:
         gathers, run = self._start.gathers, self._run
-        gradients = gathered(gradient_shards(run.chunks, run.groups)) if gathers else None
+        gradients = gathered(gradient_shards(run.model.chunks, run.model.groups)) if gathers else None
         update = super().update(totals, lr, judge)
         self._done += 1
         self._note_state()
         if gathers:
-            weights = gathered(parameter_shards(run.chunks, run.groups))
+            weights = gathered(parameter_shards(run.model.chunks, run.model.groups))
             if gradients is not None and weights is not None:
                 self._seen.steps.append(StepSeen(gradients, weights))
         return update
@@ -182,15 +182,15 @@ class WatchedStep(TrainingStep):
         if self._done < self._start.watched_from:
             return
         run = self._run
-        run.optimizer.gather_parameters()
+        run.model.optimizer.gather_parameters()
         held_tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
-        for held in local_state(run.chunks, run.optimizer, run.groups):
+        for held in local_state(run.model):
             held_tensors.setdefault((held.kind, held.name), []).append(held.shard.data)
-        for name, values in rng.random_states(run.groups).items():
+        for name, values in rng.random_states(run.model.groups).items():
             held_tensors["random", name] = [values]
         tensors = {key: _print(parts) for key, parts in held_tensors.items()}
-        counters = {"adam_step": float(optimizer_state.adam_step(run.optimizer.inner))}
-        scaler = optimizer_state.loss_scaler(run.optimizer.inner)
+        counters = {"adam_step": float(optimizer_state.adam_step(run.model.optimizer.inner))}
+        scaler = optimizer_state.loss_scaler(run.model.optimizer.inner)
         if scaler is not None:
             counters |= {f"loss_scaler.{name}": float(value) for name, value in scaler.model_dump().items()}
         self._seen.states[self._done] = State(tensors, counters)
@@ -198,9 +198,9 @@ class WatchedStep(TrainingStep):
     def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
         """What this rank holds with other bits than the checkpoint; padding of the vocabulary left out."""
         files, run = CheckpointTensors(path), self._run
-        for held in local_state(run.chunks, run.optimizer, run.groups):
+        for held in local_state(run.model):
             wanted = self._rows_of_tokens(held)
-            is_frozen = run.config.adapter is not None and not is_adapter_key(held.name)
+            is_frozen = run.model.config.adapter is not None and not is_adapter_key(held.name)
             if wanted.num_elements == 0 or is_frozen:  # files hold what learns
                 continue
             own = wanted.within(held.shard.at).of(held.shard.data.view(held.shard.at.shape)).cpu()
@@ -214,14 +214,14 @@ class WatchedStep(TrainingStep):
         offset, shape = held.shard.at
         if held.name not in TABLES:
             return held.shard.at
-        rows = max(0, min(shape[0], self._run.config.model.vocab_size - offset[0]))
+        rows = max(0, min(shape[0], self._run.model.config.model.vocab_size - offset[0]))
         return TensorSlice(offset, (rows, *shape[1:]))
 
     def _whole(self, kind: str) -> Whole | None:
         """One kind of state, put together on rank 0. One gather of objects."""
         run = self._run
         shards = []
-        for held in local_state(run.chunks, run.optimizer, run.groups):
+        for held in local_state(run.model):
             if held.kind == kind:
                 (_, global_shape, (offset, shape), data, _), axes = held.shard, held.num_stacked
                 values = data.detach().float().cpu().clone().view(shape[axes:])
@@ -232,7 +232,7 @@ class WatchedStep(TrainingStep):
         return None if batches is None else [self._folded(batch) for batch in batches]
 
     def _folded(self, batch: Microbatch) -> Microbatch:
-        size = self._run.config.model.vocab_size
+        size = self._run.model.config.model.vocab_size
         if self._start.own_vocab_size <= size:
             return batch
         return batch.with_vocabulary(size)
@@ -244,7 +244,7 @@ class WatchedStep(TrainingStep):
         places = Places(loader.plan(self._done), loader.samples(self._done))
         digests = {}
         for number, batch in enumerate(batches):
-            slots, _ = torch.from_numpy(places.of(number, self._run.groups.dp_rank, batch.tokens.shape[1]))
+            slots, _ = torch.from_numpy(places.of(number, self._run.model.groups.dp_rank, batch.tokens.shape[1]))
             for slot in (int(each) for each in slots.unique() if each >= 0):
                 parts = [rows[slots == slot] for rows in (batch.tokens, batch.labels, *batch.weights.values())]
                 digests[slot] = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()

@@ -14,6 +14,7 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.mcore.model.build import build_model, unwrap
@@ -41,9 +42,9 @@ def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, 
     """Draws adapters, of which none is zero, and saves them; the weights on rank 0, and the base's fingerprint."""
     chunks = build_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
-    optimizer = Optimizer(config, chunks, groups)
-    save_checkpoint(folder / "checkpoints", chunks, optimizer, groups, config, step=1)
-    base = base_of(chunks, groups, config)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    save_checkpoint(folder / "checkpoints", model, step=1)
+    base = base_of(model)
     assert base is not None
     return gather_whole(parameter_shards(chunks, groups)), base.fingerprint
 
@@ -51,23 +52,23 @@ def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, 
 def load(groups: Groups, config: Config, folder: Path) -> Loaded:
     """Loads what `save` has left, then again beside a base of which one bit is another."""
     chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    settle_base(chunks, optimizer, groups, config)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    settle_base(model)
     entry = checkpoint_at(folder).entry
     assert entry is not None
-    load_checkpoint(entry, chunks, optimizer, groups, config)
+    load_checkpoint(entry, model)
     found = gather_whole(parameter_shards(chunks, groups))
-    base = base_of(chunks, groups, config)
+    base = base_of(model)
     assert base is not None
     refusals = []
     with torch.no_grad():
         if groups.pp_rank == 0 and groups.tp_rank == 0:
             row = unwrap(chunks[0]).embedding.word_embeddings.weight[3]
             row[5] = torch.nextafter(row[5], torch.tensor(9.0))
-    settle_base(chunks, optimizer, groups, config)
+    settle_base(model)
     for attempt in (load_checkpoint, load_weights):
         try:
-            attempt(entry, chunks, optimizer, groups, config)
+            attempt(entry, model)
         except DataError as error:
             refusals.append(str(error))
     return Loaded(found, base.fingerprint, refusals)

@@ -15,6 +15,7 @@ from mtrain.config.load import save_config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.model.output_layer import Logits
@@ -37,17 +38,17 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
     """Draws adapters, saves them into `run.dir` as a run does, and gives the logits and all weights."""
     chunks = build_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if _is_pair(name) else None)
-    optimizer = Optimizer(config, chunks, groups)
-    initialize(config, groups, chunks, optimizer)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    initialize(model)
     folder = Path(config.run.dir)
     if groups.rank == 0:
         folder.mkdir(parents=True)
         save_config(config, folder / "config.yaml")
-    save_checkpoint(folder / "checkpoints", chunks, optimizer, groups, config, step=1)
+    save_checkpoint(folder / "checkpoints", model, step=1)
     assert config.adapter is not None
     contents: list[HfContent] = ["base", "adapter"]
     contents += ["merged"] if has_merged_form(config.model, config.adapter) else []
-    streams = {each: HfTensors(config, chunks, optimizer, groups, each).stream(20_000, True) for each in contents}
+    streams = {each: HfTensors(model, each).stream(20_000, True) for each in contents}
     streamed = {each: {name: bits_of(values) for name, values in stream} for each, stream in streams.items()}
     return Saved(_logits(groups, config, chunks, tokens), streamed)
 
@@ -55,7 +56,7 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
 def started(groups: Groups, config: Config, tokens: Any) -> Any:
     """The logits that a run begins with."""
     chunks = build_model(config, groups)
-    initialize(config, groups, chunks, Optimizer(config, chunks, groups))
+    initialize(RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
     return _logits(groups, config, chunks, tokens)
 
 

@@ -148,18 +148,18 @@ def _plain_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch
 
         return run_chunk(chunk, microbatch), loss_of_output
 
-    get_model_config(built.chunks[0]).finalize_model_grads_func = finalize
-    built.optimizer.zero_grad()
+    get_model_config(built.model.chunks[0]).finalize_model_grads_func = finalize
+    built.model.optimizer.zero_grad()
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(rows) for _ in built.chunks],
-        model=built.chunks,
+        data_iterator=[iter(rows) for _ in built.model.chunks],
+        model=built.model.chunks,
         num_microbatches=count,
         seq_length=config.data.seq_length,
         micro_batch_size=config.train.micro_batch_size,
         forward_only=False,
     )
-    built.optimizer.inner.step()
+    built.model.optimizer.inner.step()
     if normalises and reports:
         total = torch.stack([report["loss"] for report in reports]).sum(0)
         dist.all_reduce(total, group=groups.dp_cp)

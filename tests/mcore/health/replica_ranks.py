@@ -33,13 +33,13 @@ def flipped_one_by_one(groups: Groups, config: Config) -> Found:
 
     def said() -> list[str]:
         try:
-            check.run(built.chunks, built.optimizer)
+            check.run(built.model)
         except NumericError as error:
             return [str(error)]
         return []
 
     equal = said()
-    parts = [each.shard for each in local_state(built.chunks, built.optimizer, groups)]
+    parts = [each.shard for each in local_state(built.model)]
     places: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(places, [f"{part.key} {part.at}" for part in parts])
     others = {place for rank, held in enumerate(places) if rank != 1 for place in held}

@@ -15,7 +15,7 @@ def uncalled(groups: Groups, config: Config, batch: GlobalBatch) -> tuple[list[s
     built = build(groups, config)
     owners: dict[str, nn.Module] = {
         name: module
-        for chunk in built.chunks
+        for chunk in built.model.chunks
         for name, module in chunk.named_modules()
         if next(module.parameters(recurse=False), None) is not None
     }

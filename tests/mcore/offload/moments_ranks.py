@@ -71,7 +71,7 @@ def memory(groups: Groups, config: Config) -> Memory:
     host_moments.MOMENTS_AT_ONCE_BYTES = AT_ONCE_BYTES
     parts = checkpoint_ranks.build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
-    optimizer, elsewhere = parts.optimizer, 0
+    optimizer, elsewhere = parts.model.optimizer, 0
     assert optimizer.host_moments is not None
     for step in range(2):
         totals = parts.training.forward_backward(loader.batches(step))
@@ -102,5 +102,5 @@ def num_moments(groups: Groups, config: Config) -> int:
     parts = checkpoint_ranks.build(groups, config)
     totals = parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
     assert parts.training.update(totals, config.optimizer.lr) is not None
-    assert parts.optimizer.host_moments is not None
-    return sum(each.nbytes for each in parts.optimizer.host_moments.memory) // 8
+    assert parts.model.optimizer.host_moments is not None
+    return sum(each.nbytes for each in parts.model.optimizer.host_moments.memory) // 8

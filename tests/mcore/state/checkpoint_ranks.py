@@ -25,6 +25,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import adam_step, flat_slices, loss_scaler
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model, unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
@@ -87,8 +88,7 @@ class Outcome(NamedTuple):
 class Parts(NamedTuple):
     """A model ready to train on this rank."""
 
-    chunks: list[Any]
-    optimizer: Optimizer
+    model: RankModel
     training: TrainingStep
 
 
@@ -102,11 +102,8 @@ def in_few_passes(config: Config, groups: Groups) -> Config:
 def build(groups: Groups, config: Config) -> Parts:
     """Model, optimizer and step on the initial weights."""
     chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    training = TrainingStep(
-        config, groups, chunks, optimizer, Objective.from_config(config.loss, config.model.mtp_depths)
-    )
-    return Parts(chunks, optimizer, training)
+    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    return Parts(model, TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths)))
 
 
 def train(
@@ -132,13 +129,13 @@ def train(
     config = in_few_passes(config, groups)
     parts, loaded, saved = build(groups, config), None, None
     if resume_at is not None:
-        loaded = load_checkpoint(_entry(folder, resume_at), parts.chunks, parts.optimizer, groups, config)
+        loaded = load_checkpoint(_entry(folder, resume_at), parts.model)
     begin, wholes = standing(parts), {"begin": whole(parts, groups)} if "begin" in gathered_at else {}
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     steps = []
     for step in range(resume_at or 0, stop + 1):
         if step == save_at:
-            save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+            save_checkpoint(folder, parts.model, step)
             saved = standing(parts)
             wholes |= {"save": whole(parts, groups)} if "save" in gathered_at else {}
         if step == stop:
@@ -147,7 +144,7 @@ def train(
         update = parts.training.update(totals, config.optimizer.lr)
         assert update is not None
         steps.append(Step(totals.loss, update.grad_norm))
-    parts.optimizer.gather_parameters()
+    parts.model.optimizer.gather_parameters()
     wholes |= {"end": whole(parts, groups)} if "end" in gathered_at else {}
     return Outcome(steps, begin, standing(parts), loaded, saved, wholes)
 
@@ -176,8 +173,8 @@ def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: in
     found = []
     for config in configs:
         parts = build(groups, config)
-        load_weights(_entry(folder, step), parts.chunks, parts.optimizer, groups, config)
-        found.append((adam_step(parts.optimizer.inner), whole(parts, groups)))
+        load_weights(_entry(folder, step), parts.model)
+        found.append((adam_step(parts.model.optimizer.inner), whole(parts, groups)))
     return found
 
 
@@ -186,7 +183,7 @@ def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> 
     parts, saver = build(groups, config), Saver(folder, groups, config)
     for step in steps:
         saver.confirm(step)
-        saver.save(parts.chunks, parts.optimizer, step)
+        saver.save(parts.model, step)
         saver.finish()
 
 
@@ -195,14 +192,14 @@ def save_and_die(groups: Groups, config: Config, folder: Path, step: int, victim
     parts = build(groups, config)
     if groups.rank == victim:
         kill_self_before_operation(operation, folder)
-    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step)
+    save_checkpoint(folder, parts.model, step)
 
 
 def save_without_psutil(groups: Groups, config: Config, folder: Path) -> int:
     """Saves where psutil cannot be imported; the number of processes that this started and left."""
     parts = build(groups, config)
     sys.modules["psutil"] = None  # type: ignore[assignment]
-    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
+    save_checkpoint(folder, parts.model, 1)
     sys.modules["psutil"] = psutil
     return len(psutil.Process().children(recursive=True))
 
@@ -212,13 +209,13 @@ def save_on_full_disk(groups: Groups, config: Config, folder: Path, victim: int)
     parts = build(groups, config)
     if groups.rank == victim:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 2))
+    return _raised(lambda: save_checkpoint(folder, parts.model, 2))
 
 
 def save_error(groups: Groups, config: Config, folder: Path, step: int) -> tuple[str, str]:
     """Class and text of what saving raises on this rank."""
     parts = build(groups, config)
-    return _raised(lambda: save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, step))
+    return _raised(lambda: save_checkpoint(folder, parts.model, step))
 
 
 def load_errors(groups: Groups, cases: Sequence[tuple[Config, Path]]) -> list[tuple[str, str]]:
@@ -229,7 +226,7 @@ def load_errors(groups: Groups, cases: Sequence[tuple[Config, Path]]) -> list[tu
 def _load_error(groups: Groups, config: Config, folder: Path) -> tuple[str, str]:
     parts = build(groups, config)
     (path,) = folder.glob("step_*")
-    return _raised(lambda: load_checkpoint(load_entry(path), parts.chunks, parts.optimizer, groups, config))
+    return _raised(lambda: load_checkpoint(load_entry(path), parts.model))
 
 
 def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
@@ -239,12 +236,12 @@ def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
 
 def standing(parts: Parts) -> Standing:
     """What this rank would continue from."""
-    inner = parts.optimizer.inner
+    inner = parts.model.optimizer.inner
     held = []
     for part in inner.chained_optimizers:
         state_of = {id(main): state for main, state in part.optimizer.state.items()}
         held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in flat_slices(inner)]
-    parameters = [_numpy(parameter) for chunk in parts.chunks for parameter in chunk.parameters()]
+    parameters = [_numpy(parameter) for chunk in parts.model.chunks for parameter in chunk.parameters()]
     random_bytes = bytes(torch.get_rng_state().numpy())
     return Standing(parameters, held, adam_step(inner), loss_scaler(inner), random_bytes)
 
@@ -252,10 +249,10 @@ def standing(parts: Parts) -> Standing:
 def whole(parts: Parts, groups: Groups) -> Whole:
     """The model, gathered."""
     states: dict[str, dict[Tensor, Tensor]] = {}
-    for parameter, name, values in whole_states(parts.chunks, parts.optimizer, groups):
+    for parameter, name, values in whole_states(parts.model):
         states.setdefault(name, {})[parameter] = values
     return Whole(
-        _arrays(gather_whole(parameter_shards(parts.chunks, groups))),
+        _arrays(gather_whole(parameter_shards(parts.model.chunks, groups))),
         _arrays(gather_whole(_shards(parts, groups, states["param"]))),
         _arrays(gather_whole(_shards(parts, groups, states["exp_avg_sq"]))),
     )
@@ -275,7 +272,7 @@ def _raised(action: Callable[[], Any]) -> tuple[str, str]:
 
 def _shards(parts: Parts, groups: Groups, values: Mapping[Tensor, Tensor]) -> list[Shard]:
     shards = []
-    for chunk in parts.chunks:
+    for chunk in parts.model.chunks:
         for part in sharded_tensors(unwrap(chunk), groups, values.get):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))

@@ -29,25 +29,25 @@ def save_with_biases(groups: Groups, config: Config, folder: Path) -> None:
         bias: Any = router.expert_bias
         number: Any = router.layer_number
         bias.copy_(number + torch.arange(len(bias)) / 1024)
-    save_checkpoint(folder, parts.chunks, parts.optimizer, groups, config, 1)
+    save_checkpoint(folder, parts.model, 1)
 
 
 def loaded_biases(groups: Groups, config: Config, folder: Path) -> tuple[Arrays, Arrays]:
     """The biases in a run that resumes, and in one that starts from the weights."""
     resumed, started = build(groups, config), build(groups, config)
-    load_checkpoint(_entry(folder, 1), resumed.chunks, resumed.optimizer, groups, config)
-    load_weights(_entry(folder, 1), started.chunks, started.optimizer, groups, config)
+    load_checkpoint(_entry(folder, 1), resumed.model)
+    load_weights(_entry(folder, 1), started.model)
     return _biases(resumed, groups), _biases(started, groups)
 
 
 def routers(parts: Parts) -> list[torch.nn.Module]:
     """Of this rank."""
-    layers = [layer for chunk in parts.chunks for layer in unwrap(chunk).decoder.layers]
+    layers = [layer for chunk in parts.model.chunks for layer in unwrap(chunk).decoder.layers]
     return [layer.mlp.router for layer in layers if layer.is_moe_layer]
 
 
 def _biases(parts: Parts, groups: Groups) -> Arrays:
-    whole = _arrays(gather_whole(parameter_shards(parts.chunks, groups)))
+    whole = _arrays(gather_whole(parameter_shards(parts.model.chunks, groups)))
     return {name: values for name, values in whole.items() if name.endswith("expert_bias")}
 
 
@@ -55,10 +55,10 @@ def loss_scales_after_an_overflow(groups: Groups, config: Config) -> list[float]
     """One expert's gradient overflows on the last rank, twice; the scales of all optimizers of this rank."""
     parts = build(groups, config)
     for _ in range(2):
-        parts.optimizer.zero_grad()
+        parts.model.optimizer.zero_grad()
         if groups.rank == dist.get_world_size() - 1:
-            layers = [layer for chunk in parts.chunks for layer in unwrap(chunk).decoder.layers]
+            layers = [layer for chunk in parts.model.chunks for layer in unwrap(chunk).decoder.layers]
             layers[-1].mlp.experts.linear_fc1.weight.main_grad.fill_(float("inf"))
-        norm_sq = AsyncAllReduce(parts.optimizer.local_grad_norm_sq().view(1)).get()
-        assert parts.optimizer.update(0.01, float(norm_sq)).overflowed
-    return [float(part.grad_scaler.scale) for part in parts.optimizer.inner.chained_optimizers]
+        norm_sq = AsyncAllReduce(parts.model.optimizer.local_grad_norm_sq().view(1)).get()
+        assert parts.model.optimizer.update(0.01, float(norm_sq)).overflowed
+    return [float(part.grad_scaler.scale) for part in parts.model.optimizer.inner.chained_optimizers]

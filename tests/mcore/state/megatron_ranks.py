@@ -119,8 +119,8 @@ def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> f
     """The loss of our model on the same batch."""
     parts = build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
-    found = resume_or_initialize(config, RunFolder(folder / "run"), groups, parts.chunks, parts.optimizer, loader)
+    found = resume_or_initialize(parts.model, RunFolder(folder / "run"), loader)
     assert found == Resumed(0)
-    whole = gather_whole(parameter_shards(parts.chunks, groups))
+    whole = gather_whole(parameter_shards(parts.model.chunks, groups))
     assert whole is None or not whole["embedding.word_embeddings.weight"][config.model.vocab_size :].any()
     return parts.training.forward_backward(None if loader is None else loader.batches(0)).loss

@@ -65,7 +65,7 @@ def train_and_save(
 def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
     """Saves after one step; the steps that are published when `save` returns."""
     parts, saver = build(groups, config), Saver(folder, groups, config)
-    saver.save(parts.chunks, parts.optimizer, 1)
+    saver.save(parts.model, 1)
     found = published_steps(folder)
     saver.finish()
     return found
@@ -84,13 +84,13 @@ def lose_the_folder(groups: Groups, config: Config, run: Path, has_saved: bool) 
         saver = Saver(folder.checkpoints, groups, config, check=lock.check)
 
         def work(count: Callable[[], None]) -> None:
-            saver.save(parts.chunks, parts.optimizer, 1)
+            saver.save(parts.model, 1)
             saver.wait()
             count()
             if has_saved:
                 save(folder.checkpoints, 2)
                 folder.lock_file.write_text(_OTHER)
-            saver.save(parts.chunks, parts.optimizer, 2)
+            saver.save(parts.model, 2)
             folder.lock_file.write_text(_OTHER)
             saver.finish()
 
@@ -103,7 +103,7 @@ def resume_or_initialize(groups: Groups, config: Config, folder: Path) -> tuple[
     try:
         with opened_checkpoint(lambda unusable: newest_good(folder, unusable), lambda text: None) as newest:
             if newest.entry is not None:
-                state = load_checkpoint(newest.entry, parts.chunks, parts.optimizer, groups, config)
+                state = load_checkpoint(newest.entry, parts.model)
                 found = (state.step, list(newest.warnings))
     except MtrainError as error:
         return (*found, (type(error).__name__, str(error)))
@@ -129,7 +129,7 @@ def _train(
         if step + 1 == steps.stop:
             saver.confirm(steps.stop)  # the trainer does so after a forward pass
         if step + 1 in saves:
-            saver.save(parts.chunks, parts.optimizer, step + 1)
+            saver.save(parts.model, step + 1)
     saver.finish()
 
 

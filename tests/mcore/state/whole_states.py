@@ -8,24 +8,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import STATES, flat_slice_states
+from mtrain.mcore.engine.rank_model import RankModel
 
 
 @torch.no_grad()
-def whole_states(
-    chunks: list[torch.nn.Module], optimizer: Optimizer, groups: Groups
-) -> Iterator[tuple[Tensor, str, Tensor]]:
+def whole_states(model: RankModel) -> Iterator[tuple[Tensor, str, Tensor]]:
     """(parameter, name of the state, float32 tensor of the parameter's shape). Collective."""
+    optimizer = model.optimizer
     held = {id(flat_slice.parameter): (flat_slice, states) for flat_slice, states in flat_slice_states(optimizer.inner)}
     shards = optimizer.inner.chained_optimizers[0].config.use_distributed_optimizer
-    for parameter in (each for chunk in chunks for each in chunk.parameters() if each.requires_grad):
+    for parameter in (each for chunk in model.chunks for each in chunk.parameters() if each.requires_grad):
         for name in STATES:
             whole = torch.zeros(parameter.shape)
             if id(parameter) in held:
                 flat_slice, states = held[id(parameter)]
                 whole.view(-1)[flat_slice.start : flat_slice.end] = states[name].flatten()
             if shards:
-                dist.all_reduce(whole, group=groups.replicas_of(parameter))
+                dist.all_reduce(whole, group=model.groups.replicas_of(parameter))
             yield parameter, name, whole

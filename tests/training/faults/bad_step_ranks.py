@@ -53,7 +53,7 @@ def watched(groups: Groups, config: Config, fault: str | None = None) -> Outcome
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         built = build_run(config, groups, folder)
-        whole = gather_whole(parameter_shards(built.chunks, groups))
+        whole = gather_whole(parameter_shards(built.model.chunks, groups))
         seen.append(None if whole is None else {name: value.numpy() for name, value in whole.items()})
         return built
 
@@ -96,12 +96,12 @@ def standing_after(groups: Groups, config: Config, left_out: int | None = None) 
         return made
 
     train_on(groups, config, StopSignal(), build)
-    chunks, optimizer = built[0].chunks, built[0].optimizer
-    optimizer.gather_parameters()
-    tensors = {f"{each.shard.key}{each.shard.at}": each.shard.data for each in local_state(chunks, optimizer, groups)}
+    model = built[0].model
+    model.optimizer.gather_parameters()
+    tensors = {f"{each.shard.key}{each.shard.at}": each.shard.data for each in local_state(model)}
     tensors["random"] = torch.get_rng_state()
     copies = {name: values.detach().float().numpy().copy() for name, values in tensors.items()}
-    return Standing(copies, adam_step(optimizer.inner), loss_scaler(optimizer.inner))
+    return Standing(copies, adam_step(model.optimizer.inner), loss_scaler(model.optimizer.inner))
 
 
 def with_hook(groups: Groups, config: Config, rank: int, step: int, name: str) -> Ending:
@@ -110,7 +110,7 @@ def with_hook(groups: Groups, config: Config, rank: int, step: int, name: str) -
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         made = build_run(config, groups, folder)
         if groups.rank == rank:
-            parameter = dict(_named_parameters(made.chunks))[name]
+            parameter = dict(_named_parameters(made.model.chunks))[name]
             passes = iter(range(1, 1000))
             spoil: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: (  # noqa: E731
                 gradient * torch.nan if next(passes) == step else gradient
@@ -132,8 +132,7 @@ def spoiled_once(groups: Groups, config: Config, fault: str) -> Ending:
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         built = build_run(config, groups, folder)
-        chunks: Any = built.chunks
-        return replace(built, training=_ForgetsFaults(built.config, groups, chunks, built.optimizer, built.objective))
+        return replace(built, training=_ForgetsFaults(built.model, built.objective))
 
     return run(groups, config, fault, build)
 

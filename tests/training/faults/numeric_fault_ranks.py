@@ -53,7 +53,7 @@ def run(groups: Groups, config: Config, fault: str | None = None, build: Build =
 def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
     """A checkpoint with NaN in it, as a program that does not look would publish it. On one rank."""
     built = build(groups, config)
-    parts = local_shards(built.chunks, built.optimizer, groups)
+    parts = local_shards(built.model)
     for part in parts:
         if part.key == "decoder.final_layernorm.weight":
             part.data.view(-1)[0] = torch.nan

@@ -48,8 +48,7 @@ def without_descriptors(groups: Groups, config: Config, first: int, behind: int)
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         made = build_run(config, groups, folder)
-        chunks: Any = made.chunks
-        return replace(made, training=Limited(config, groups, chunks, made.optimizer, made.objective))
+        return replace(made, training=Limited(made.model, made.objective))
 
     try:
         return run(groups, config, None, build)

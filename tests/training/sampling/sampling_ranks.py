@@ -18,6 +18,7 @@ from mtrain.config.load import load_config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model, run_chunk
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.import_hf import load_hf_weights
@@ -65,7 +66,7 @@ def without_cache(groups: Groups, config: Config, sequences: Prompts) -> list[An
 def _loaded(config: Config, groups: Groups) -> list[Any]:
     chunks = build_model(config, groups)
     assert config.model.hf is not None
-    load_hf_weights(Path(config.model.hf), chunks, Optimizer(config, chunks, groups), groups, config)
+    load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
     return chunks
 
 

@@ -53,7 +53,7 @@ def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Sp
     """The three in turn."""
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
     parts = build_parts(config, groups, objective, weights_follow=True)
-    num_bytes = sum(each.numel() for chunk in parts.chunks for each in chunk.parameters()) * 2
+    num_bytes = sum(each.numel() for chunk in parts.model.chunks for each in chunk.parameters()) * 2
     read = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)
     whole = torch.zeros(num_bytes // 2)
 
@@ -65,7 +65,7 @@ def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Sp
         whole.copy_(read)
 
     actions: list[Callable[[], None]] = [
-        lambda: load_hf_weights(folder, parts.chunks, parts.optimizer, groups, config),
+        lambda: load_hf_weights(folder, parts.model),
         plain,
         filled,
     ]

@@ -64,10 +64,10 @@ def measure(groups: Groups, config: Config, num_rounds: int) -> Cost:
         totals = parts.training.forward_backward(None if loader is None else loader.batches(number))
         parts.training.update(totals, config.optimizer.lr)
         done = time.perf_counter()
-        check.run(parts.chunks, parts.optimizer)
+        check.run(parts.model)
         steps.append(done - began)
         checks.append(time.perf_counter() - done)
-    compared = check.compared_bytes(parts.chunks, parts.optimizer)
+    compared = check.compared_bytes(parts.model)
     return Cost(compared, checks[0], statistics.median(checks[1:]), statistics.median(steps[1:]))
 
 

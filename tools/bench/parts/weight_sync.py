@@ -49,7 +49,7 @@ def measure(groups: Groups, config: Config, num_rounds: int) -> Speed:
     parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
 
     def stream(everywhere: bool) -> Iterable[tuple[str, Tensor]]:
-        planned = HfTensors(config, parts.chunks, parts.optimizer, groups, "merged")
+        planned = HfTensors(parts.model, "merged")
         return planned.stream(BUCKET_BYTES, everywhere)
 
     own = [tensor for _, tensor in stream(True)]
