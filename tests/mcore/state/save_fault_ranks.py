@@ -91,7 +91,8 @@ def lose_the_folder(groups: Groups, config: Config, run: Path, has_saved: bool) 
                 save(folder.checkpoints, 2)
                 folder.lock_file.write_text(_OTHER)
             saver.save(parts.model, 2)
-            folder.lock_file.write_text(_OTHER)
+            if not has_saved:  # written once: the save under way would read a file that is empty for an instant
+                folder.lock_file.write_text(_OTHER)
             saver.finish()
 
         return _ending(work)
