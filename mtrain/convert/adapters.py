@@ -21,6 +21,7 @@ from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.schema.adapter import AdapterSection
+from mtrain.convert.endings import put_ending
 from mtrain.convert.origin import put_side_files, source_of
 from mtrain.convert.proof import Proof
 from mtrain.convert.work import working_folder
@@ -117,17 +118,25 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
             write_atomically(folder / peft.CONFIG_NAME, _json(content))
             # of an adapter as of a model: who serves it writes conversations as they were trained
             source = source_of(saved.entry.path)
-            put_side_files(folder, saved.entry.path, source.origin, source.tokenizer, but=_OF_MODELS)
+            chats = put_side_files(folder, saved.entry.path, source.origin, source.tokenizer, but=_OF_MODELS)
+            ending = put_ending(folder, source.origin) if chats and model.num_labels is None else None
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
         differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
         if differing:
             raise DataError(f"{folder} does not hold what was written: {shown(differing)}; look at the disk")
+    if ending is not None and ending.is_new:
+        print(_ENDS_APART.format(ids=ending.ids, folder=str(out)), flush=True)
     return Proof(len(own), sum(each.numel() * each.element_size() for each in own.values()))
 
 
 _METADATA = {"format": "pt"}
 _OF_MODELS = ("README.md", "generation_config.json")
 """Files that tell of a whole model."""
+# PEFT has no place for it, and transformers takes generation_config.json from the frozen model's folder
+_ENDS_APART = (
+    "note: answers end at the tokens {ids}, which the frozen model's generation_config.json does not name: call "
+    "generate with generation_config=GenerationConfig.from_pretrained({folder!r}), or give vLLM stop_token_ids"
+)
 
 
 def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | None) -> Tensor:

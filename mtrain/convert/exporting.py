@@ -17,6 +17,7 @@ from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.write_behind import WriteBehind
 from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
+from mtrain.convert.endings import put_ending
 from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.origin import put_side_files
 from mtrain.convert.proof import Proof, prove
@@ -28,6 +29,7 @@ from mtrain.hf.io.matching import check_names
 from mtrain.hf.io.safetensors import header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json
+from mtrain.hf.schema.generation import EOS_KEY, as_declared
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 
 _SHARD_BYTES = 5_000_000_000
@@ -171,9 +173,12 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
     origin, template = target.origin, None
     if origin is not None:
         template = plain_config(read_json(origin / CONFIG_NAME))
-    put_side_files(folder, target.entry.path, origin, target.tokenizer)
+    chats = put_side_files(folder, target.entry.path, origin, target.tokenizer)
+    ending = put_ending(folder, origin) if chats and target.model.num_labels is None else None
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     config = _config(target, template, dtype)
+    if ending is not None and ending.is_new:
+        config[EOS_KEY] = as_declared(ending.ids)
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
     if list(files) != [SINGLE_NAME]:
         said = read_json(origin / INDEX_NAME) if origin is not None and (origin / INDEX_NAME).exists() else {}

@@ -73,7 +73,7 @@ def _without_origin(run: Config) -> ModelSource:
 
 def put_side_files(
     folder: Path, checkpoint: Path, origin: Path | None, tokenizer: Path | None, but: tuple[str, ...] = ()
-) -> None:
+) -> bool:
     """Tokenizer, licence and so on of the origin, with the chat templates that the run wrote conversations by.
 
     Args:
@@ -82,6 +82,9 @@ def put_side_files(
         origin: As `ModelSource.origin`.
         tokenizer: As `ModelSource.tokenizer`.
         but: Names of files that are left out.
+
+    Returns:
+        Whether the run wrote conversations by a chat template.
 
     Raises:
         DataError: A link of the origin leads out of it, or the settings of its tokenizer are damaged.
@@ -95,6 +98,7 @@ def put_side_files(
     trained = RunFolder(checkpoint.resolve().parent.parent).saved_chat_templates()
     if trained:  # the weights are of a run that wrote conversations by them
         put_templates(trained, folder)
+    return bool(trained)
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:

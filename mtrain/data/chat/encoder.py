@@ -101,14 +101,45 @@ class ChatEncoder:
         return self._tokenizer.encode_with_offsets(text, special_tokens=True).ids
 
     def stop_ids(self) -> frozenset[int]:
-        """Tokens at which an answer ends: the tokenizer's, and the one that the template writes.
+        """Tokens at which an answer ends: the tokenizer's, and those that the templates write.
 
         Raises:
             DataError: The template refuses a question and its answer.
         """
+        return frozenset({self._tokenizer.eos_id, *self.ends()})
+
+    def ends(self) -> list[int]:
+        """The token that ends an answer under the template, and under that for tools where it is another one.
+
+        Raises:
+            DataError: The template refuses a question and its answer, after a system message too.
+        """
         messages = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
-        sample = self.encode({"messages": messages})
-        return frozenset({self._tokenizer.eos_id, int(sample.ids[np.flatnonzero(sample.loss_weights)[-1]])})
+        found = [self._end(form, messages) for form in dict.fromkeys((self._default, self._with_tools))]
+        return list(dict.fromkeys(found))
+
+    def _end(self, form: _Format, messages: list[dict[str, Any]]) -> int:
+        def conversation(before: list[dict[str, Any]]) -> Conversation:
+            return conversation_of({"messages": [*before, *messages]}, frozenset(), self._options.loss_on)
+
+        try:
+            rendering = self._rendered(form, conversation([]))
+        except DataError as fault:
+            try:
+                rendering = self._rendered(form, conversation([{"role": "system", "content": "c"}]))
+            except DataError:
+                raise fault from None
+        if rendering.open_weight is not None:
+            return self._tokenizer.eos_id
+        encoded = self._tokenizer.encode_with_offsets(rendering.text, special_tokens=True)
+        counted = np.flatnonzero(token_weights(encoded, rendering.weighed))
+        # what follows it inside of a mark, such as a line's end, is the template's
+        ends = (id_ for id_ in reversed([encoded.ids[place] for place in counted]) if self._is_stop(id_))
+        return next(ends, self._tokenizer.eos_id)
+
+    def _is_stop(self, id_: int) -> bool:
+        name = self._tokenizer.name(id_)
+        return name != self._stops.bos and self._stops.pattern.fullmatch(name) is not None
 
     def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
         variables = {**self._variables, **conversation.variables}

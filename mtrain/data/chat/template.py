@@ -17,7 +17,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 _PROCESSOR_FILE = "chat_template.json"
-_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MOST_BYTES = 1 << 24
 """Of a template or a file of settings; the longest templates have about twenty thousand."""
@@ -133,7 +133,7 @@ def template_variables(tokenizer: Path) -> dict[str, str]:
         DataError: A file is damaged.
     """
     found: dict[str, str] = {}
-    for name in (_SPECIAL_TOKENS_FILE, SETTINGS_FILE):
+    for name in (SPECIAL_TOKENS_FILE, SETTINGS_FILE):
         for key, value in _settings(tokenizer.with_name(name)).items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):

@@ -19,7 +19,9 @@ from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config import Config
 from mtrain.config.load import Given, load_config
 from mtrain.config.schema.layout import LayoutSection
+from mtrain.convert.origin import source_of_run
 from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.hf.schema.generation import declared_ends
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
 from mtrain.mcore.engine.optimizer import Optimizer
@@ -44,6 +46,8 @@ class Model(NamedTuple):
     """Says its architecture, tokenizer and chat template."""
     entry: CheckpointEntry | None
     """None: the weights are those of `model.hf`."""
+    origin: Path | None
+    """As `ModelSource.origin`."""
 
 
 def model_at(path: Path) -> Model:
@@ -57,19 +61,20 @@ def model_at(path: Path) -> Model:
             f"{path} is not there; name a run folder, a checkpoint, an import or a folder of Hugging Face"
         )
     if (path / _HF_CONFIG).exists() and not RunFolder(path).checkpoints.exists():
-        return Model(_config_of(path, {"hf": str(path)}), None)
+        return Model(_config_of(path, {"hf": str(path)}), None, path)
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     model = imported_model(entry.path)
     if model is not None:
-        return Model(_config_of(entry.path / ORIGIN, model.model_dump(exclude={"hf"})), entry)
+        return Model(_config_of(entry.path / ORIGIN, model.model_dump(exclude={"hf"})), entry, entry.path / ORIGIN)
     folder = RunFolder(entry.path.resolve().parent.parent)
     if not folder.config.exists():
         raise ConfigError(
             f"{folder.config} is not there, which says what model {path} holds; name a run folder, a checkpoint inside "
             "one, an import or a folder of Hugging Face"
         )
-    return Model(load_config([folder.config], []), entry)
+    config = load_config([folder.config], [])
+    return Model(config, entry, source_of_run(config).origin)
 
 
 def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
@@ -107,7 +112,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
     if found.config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = load_tokenizer(Path(found.config.data.tokenizer))
-    questions = questions_of(found.config, tokenizer, prompts, as_chat)
+    questions = questions_of(found.config, tokenizer, prompts, as_chat, declared_ends(found.origin))
     sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids.union(*(each.stop_ids for each in questions)))
     timeout_s = found.config.train.process_group_timeout_s
     with joined_distributed(found.config.train.device, timeout_s) as device:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.config import Config
+from mtrain.convert.origin import source_of_run
+from mtrain.hf.schema.generation import declared_ends
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.generation import refuse_uncachable
 from mtrain.metrics.appended import AppendedFile
@@ -114,7 +116,8 @@ class PromptSamples:
         section, tokenizer = self._section, load_tokenizer(Path(config.data.tokenizer))
         further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
         self._asked = _Asked([*section.prompts, *further], tokenizer)
-        return questions_of(config, tokenizer, self._asked.prompts, section.chat)
+        ends = declared_ends(source_of_run(config).origin)
+        return questions_of(config, tokenizer, self._asked.prompts, section.chat, ends)
 
     def _write(self, asked: _Asked, completions: Sequence[Completion], step: int, sinks: Sinks) -> None:
         assert self._lines is not None, "`begin` goes first"

@@ -29,7 +29,7 @@ class Question(NamedTuple):
 
 
 def questions_of(
-    config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], as_chat: bool | None
+    config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], as_chat: bool | None, ends: Sequence[int] = ()
 ) -> list[Question]:
     """Token ids of prompts.
 
@@ -38,6 +38,7 @@ def questions_of(
         tokenizer: That of `data.tokenizer`.
         prompts: Conversations always go through the run's chat template.
         as_chat: Whether a text is what a user says, to be written by the run's chat template; None: where it has one.
+        ends: Further tokens that end an answer, as `declared_ends` of the folder that the model comes from.
 
     Raises:
         ConfigError: A chat template is wanted and the run has none.
@@ -56,7 +57,7 @@ def questions_of(
             ids, stops = _asked(encoder, prompt), chat_stops or frozenset()
         if not ids:
             raise DataError(f"prompt {number} is {prompt!r}, which has no token; give a text that can be continued")
-        found.append(Question(ids, stops))
+        found.append(Question(ids, stops.union(ends)))
     return found
 
 

@@ -1,0 +1,104 @@
+"""An exported chat model ends its answers where the run's own answers end, whoever generates.
+
+transformers and vLLM end an answer at the ids of generation_config.json and at the tokenizer's eos_token. A base model
+names the end of a document there, but what a chat template teaches is the end of a turn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
+from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, chosen_templates
+from mtrain.data.encoding.plain import PLAIN_TEMPLATE
+from mtrain.hf.schema.files import read_json
+from mtrain.hf.schema.generation import EOS_KEY, GENERATION_NAME, as_declared, declared_ends
+from mtrain.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
+
+_ANY_DATE = "2026-01-01"
+"""For a template that writes the date; no matter for what ends an answer."""
+_EOS = "eos_token"
+_EXTRA_KEYS = ("extra_special_tokens", "additional_special_tokens")
+
+
+class Ending(NamedTuple):
+    """What ends an answer of an exported model."""
+
+    ids: list[int]
+    """All of them; the end of a turn first."""
+    is_new: bool
+    """Whether the model that training began with did not name the end of a turn."""
+
+
+def put_ending(folder: Path, origin: Path | None) -> Ending | None:
+    """Writes into an export what ends an answer under its chat template; where the files say it already, they stay.
+
+    generation_config.json gets the end of a turn before the ends that were there. Where the origin did not name it,
+    the tokenizer's eos_token becomes it too, unless the template itself writes eos_token as something else.
+
+    Args:
+        folder: Holds the tokenizer and the chat templates that the run wrote conversations by.
+        origin: As `ModelSource.origin`: its generation_config.json is what the new one is made from.
+
+    Returns:
+        None where the folder holds no tokenizer, or its template takes no conversation that would show an end.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    if not (folder / HF_TOKENIZER_FILE).is_file():
+        return None
+    tokenizer = load_tokenizer(folder)
+    templates = chosen_templates("auto", tokenizer.path)
+    if templates is None:
+        return None
+    try:
+        stops = [tokenizer.eos_id]
+        if templates.default.text != PLAIN_TEMPLATE:
+            stops = ChatEncoder(templates, tokenizer, ChatOptions(date=_ANY_DATE)).ends()
+    except DataError as fault:
+        print(f"note: what ends an answer is not written into {folder.name}: {fault}", flush=True)
+        return None
+    declared = declared_ends(origin)
+    ending = Ending(list(dict.fromkeys([*stops, tokenizer.eos_id, *declared])), not set(stops) <= set(declared))
+    if not set(ending.ids) <= set(declared):
+        _write_generation(folder, origin, ending.ids)
+    texts = {templates.default.text, templates.with_tools.text}
+    if ending.is_new and stops[0] != tokenizer.eos_id and not any(_EOS in text for text in texts):
+        _write_eos_token(folder, tokenizer, tokenizer.name(stops[0]))
+    return ending
+
+
+def _write_generation(folder: Path, origin: Path | None, ids: list[int]) -> None:
+    there = origin is not None and (origin / GENERATION_NAME).is_file()
+    said = read_json(origin / GENERATION_NAME) if origin is not None and there else {}
+    _write(folder / GENERATION_NAME, {**said, EOS_KEY: as_declared(ids)})
+
+
+def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
+    """Names another token as the end in the settings; the one that was named stays a special token."""
+    settings = read_json(folder / SETTINGS_FILE)
+    if settings.get("add_eos_token"):
+        return  # every text would end with the end of a turn
+    old = tokenizer.name(tokenizer.eos_id)
+    if old not in _added_tokens(folder):
+        key = _EXTRA_KEYS[0] if settings.get(_EXTRA_KEYS[0]) else _EXTRA_KEYS[1]
+        extra = settings.get(key) or []
+        if isinstance(extra, list):
+            settings[key] = [*extra, old]
+    _write(folder / SETTINGS_FILE, {**settings, _EOS: name})
+    # goes before the settings where these list no added tokens
+    if (file := folder / SPECIAL_TOKENS_FILE).is_file() and _EOS in (named := read_json(file)):
+        _write(file, {**named, _EOS: name})
+
+
+def _added_tokens(folder: Path) -> set[object]:
+    return {token.get("content") for token in read_json(folder / HF_TOKENIZER_FILE).get("added_tokens") or []}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
