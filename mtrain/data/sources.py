@@ -1,6 +1,6 @@
 """From `data.*` to samples: opens what the configuration names, before training starts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal, Protocol, assert_never
@@ -8,7 +8,7 @@ from typing import Literal, Protocol, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
@@ -205,7 +205,8 @@ class Sources:
         """The training samples.
 
         Raises:
-            DataError: a source is missing, damaged, too small, or does not fit the model.
+            DataError: a source is missing, damaged, too small, or does not fit the model; or no sample of any source
+                has anything to learn.
         """
         data, seed = self._config.data, self._config.train.seed
         match data:
@@ -215,6 +216,7 @@ class Sources:
                 sections, size = data.all_sources, self._config.train.global_batch_size
                 sources = [self._open(data, section, "train", number) for number, section in enumerate(sections)]
                 names = [section.path for section in sections]
+                self._refuse_nothing(dict(zip(names, sources)))
                 weights = [section.weight for section in data.train]
                 later = later_blends(data, size)
                 size = self._config.sequences_per_sample
@@ -247,6 +249,18 @@ class Sources:
     def notes(self) -> list[str]:
         """Lines for the user on what of the opened files is not trained, or not as it stands there."""
         return [*(self._caches.notes() if self._caches is not None else ()), *self._notes]
+
+    def _refuse_nothing(self, sources: Mapping[str, SampleSource]) -> None:
+        """Refuses a run of which no step could change the model; notes a source that changes nothing."""
+        reasons = {name: why for name, source in sources.items() if (why := source.why_nothing()) is not None}
+        if len(reasons) < len(sources):
+            self._notes += [f"{name}: nothing in it is learned: {why}" for name, why in reasons.items()]
+            return
+        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise DataError(
+            f"no training sample has anything to learn ({listed}), so no step would change the model; give records "
+            "whose answers count, or raise data.seq_length where they are cut"
+        )
 
     def _of_0_1_0(self, sources: Sequence[SampleSource]) -> list[str | None]:
         if self.tokenizer is None:

@@ -13,6 +13,7 @@ from mtrain.config import Config
 from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
+from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
 from mtrain.hf.schema.files import INDEX_NAME, SINGLE_NAME, inside, places
 from mtrain.hf.schema.header import read_header
 from mtrain.hf.schema.peft import CONFIG_NAME, TENSORS_NAME
@@ -107,7 +108,7 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
                 raise DataError(f"{file.place(1)}: {fault}") from None
             findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
             return
-        highest = max(int(sample.ids.max()) for sample in (found if isinstance(found, tuple) else (found,)))
+        highest = max(int(sample.ids.max()) for sample in _sequences(found))
         if highest >= vocab_size:
             raise DataError(
                 f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's own "
@@ -121,6 +122,37 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
                 look(path, file)
             template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
             findings.fact("records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}")
+    if not findings.faults:
+        with findings.looking():
+            _look_for_learnable(config, data, encoder)
+
+
+def _look_for_learnable(config: Config, data: SftSection, encoder: SampleEncoder) -> None:
+    """Opens the data as a run does where none of their first records shows that something is learned.
+
+    Raises:
+        DataError: No sample has anything to learn.
+    """
+    from mtrain.data.formats.record_files import record_files
+    from mtrain.data.formats.records import chunks
+
+    for source in data.all_sources:
+        chunk = next(chunks(record_files(source.path)))
+        for index in range(len(chunk)):
+            try:
+                found = encoder.encode(chunk.record(index))
+            except DataError:
+                continue  # what becomes of a bad record, opening the data says
+            # a record that is whole in its row has something to learn, unless it counts 0
+            if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
+                return
+    from mtrain.data.sources import Sources  # numpy and the token cache, of which a usual check has no need
+
+    Sources(config).training()
+
+
+def _sequences(found: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _look_at_start(config: Config, findings: Findings) -> None:

@@ -298,3 +298,17 @@ def test_prompts_of_eval_are_read_as_the_run_will_read_them(check: Check, tmp_pa
     code, output = check(data=data, eval=asked)
     assert code == 2
     assert "the run has no chat template" in output
+
+
+def test_data_in_which_nothing_is_learned_are_refused_as_a_run_refuses_them(
+    check: Check, tokenizer: Path, tmp_path: Path
+) -> None:
+    """And looked at no further than the first record that is learned."""
+    nothing = records(tmp_path / "nothing.jsonl", *[{"prompt": "a", "response": "b", "weight": 0}] * 3)
+    code, output = check(data=sft(tokenizer, nothing, cache_dir=str(tmp_path / "cache")))
+    assert code == 3, output
+    assert "no training sample has anything to learn" in output
+    assert "nothing.jsonl: of 3 sequences 3 count 0 by their weight" in output
+    something = records(tmp_path / "something.jsonl", {"prompt": "a", "response": "b"}, "no record")
+    code, output = check(data=sft(tokenizer, nothing, something))
+    assert code == 0, output

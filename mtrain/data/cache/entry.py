@@ -60,7 +60,9 @@ class TokenCache:
         arrays = {name: _mapped(folder, name, facts["arrays"][name]) for name in DTYPES}
         self._ids, self._run_lengths, self._run_weights = (arrays[name] for name in OF_SAMPLES)
         self._offsets, self._run_offsets = arrays["offsets"], arrays["run_offsets"]
-        self._weights, self._records, self._checksums = arrays["weights"], arrays["records"], arrays["checksums"]
+        self._records, self._checksums = arrays["records"], arrays["checksums"]
+        self.weights: NDArray[np.float64] = arrays["weights"]
+        """[samples]: what each counts as a whole; negative for an answer that is not wanted."""
         fact = facts["arrays"].get(EXTRAS)
         extras = np.empty(0, np.float32) if fact is None else _mapped(folder, EXTRAS, fact)
         self.extras: NDArray[np.float32] = extras.reshape(self.num_tokens, -1)
@@ -69,7 +71,7 @@ class TokenCache:
         """Of the samples: the same for the same records in any form, under any path."""
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self.weights)
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +104,7 @@ class TokenCache:
                 f"{self.folder}: the tokens of sample {index} ({self.place(index)}) are not those that were written; "
                 "remove this folder, it is made again at the next start, and check the disk"
             )
-        weight = float(self._weights[index])
+        weight = float(self.weights[index])
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))
 
     def record(self, index: int) -> int:

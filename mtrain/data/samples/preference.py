@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
+from mtrain.data.samples.learnable import why_nothing
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.data.samples.tokenized import with_label
-from mtrain.data.samples.too_long import TooLong
+from mtrain.data.samples.too_long import Pieces, TooLong
 from mtrain.loss.preference.member import GroupMember, Role
 
 
@@ -108,6 +109,15 @@ class PreferenceDataset:
         lengths = self._whole_lengths(self._groups[indices // 2], indices % 2)
         widths: NDArray[np.int64] = np.maximum(1, np.minimum(lengths, self._seq_length + 1) - 1)
         return widths
+
+    def why_nothing(self) -> str | None:
+        """As of `SampleSource`: of the answers that records hold. A mismatched sequence of KTO has no gradient."""
+        own = self._groups
+        samples = np.stack([2 * own, 2 * own + 1], axis=1).ravel() if self._compares == "pairs" else own
+        lengths = self.cache.lengths[samples]
+        sizes = np.minimum(lengths, self._seq_length + 1)
+        starts = lengths - sizes if self._too_long == "start" else np.zeros_like(lengths)
+        return why_nothing(self.cache, Pieces(samples, starts, sizes), self._is_judged)
 
     def place(self, index: int) -> str:
         """File and number of the record that a sequence comes from."""

@@ -83,6 +83,14 @@ class PretrainDataset:
         document_starts[inner] = inner
         return shifted(ids, mask, document_starts=np.maximum.accumulate(document_starts))
 
+    def why_nothing(self) -> str | None:
+        """As of `SampleSource`."""
+        if not self._isolate or self._lengths.max() > 1:
+            return None
+        return (
+            f"its {len(self._documents):,} documents have one token at most, which data.isolate_documents keeps apart"
+        )
+
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: positions of windows; all but the last one of a validation set are full."""
         return np.clip(self.num_tokens - 1 - indices * self._seq_length, 1, self._seq_length)

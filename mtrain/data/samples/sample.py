@@ -60,6 +60,9 @@ class SampleSource(Protocol):
             DataError: the corpus is damaged at this place or does not fit the model.
         """
 
+    def why_nothing(self) -> str | None:
+        """Why none of its samples has anything to learn, with counts; None where one has."""
+
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: `sample(epoch, index).width` of many, the same in every epoch; without reading them, as packing asks
         for all samples of a step on every rank."""

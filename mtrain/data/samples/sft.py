@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
+from mtrain.data.samples.learnable import why_nothing
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.data.samples.tokenized import TokenizedSample, with_label
 from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of
@@ -95,6 +96,10 @@ class SftDataset:
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: positions that samples take in rows, without reading them; at least 1."""
         return np.maximum(1, self._pieces.sizes[indices].astype(np.int64) - 1)
+
+    def why_nothing(self) -> str | None:
+        """As of `SampleSource`."""
+        return why_nothing(self.cache, self._pieces, self._is_judged)
 
     def place(self, index: int) -> str:
         """File and number of the record that a sample comes from."""

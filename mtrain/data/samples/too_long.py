@@ -87,11 +87,17 @@ def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooL
             )
         case "split":
             pieces = _split(samples, lengths, seq_length)
-            is_empty = is_long[pieces.samples - numbers.start] & (_trained(cache, pieces) == 0)
+            is_empty = is_long[pieces.samples - numbers.start] & (num_trained(cache, pieces) == 0)
             split = int(is_long[pieces.samples - numbers.start].sum())
             return pieces.only(~is_empty), TooLongCounts(count, 0, split, int(is_empty.sum()))
         case _:
             assert_never(too_long)
+
+
+def num_trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
+    """[n]: tokens of each piece that count something; its first one is not predicted."""
+    first = cache.starts[pieces.samples] + pieces.starts
+    return cache.trained_before(first + pieces.sizes) - cache.trained_before(first + 1)
 
 
 def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int) -> Pieces:
@@ -103,11 +109,5 @@ def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: i
     return Pieces(np.repeat(samples, counts), starts, np.minimum(np.repeat(lengths, counts) - starts, seq_length + 1))
 
 
-def _trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
-    """Tokens of each piece that count something; its first one is not predicted."""
-    first = cache.starts[pieces.samples] + pieces.starts
-    return cache.trained_before(first + pieces.sizes) - cache.trained_before(first + 1)
-
-
 def _num_empty(cache: TokenCache, pieces: Pieces) -> int:
-    return int((_trained(cache, pieces) == 0).sum())
+    return int((num_trained(cache, pieces) == 0).sum())
