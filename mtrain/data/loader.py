@@ -35,6 +35,9 @@ from mtrain.data.steps import steps_of
 from mtrain.plan.phases import data_phases
 from mtrain.tokenizer import Tokenizer
 
+REFERENCES = " (reference scores "
+"""In a fingerprint, what stands before the scores of the reference model."""
+
 
 class Slots(Protocol):
     """The samples of a step, or of a pass through a validation set, by slot."""
@@ -213,7 +216,7 @@ class StepLoader:
 
     def name_references(self, digests: Sequence[str]) -> None:
         """Makes the scores of a reference model, which `preferences` have got, part of what the data are called."""
-        self._references = f" (reference scores {' '.join(digests)})"
+        self._references = f"{REFERENCES}{' '.join(digests)})"
 
     def batches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of the step after `step` completed updates."""

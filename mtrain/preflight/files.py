@@ -14,9 +14,9 @@ from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+from mtrain.hf.schema import files, peft
 from mtrain.hf.schema.files import INDEX_NAME, SINGLE_NAME, inside, places
 from mtrain.hf.schema.header import read_header
-from mtrain.hf.schema.peft import CONFIG_NAME, TENSORS_NAME
 from mtrain.plan.parameters import padded_vocab_size
 from mtrain.preflight.findings import Findings
 from mtrain.runs.folder import RunFolder
@@ -168,17 +168,27 @@ def _look_at_start(config: Config, findings: Findings) -> None:
         folder = Path(config.model.hf)
         findings.fact("weights", f"{folder}: {_safetensors(folder)} file(s) of safetensors")
     if config.loss.reference is not None and own is None:
-        folder = Path(config.loss.reference)
-        is_hf = (folder / CONFIG_NAME).is_file()
-        files = f"{folder}: {_safetensors(folder)} file(s) of safetensors" if is_hf else str(_entry_path(folder))
-        findings.fact("reference", files)
+        findings.fact("reference", _reference(Path(config.loss.reference)))
     if config.loss.teacher is not None:
         findings.fact("teacher", str(_entry_path(Path(config.loss.teacher.checkpoint))))
     if config.adapter is not None and config.adapter.path is not None and own is None:
-        folder = Path(config.adapter.path)
-        for name in (CONFIG_NAME, TENSORS_NAME):
-            inside(folder, name)
-        findings.fact("adapter", str(folder))
+        findings.fact("adapter", _adapter(Path(config.adapter.path)))
+
+
+def _reference(folder: Path) -> str:
+    """A folder of Hugging Face, one of PEFT, or a checkpoint."""
+    if (folder / files.CONFIG_NAME).is_file():
+        return f"{folder}: {_safetensors(folder)} file(s) of safetensors"
+    if (folder / peft.CONFIG_NAME).is_file():
+        return _adapter(folder)
+    found = megatron_folder(folder)
+    return str(_entry_path(folder) if found is None else found)
+
+
+def _adapter(folder: Path) -> str:
+    for name in (peft.CONFIG_NAME, peft.TENSORS_NAME):
+        inside(folder, name)
+    return str(folder)
 
 
 def _entry_path(start: Path) -> Path:

@@ -27,7 +27,7 @@ from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
-from mtrain.training.preferences.references import use_references
+from mtrain.training.preferences.references import References
 from mtrain.training.resume import announced, resume_or_initialize, say
 from mtrain.training.step import TrainingStep
 
@@ -135,11 +135,13 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     # Opened before the model is built: bad data end the run while that is still cheap.
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
+    validation = ValidationSet.open_all(loader)
+    references = References(config, folder, groups, objective.preference, loader)
+    references.score_apart()
     # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
     parts = build_parts(config, groups, objective, teacher_of, weights_follow=True)
-    validation = ValidationSet.open_all(loader)
-    # before the run's own weights are loaded: the reference is the model that it began from
-    use_references(parts.model, folder, objective.preference, loader)
+    # before the run's own weights are loaded, which stay
+    references.use(parts.model)
     resumed = resume_or_initialize(parts.model, folder, loader)
     return Run(
         parts.model,

@@ -15,7 +15,7 @@ from mtrain.config import Config
 from mtrain.config.consent import is_permitted
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
-from mtrain.data.loader import StepLoader
+from mtrain.data.loader import REFERENCES, StepLoader
 from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.metrics.record import ChangeRecord
 from mtrain.runs.changes import Change
@@ -82,12 +82,23 @@ def change_of_data(
     if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {loader.fingerprint}", is_neutral=False)
     _refuse_other_windows(saved, loader.fingerprint, entry)
+    if _without_references(saved) == _without_references(loader.fingerprint):
+        raise DataError(
+            f"the scores of the reference model are not those that {entry.path} was trained with (fingerprint "
+            f"{loader.fingerprint}, not {saved}), because they were removed and the weights that they came from have "
+            "changed; restore `references` of the run folder or these weights, or go on with the new scores by "
+            f"checkpoint.allow_changed=[{DATA}]"
+        )
     raise DataError(
         f"the training data are not those that {entry.path} has seen (fingerprint {loader.fingerprint}, not {saved}): "
         "resuming would repeat or leave out samples; restore the data, start a new run from these weights with another "
         f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
         f"checkpoint.allow_changed=[{DATA}]"
     )
+
+
+def _without_references(fingerprint: str) -> str:
+    return fingerprint.partition(REFERENCES)[0]
 
 
 def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:

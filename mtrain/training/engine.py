@@ -135,7 +135,9 @@ class Engine:
     def adapters_off(self) -> Iterator[None]:
         """The frozen model alone inside the `with` block: `forward` and `evaluate` without the adapters' part.
 
-        For log-probabilities of the model that a finetuning began from, without a second model in memory.
+        For log-probabilities of the model that a finetuning with new adapters began from, without a second model in
+        memory. A run that goes on from `adapter.path` began from that adapter: its reference are `forward` or `scores`
+        before the first `optim_step`.
 
         Raises:
             ConfigError: The configuration has no `adapter`, or the model has a head, which learns whole.

@@ -27,9 +27,9 @@ Target = Literal[
     "embedding",
     "output",
 ]
-LATENT_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
+LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 """Of latent attention: down to the latents of queries, and of keys and values, and up from them."""
-PARTS = (
+PARTS: tuple[Target, ...] = (
     *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, "proj", "gate_proj", "up_proj", "fc2"),
     *("experts", "embedding", "output"),
 )
@@ -77,7 +77,8 @@ class AdapterSection(Section):
     widened where something is multiplied by them. None: as train.precision says."""
 
     path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """A folder of PEFT (adapter_config.json and adapter_model.safetensors) whose values the run starts from."""
+    """A folder of PEFT (adapter_config.json and adapter_model.safetensors) whose values the run starts from.
+    Losses that compare with a reference model compare with this adapter as the first start found it."""
 
     @field_validator("targets", mode="before")
     @classmethod

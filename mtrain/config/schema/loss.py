@@ -272,8 +272,9 @@ class LossSection(TermSection):
     teacher: TeacherSection | None = None
     reference: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """The model that dpo, ipo and kto compare with, of the run's architecture: a folder of Hugging Face, an import, a
-    run folder or a checkpoint. null is the model that the run begins from. Its scores are computed before the first
-    step and kept beside the token cache, for all runs that compare with the same weights."""
+    run folder or a checkpoint; or an adapter: a folder of PEFT beside the run's frozen model, or a run of adapters
+    beside its own. null is the model that the run begins from, with the adapter of adapter.path. Its scores are
+    computed before the first step and kept beside the token cache, for all runs that compare with the same weights."""
     router: RouterLossSection = RouterLossSection()
     mtp_coefficient: float = Field(0.1, ge=0)
     """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.messages import readable
+from mtrain.config.schema.adapter import PARTS, AdapterSection, AnyAdapter, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.matching import shown
 from mtrain.hf.io.safetensors import SafetensorsFile
@@ -68,6 +71,37 @@ class PeftFolder:
                 expert = int(name.removeprefix(head).removesuffix(tail))
                 return from_peft(each, self._file.tensor(theirs).float())[expert]
         raise AssertionError(name)
+
+
+def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSection:
+    """What a folder of PEFT adapts of a model, and how, as the section `adapter` says it.
+
+    Raises:
+        DataError: The folder is damaged, its settings have no form here, or none of its tensors is of this model.
+    """
+    config = read_json(inside(path, CONFIG_NAME))
+    there = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
+    settings = {
+        "kind": "dora" if config.get("use_dora") else "lora",
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "scaling": "rslora" if config.get("use_rslora") else "standard",
+        "targets": [part for part in PARTS if _is_adapted(part, there, family, model)],
+    }
+    try:
+        return TypeAdapter[AdapterSection](AnyAdapter).validate_python(settings)
+    except ValidationError as error:
+        reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
+        raise DataError(f"{path / CONFIG_NAME} is no adapter of this model: {reasons}; name another folder") from None
+
+
+def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSection) -> bool:
+    """Whether names of tensors are of a part of the model."""
+    try:
+        named = [each.name for each in tensors(family, model, LoraSection(targets=(part,))) if each.kind == "lora_a"]
+    except DataError:  # PEFT has no form for it in this family
+        return False
+    return not there.isdisjoint(named)
 
 
 def to_peft(each: PeftTensor, own: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ under every layout; whoever goes on with them loads the model again and compares
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.adapters.adapter import adapters_of
+from mtrain.mcore.model.adapters.adapter import adapters_of, is_adapter_key
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import frozen_parameters, is_written_here, shards
+from mtrain.mcore.state.sharded_parameters import (
+    ShardedParameter,
+    frozen_parameters,
+    is_written_here,
+    sharded_parameters,
+    shards,
+)
 
 DRAWN = "drawn from train.seed"
 """Origin of a base that was not loaded."""
@@ -104,8 +110,26 @@ def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size:
     Raises:
         DataError: A number is not finite; on all ranks.
     """
+    return _fingerprint(frozen_parameters(_models(chunks), groups), groups, vocab_size, "the frozen model")
+
+
+def model_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int, with_adapters: bool) -> str:
+    """Of all tensors of a model, adapters among them or not, as `weights_fingerprint` of frozen ones.
+
+    Raises:
+        DataError: A number is not finite; on all ranks.
+    """
+    places = sharded_parameters(_models(chunks), groups, lambda key: with_adapters or not is_adapter_key(key))
+    return _fingerprint(places, groups, vocab_size, "the model")
+
+
+def _models(chunks: Sequence[nn.Module]) -> list[Any]:
+    return [unwrap(chunk) for chunk in chunks]
+
+
+def _fingerprint(places: Sequence[ShardedParameter], groups: Groups, vocab_size: int, name_of_model: str) -> str:
     sums = torch.zeros(2, dtype=torch.int64, device=groups.device)
-    for part in _own_parts(chunks, groups):
+    for part in _own_parts(places):
         axes = part.prepend_axis_num  # leading ones, which number layers and experts
         shape, offset, values = part.global_shape[axes:], part.global_offset[axes:], part.data
         if part.allow_shape_mismatch:  # a table: how many rows only pad it depends on tp
@@ -117,15 +141,14 @@ def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size:
     dist.all_reduce(sums)
     total, num_broken = (int(each) for each in sums.tolist())
     if num_broken:
-        error = DataError(f"{num_broken} numbers of the frozen model are nan or inf; restore it, or name another one")
+        error = DataError(f"{num_broken} numbers of {name_of_model} are nan or inf; restore it, or name another one")
         error.on_every_rank = True  # after the sum all ranks know the same
         raise error
     return shown(total)
 
 
-def _own_parts(chunks: Sequence[nn.Module], groups: Groups) -> Iterator[ShardedTensor]:
-    """Parts of the frozen tensors; each element on one rank of the world."""
-    models: list[Any] = [unwrap(chunk) for chunk in chunks]
-    for place in frozen_parameters(models, groups):
+def _own_parts(places: Iterable[ShardedParameter]) -> Iterator[ShardedTensor]:
+    """Parts of the tensors; each element on one rank of the world."""
+    for place in places:
         if is_written_here(place):
             yield from shards(place, place.key, place.data)
