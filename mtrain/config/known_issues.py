@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never, get_args
 
 from mtrain.config.rules import dropout_keys, layout_dependent_keys
+from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.loss import own_functions
 
 if TYPE_CHECKING:
@@ -187,6 +188,11 @@ def beyond_transformer_engine(config: Config) -> Iterator[str]:
             f"layout.cp_comm=ulysses: it exchanges whole key/value heads, but {groups} of them on a rank do not divide "
             f"by layout.cp={layout.cp}"
         )
+
+
+def context_kinds(config: Config) -> tuple[CpComm, ...]:
+    """Kinds of context parallelism that go with the model and its rows; whether heads divide, each layout says."""
+    return tuple(kind for kind in get_args(CpComm) if kind != "ring" or not any(unknown_to_a_ring(config)))
 
 
 def beyond_a_ring(config: Config) -> Iterator[str]:

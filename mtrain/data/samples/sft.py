@@ -29,6 +29,28 @@ from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
 
 
+def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Sequence[str] = ()) -> Sample:
+    """The tokens of a record from `start` to before `end` as a sample.
+
+    Args:
+        found: The whole record.
+        start: Its first token that is read.
+        end: One past the last token that is predicted.
+        extras: Names of the columns of `found.extras`.
+    """
+    columns: dict[str, NDArray[np.float32] | float] = {}
+    if extras:
+        assert found.extras is not None, "the cache was made for them"
+        columns = {name: found.extras[start + 1 : end, column] for column, name in enumerate(extras)}
+    return shifted(
+        found.ids[start:end].astype(np.int64),
+        # position t predicts token t + 1, so what the first token counts is not asked for
+        found.loss_weights[start + 1 : end].astype(np.float64),
+        weight=found.weight,
+        extras=columns,
+    )
+
+
 class SftDataset:
     """A part of a source's samples."""
 
@@ -79,19 +101,7 @@ class SftDataset:
         end = start + int(self._pieces.sizes[index])
         if self._is_judged and end < len(found.ids):
             found = with_label(found, end)
-        return shifted(
-            found.ids[start:end].astype(np.int64),
-            # position t predicts token t + 1, so what the first token counts is not asked for
-            found.loss_weights[start + 1 : end].astype(np.float64),
-            weight=found.weight,
-            extras=self._extras_of(found, start + 1, end),
-        )
-
-    def _extras_of(self, found: TokenizedSample, start: int, end: int) -> dict[str, NDArray[np.float32] | float]:
-        if not self._extras:
-            return {}
-        assert found.extras is not None, "the cache was made for them"
-        return {name: found.extras[start:end, column] for column, name in enumerate(self._extras)}
+        return sample_of_record(found, start, end, self._extras)
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: positions that samples take in rows, without reading them; at least 1."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from mtrain.config import Config, known_issues, rules
 from mtrain.config.schema.layout import CpComm, LayoutSection
@@ -64,7 +64,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
         usable_bytes: Of a GPU's memory.
     """
     bounds: dict[tuple[Any, ...], float] = {}
-    kinds = context_kinds(config)
+    kinds = known_issues.context_kinds(config)
     alone = {size: _alone(config, size) for size in _MICRO_BATCHES}
     for shares in divisions(config, num_gpus, cluster):
         if state_bytes(config, shares, num_gpus) > usable_bytes:
@@ -80,11 +80,6 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
                 for vpp in _virtual_stages(config.model.num_layers, shares.pp, num >= shares.pp):
                     seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
                     yield Candidate(shares, cp, kind, dp, vpp, size, seconds)
-
-
-def context_kinds(config: Config) -> tuple[CpComm, ...]:
-    """Of context parallelism, those that go with the model and its rows; whether heads divide, each layout says."""
-    return tuple(kind for kind in get_args(CpComm) if kind != "ring" or not any(known_issues.unknown_to_a_ring(config)))
 
 
 def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:

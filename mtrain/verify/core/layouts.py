@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, assert_never, get_args
+from typing import Any, assert_never
 
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.known_issues import context_kinds
 from mtrain.config.messages import readable
 from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.plan.layout import Layout
@@ -127,8 +128,8 @@ def _parts(config: Config, max_ranks: int) -> dict[str, list[Trial]]:
     if pp > 1:
         parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
     if cp > 1:
-        kinds = list(get_args(CpComm))
-        kinds.sort(key=lambda kind: kind == section.cp_comm)  # the user's own last
+        # the user's own last
+        kinds = sorted(context_kinds(config), key=lambda kind: kind == section.cp_comm)
         parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
     if section.ep > 1:
         ep = _divisor_below(section.ep, min(4, max_ranks))
@@ -286,12 +287,14 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
         size = 1  # the width of rows is what a forward pass holds
     layers = shared_layers(shrunk.model.num_layers, trial.stage_shares)
     section = _section(trial, layers, "layout")
-    train = shrunk.train.model_copy(update={"micro_batch_size": size})
-    config = shrunk.model_copy(update={"layout": section, "train": train})
+    content = shrunk.model_dump() | {"layout": section.model_dump()}
+    content["train"]["micro_batch_size"] = size
     try:
+        config = Config.model_validate(content)
         layout = Layout.from_config(config, trial.num_ranks)
-    except ConfigError as fault:
-        raise ConfigError(f"the layout {_short(trial)} does not fit the model: {fault}") from None
+    except (ValidationError, ConfigError) as fault:
+        why = str(fault) if isinstance(fault, ConfigError) else "\n".join(_lines(fault))
+        raise ConfigError(f"the layout {_short(trial)} does not fit the model: {why}") from None
     return Prepared(f"{layout}-mbs{size}", _axes(layout, batch // (layout.dp * size)), config, layout)
 
 
@@ -330,8 +333,12 @@ def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> Layout
             stage_layers=layers,
         )
     except ValidationError as error:
-        lines = [line for detail in error.errors(include_url=False) for line in readable(detail)]
-        raise ConfigError("\n".join(f"{place}: {line}" for line in lines)) from None
+        raise ConfigError("\n".join(f"{place}: {line}" for line in _lines(error))) from None
+
+
+def _lines(error: ValidationError) -> Iterator[str]:
+    for detail in error.errors(include_url=False):
+        yield from readable(detail)
 
 
 def _short(trial: Trial) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
+from mtrain.data.datum import Datum
+from mtrain.data.encoding.checks import token_extras
+from mtrain.data.encoding.forms import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.order import key_of
 from mtrain.data.samples.sample import Sample, shifted
+from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.loss.functions.load import extras_of, load_loss_function
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
@@ -23,10 +27,13 @@ from mtrain.verify.reference.text import Text
 NUM_HARD_KINDS = 3
 _LONGEST = 512
 """Tokens to which rows grow in search of answers; more would take minutes."""
-_TOKEN_WEIGHTS = (1.0, 0.5, 0.3, 0.125)
+_TOKEN_WEIGHTS = np.array([1.0, 0.5, 0.3, 0.125], np.float32).astype(np.float64)
+"""Records are kept in float32."""
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
 _NUM_EDGES = 3
 """Between documents of a row."""
+_EDGES_EVERY = 3
+"""Of so many rows one has several documents, where documents are isolated."""
 _PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
 """Of a row's width that samples take, in turn, where rows are packed."""
 _SHORT_EVERY = 5
@@ -86,7 +93,7 @@ class Batches:
         Raises:
             DataError: a file is damaged, too small, or does not fit the model.
         """
-        self._config, self._plan = config, plan
+        self._config, self._plan, self._made_of = config, plan, made_of
         self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, drawn_extras(config))
         ranks = (dp_rank, dp_size)
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
@@ -97,7 +104,7 @@ class Batches:
             assert self._loader is not None
             samples, plan = self._loader.samples(step), self._loader.plan(step)
         else:
-            samples = Given(hard_samples(self._config, step - self._plan.own_steps))
+            samples = Given(self._hard_samples(step))
             plan = self._rows.plan(samples, self._config.train.global_batch_size)
         return Places(plan, samples)
 
@@ -106,8 +113,10 @@ class Batches:
         if step < self._plan.own_steps:
             assert self._loader is not None
             return [batch.with_vocabulary(self._config.model.vocab_size) for batch in self._loader.batches(step)]
-        samples = Given(hard_samples(self._config, step - self._plan.own_steps))
-        return self._rows.of_step(samples, has_first=True)
+        return self._rows.of_step(Given(self._hard_samples(step)), has_first=True)
+
+    def _hard_samples(self, step: int) -> list[Sample]:
+        return hard_samples(self._config, step - self._plan.own_steps, self._made_of)
 
 
 def own_loader(
@@ -122,19 +131,49 @@ def own_loader(
     return made_of.loader(config.model_copy(update={"model": model}), dp_rank, dp_size, made_of.collate)
 
 
-def hard_samples(config: Config, number: int) -> list[Sample]:
-    """A global batch by slot as the trainer's own code gets it; a pure function of the configuration and the number."""
-    return [_sample(text, config) for text in hard_texts(config, number)]
+def hard_samples(config: Config, number: int, made_of: Collaborators = SOUND) -> list[Sample]:
+    """A global batch by slot, made by the trainer's own code; a pure function of the configuration and the number.
+
+    A text comes as a program hands it over (`Datum`), or as a record of a file; one of several documents, which neither
+    can be, is shifted as a corpus is.
+
+    Args:
+        config: Shrunk.
+        number: Of the hard batch, from 0.
+        made_of: Makes samples of them.
+    """
+    return [_sample(text, slot, config, made_of) for slot, text in enumerate(hard_texts(config, number))]
 
 
-def _sample(text: Text, config: Config) -> Sample:
+def _sample(text: Text, slot: int, config: Config, made_of: Collaborators) -> Sample:
+    if text.edges:
+        return _of_documents(text)
+    if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
+        return made_of.of_record(_record(text, config), 0, len(text.ids), tuple(text.extras))
+    # in turn one number a token and one a predicted token
+    first = slot // 2 % 2
+    extras = {name: each[first:].tolist() for name, each in text.extras.items()}
+    datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras)
+    return made_of.of_datum(datum, f"sample {slot}", config, tuple(text.extras))
+
+
+def _record(text: Text, config: Config) -> TokenizedSample:
+    """What the reader of finetuning data makes of `input_ids`, `loss_mask` and `data.extras`."""
+    record = {"input_ids": text.ids.tolist(), "loss_mask": text.counts.tolist(), "weight": text.weight}
+    found = tokens_sample(record, frozenset(), config.model.vocab_size)
+    if not text.extras:
+        return found
+    extras = {name: each.tolist() for name, each in text.extras.items()}
+    return replace(found, extras=token_extras(extras, dict.fromkeys(extras), len(text.ids)))
+
+
+def _of_documents(text: Text) -> Sample:
     filled, edges = len(text.ids) - 1, np.array(text.edges, np.int64)
-    mask, starts = text.counts[1:].copy(), None
-    if config.data.isolate_documents:
-        starts = np.zeros(filled, np.int32)
-        starts[edges] = edges
-        starts = np.maximum.accumulate(starts)
-        mask[edges - 1] = 0.0  # no token is predicted across an edge
+    starts = np.zeros(filled, np.int32)
+    starts[edges] = edges
+    starts = np.maximum.accumulate(starts)
+    mask = text.counts[1:].copy()
+    mask[edges - 1] = 0.0  # no token is predicted across an edge
     # float32 holds these numbers as they are
     extras = {name: each[1:].astype(np.float32) for name, each in text.extras.items()}
     return shifted(text.ids, mask, text.weight, starts, extras)
@@ -175,6 +214,7 @@ def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], k
     if config.data.isolate_documents:
         count = min(_NUM_EDGES, size - 1)
         edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
+        edges = edges if slot % _EDGES_EVERY == 0 else ()
     return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, _extras(config, kind, slot, size + 1))
 
 

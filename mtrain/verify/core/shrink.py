@@ -116,7 +116,8 @@ def small(
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
     content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
-    content["valid"], content["checkpoint"] = {}, {}
+    for around in ("valid", "eval", "checkpoint", "metrics"):  # they decide nothing of a step, and name other places
+        content[around] = {}
     for section, values in also.items():
         content[section] |= values
     changed = Config.model_validate(content)

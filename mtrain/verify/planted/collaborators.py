@@ -12,7 +12,11 @@ from torch import nn
 
 from mtrain.config import Config
 from mtrain.data.collate import Collate, collate
+from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
+from mtrain.data.samples.sample import Sample
+from mtrain.data.samples.sft import sample_of_record
+from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.plan.lr import LearningRate, learning_rate
@@ -42,6 +46,10 @@ class Collaborators:
     config: Callable[[Config], Config] = _as_it_is
     """What the ranks take for the user's configuration."""
     loader: type[StepLoader] = StepLoader
+    of_datum: Callable[[Datum, str, Config, Sequence[str]], Sample] = sample_of
+    """What a program hands over as a sample."""
+    of_record: Callable[[TokenizedSample, int, int, Sequence[str]], Sample] = sample_of_record
+    """The tokens of a record of a file as a sample."""
     collate: Collate = collate
     """Samples to microbatches, of the run's own data and of others."""
     change_model: Callable[[Sequence[nn.Module]], None] = _unchanged

@@ -23,9 +23,12 @@ from mtrain.config.schema.loss import TermSection, depth_term
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import Collate, Place, RowForm, collate
+from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
 from mtrain.data.order import SampleOrder, SamplePosition
 from mtrain.data.samples.sample import Sample
+from mtrain.data.samples.sft import sample_of_record
+from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.data.sources import Blended
 from mtrain.loss import router as losses
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk
@@ -70,6 +73,40 @@ def _without_last_tokens(sample: Sample) -> Sample:
 
 def _extras_not_shifted(sample: Sample) -> Sample:
     return replace(sample, extras={name: np.roll(each, 1) for name, each in sample.extras.items()})
+
+
+def _datum(change: Callable[[Datum], Datum]) -> Collaborators:
+    """Samples of other data than a program hands over."""
+
+    def faulty(datum: Datum, *others: Any) -> Sample:
+        return sample_of(change(datum), *others)
+
+    return Collaborators(of_datum=faulty)
+
+
+def _record(change: Callable[[TokenizedSample], TokenizedSample]) -> Collaborators:
+    """Samples of other records than a file holds."""
+
+    def faulty(found: TokenizedSample, *others: Any) -> Sample:
+        return sample_of_record(change(found), *others)
+
+    return Collaborators(of_record=faulty)
+
+
+def _datum_weights(datum: Datum) -> Datum:
+    return replace(datum, weights=None if datum.weights is None else np.roll(datum.weights, 1).tolist())
+
+
+def _datum_extras(datum: Datum) -> Datum:
+    return replace(datum, extras={name: np.roll(each, 1).tolist() for name, each in datum.extras.items()})
+
+
+def _record_weights(found: TokenizedSample) -> TokenizedSample:
+    return replace(found, loss_weights=np.roll(found.loss_weights, 1))
+
+
+def _record_extras(found: TokenizedSample) -> TokenizedSample:
+    return replace(found, extras=None if found.extras is None else np.roll(found.extras, 1, axis=0))
 
 
 def _padding_counted(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
@@ -313,6 +350,10 @@ SHARED_PLANTS: dict[str, Collaborators] = {
     "padding-counted": Collaborators(collate=_padding_counted),
     "labels-shifted-twice": _batches(lambda batch: {"labels": batch.labels.roll(-1, dims=1)}),
     "extras-not-shifted": _samples(_extras_not_shifted),
+    "datum-weights-shifted": _datum(_datum_weights),
+    "datum-extras-shifted": _datum(_datum_extras),
+    "record-weights-shifted": _record(_record_weights),
+    "record-extras-shifted": _record(_record_extras),
     "sample-read-twice": Collaborators(loader=_ReadsTwice),
     "positions-not-restarted": _batches(_positions_of_rows),
     "row-counted-as-sequence": Collaborators(collate=_rows_as_sequences),

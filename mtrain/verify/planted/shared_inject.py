@@ -85,6 +85,22 @@ SHARED_FAULTS = (
         _reads_extras,
         "a loss that reads extras, such as ppo",
     ),
+    Fault("datum-weights-shifted", "gives each token of a Datum the weight of the one before it", None),
+    Fault(
+        "datum-extras-shifted",
+        "gives each token of a Datum the extras of the one before it",
+        None,
+        _reads_extras,
+        "a loss that reads extras, such as ppo",
+    ),
+    Fault("record-weights-shifted", "gives each token of a record the weight of the one before it", None),
+    Fault(
+        "record-extras-shifted",
+        "gives each token of a record the extras of the one before it",
+        None,
+        _reads_extras,
+        "a loss that reads extras, such as ppo",
+    ),
     Fault(
         "sample-read-twice",
         "reads every second sample twice and the one after it never",

@@ -65,7 +65,7 @@ def verify_preempt(
     if request.num_steps < LEAST_STEPS:
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
     device, max_ranks = device_for(config, request.max_ranks)
-    shrunk, base = _small(config, request, max_ranks)
+    shrunk, base = small_run(config, request, max_ranks)
     if request.fault is not None:
         chosen(request.fault, base.config, (), PREEMPT_FAULTS)
     with tempfile.TemporaryDirectory(prefix="mtrain-preempt-") as folder:
@@ -88,7 +88,7 @@ def verify_preempt(
     )
 
 
-def _small(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
+def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
     """The small configuration on the layout of the drill, with the user's precision, dropout, schedule, vocabulary."""
     trial = full_trial(config, max_ranks)
     if request.layouts is not None:

@@ -1,0 +1,196 @@
+"""Whatever keys a configuration has, its small copies and their layouts are legal, or the configuration is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.rules import dropout_keys, layout_dependent_keys
+from mtrain.config.schema.section import Section
+from mtrain.plan.layout import Layout
+from mtrain.verify.core.layouts import Trial, derived_trials, prepared
+from mtrain.verify.core.shrink import shrink
+from mtrain.verify.parity.run import Request
+from mtrain.verify.preempt.run import small_run
+from mtrain.verify.resume.run import ResumeRequest, planned
+from tests.config.samples import content
+from tests.recipes import NAMES, shipped
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tp": 2, "sp": True, "cp": 2},
+    {"pp": 2, "vpp": 2},
+    {"pp": 2, "cp": 4, "cp_comm": "ulysses"},
+    {"cp": 2, "cp_comm": "ring"},
+    {"tp": 2, "sp": True, "ep": 2, "pp": 2},
+]
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64}
+SPIKE = {"action": "skip"}
+SPECIAL: dict[str, list[Any]] = {
+    "eval.prompts": [["a question"]],
+    "eval.prompts_file": ["prompts.txt"],
+    "metrics.trackers": [["wandb", "mlflow", "trackio"]],
+    "metrics.profile_steps": [[2, 3]],
+    "metrics.profile_ranks": [[0, 1]],
+    "run.tags": [["one"]],
+    "checkpoint.allow_changed": [["optimizer.lr"]],
+    "data.packing": [{}, {"batch": "rows"}, {"batch": "rows", "window": 64, "later": [{"from_step": 5, "window": 8}]}],
+    "data.train": [[{"path": "a"}, {"path": "b", "weight": 0.5}]],
+    "data.valid": [[{"path": "c"}], {"one": [{"path": "c"}], "two": [{"path": "d"}]}],
+    "data.test": [[{"path": "c"}]],
+    "data.split": [[0.9, 0.1, 0.0]],
+    "data.curriculum": [[{"from_step": 4, "sources": [{"path": "b"}]}]],
+    "data.extras": [["advantages", "old_logprobs"]],
+    "data.ignore_keys": [["id"]],
+    "data.chat_date": ["2025-01-31"],
+    "train.on_spike": [SPIKE],
+    "train.recompute_modules": [["core_attn"], ["core_attn", "mlp"]],
+    "layout.stage_layers": [[1, 7], [2, 2, 3, 1]],
+    "model.rope": [{"scaling": "llama3", "factor": 8.0}, {"scaling": "yarn", "factor": 4.0}],
+    "model.experts": [EXPERTS, EXPERTS | {"shared_ffn_hidden_size": 32, "first_dense_layers": 1}],
+    "model.megatron": [{"no_rope_freq": 4}, {"deterministic_mode": True}],
+    "model.mtp_depths": [1],
+    "loss.side_terms": [{"z": {"function": "z_loss", "coefficient": 0.01}}],
+    "loss.router": [{"z_coefficient": 0.01}],
+    "loss.function": ["next_token", "dft"],
+    "adapter": [{"kind": "lora", "rank": 8}, {"kind": "dora", "rank": 4, "path": "adapter"}],
+}
+"""Values of keys whose annotation does not give any."""
+NOT_DRAWN = re.compile(r"run\.dir|\w+\.kind|loss\.(teacher|reference|options)|model\.(mla|layer_\w+|num_labels)")
+"""A place, the kind of a section, other models, and structures that have tests of their own."""
+
+
+def values_of(name: str, annotation: Any) -> Iterator[Any]:
+    """Some values that a key could have; what a rule refuses is drawn again."""
+    if name in SPECIAL:
+        yield from SPECIAL[name]
+        return
+    for each in get_args(annotation) or (annotation,):
+        if get_origin(annotation) is Literal:
+            yield each
+        elif each is bool:
+            yield from (True, False)
+        elif each is int:
+            yield from (1, 2, 3, 8, 64)
+        elif each is float:
+            yield from (0.0, 0.3, 2.0)
+        elif each is str:
+            yield "x"
+        elif each is not type(None) and each is not annotation:
+            yield from values_of(name, each)
+
+
+def keys() -> dict[str, list[Any]]:
+    """Dotted key -> values, of every section of a configuration."""
+    found: dict[str, list[Any]] = {"adapter": SPECIAL["adapter"]}
+    for section, field in Config.model_fields.items():
+        kinds = [each for each in _sections(field.annotation) if section != "adapter"]
+        for kind in kinds:
+            for name, own in kind.model_fields.items():
+                key = f"{section}.{name}"
+                if not NOT_DRAWN.fullmatch(key):
+                    found[key] = list(values_of(key, own.annotation))
+    return found
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _sections(each)
+
+
+KEYS = keys()
+SFT = {"kind": "sft", "seq_length": 64, "train": [{"path": "a"}], "tokenizer": "folder"}
+BASES: list[dict[str, Any]] = [
+    {},
+    {"data": SFT, "eval": {"prompts": ["a question"], "interval_steps": 2}},
+    {"data": {"kind": "indexed", "seq_length": 64, "train": [{"path": "a"}]}, "optimizer": {"kind": "muon", "lr": 1.0}},
+]
+
+
+def test_every_key_has_values() -> None:
+    assert [key for key, values in KEYS.items() if not values] == []
+    assert len(KEYS) > 150
+
+
+def with_keys(base: dict[str, Any], layout: dict[str, Any], drawn: dict[str, Any]) -> Config | None:
+    """A user's configuration; None where a rule refuses it."""
+    sections = content()
+    for name, section in base.items():
+        sections[name] = dict(section)
+    sections["layout"] = dict(layout)
+    for key, value in drawn.items():
+        section, _, name = key.partition(".")
+        if name:
+            sections.setdefault(section, {})[name] = value
+        else:
+            sections[section] = value
+    try:
+        return Config.model_validate(sections)
+    except ValidationError:
+        return None
+
+
+def small_copies(user: Config) -> None:
+    """Makes every small copy that the verbs make of a configuration; a refusal is a ConfigError."""
+    trials = derived_trials(user, 8)
+    if dropout_keys(user) or layout_dependent_keys(user.model, user.loss):
+        with pytest.raises(ConfigError, match=r"draw other numbers under every|changes with the layout by definition"):
+            shrink(user, trials)
+    else:
+        small = shrink(user, trials).config
+        for trial in trials:
+            assert_legal(prepared(trial, small).config, trial)
+    plan = planned(user, ResumeRequest(None, 6, 8, None, "mtrain verify resume", 3), 8)
+    for each in (plan.base, plan.comparable, plan.one, *plan.others):
+        assert_legal(each.config, None)
+    assert_legal(small_run(user, Request(None, 6, 8, None, "mtrain verify preempt"), 8)[1].config, None)
+
+
+def assert_legal(config: Config, trial: Trial | None) -> None:
+    """By the rules that `mtrain train` applies, of which none is left out."""
+    again = Config.model_validate(config.model_dump())
+    assert again == config
+    if trial is not None:
+        assert Layout.from_config(again, trial.num_ranks)
+    assert not again.metrics.trackers, "nobody else hears of a check"
+    assert not again.eval.is_on
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Config:
+    """A user's, with some keys that the samples of the tests do not have."""
+    base, layout = draw(st.sampled_from(BASES)), draw(st.sampled_from(LAYOUTS))
+    names = draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, min_size=1, max_size=3))
+    user = with_keys(base, layout, {name: draw(st.sampled_from(KEYS[name])) for name in names})
+    if user is None:
+        reject()
+    return user
+
+
+@settings(max_examples=12)
+@given(user=configurations())
+def test_no_key_breaks_a_check(user: Config) -> None:
+    small_copies(user)
+
+
+@pytest.mark.nightly
+@settings(max_examples=300)
+@given(user=configurations())
+def test_no_key_of_many_breaks_a_check(user: Config) -> None:
+    small_copies(user)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_of_what_is_shipped_are_legal(name: str, tmp_path: Path) -> None:
+    small_copies(shipped(name, tmp_path))

@@ -1,0 +1,34 @@
+"""Every configuration that is shipped passes, made small, on all layouts that are derived from its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtrain.base.errors import ConfigError
+from mtrain.config.load import load_config
+from mtrain.verify.core.ranks import Pool
+from mtrain.verify.parity.run import refuse_without_reference
+from tests.paths import CONFIGS
+from tests.recipes import NAMES, shipped
+from tests.verify.parity.checks import check
+
+BY_DAY = ("model gpt_oss_20b",)
+"""Sinks and windows, which a ring does not know, and experts."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
+)
+def test_what_is_shipped_passes(name: str, pool: Pool, tmp_path: Path) -> None:
+    report = check(pool, shipped(name, tmp_path), num_steps=1)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert len(report.layouts) > 4
+
+
+@pytest.mark.parametrize("run", ["preference", "reward_model"])
+def test_runs_without_a_second_definition_are_refused_by_name(run: str) -> None:
+    config = load_config([CONFIGS / "model" / "llama3.2_1b.yaml", CONFIGS / "run" / f"{run}.yaml"])
+    with pytest.raises(ConfigError, match="verify has no reference of its own"):
+        refuse_without_reference(config)
