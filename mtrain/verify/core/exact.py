@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,19 +71,48 @@ def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> lis
     ]
 
 
-def exact_run(groups: Groups, job: ExactJob) -> tuple[list[StepValues], list[str]]:
-    """The reference's own run of all steps with exact updates, and the names of all tensors in model order."""
-    evaluator = _Evaluator(groups.device, job.config)
-    optimizer, weights = exact_optimizer(job.config), initial_weights(job.config)
+class ExactRun(NamedTuple):
+    """The reference's own run."""
+
+    values: list[StepValues]
+    names: list[str]
+    """Names of all tensors in model order."""
+    clip_grad: float
+    """What gradients were clipped at; 0 where the user's run does not clip."""
+
+
+def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
+    """The reference's own run of all steps with exact updates.
+
+    The user's `clip_grad` says nothing of the norms of a small model: it is replaced by a part of the first one, so
+    that gradients are clipped.
+    """
+    config, weights = job.config, initial_weights(job.config)
+    evaluator, optimizer = _Evaluator(groups.device, config), None
     names, values = list(weights), []
     for number, texts in enumerate(job.steps):
         exact = evaluator.step(number, weights, texts, watches=False)
         values.append(exact.values)
         if exact.values.denominators["main"] != 0:
-            lr = job.config.optimizer.lr
+            if optimizer is None:
+                config = clipping(config, exact.values.grad_norm)
+                optimizer = exact_optimizer(config)
+            lr = config.optimizer.lr
             new = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, lr).weights
             weights = {**weights, **new, **exact.biases}
-    return values, names
+    return ExactRun(values, names, config.optimizer.clip_grad)
+
+
+def clipping(config: Config, grad_norm: float) -> Config:
+    """The configuration with a `clip_grad` that clips gradients of this norm to a half, where it clips at all."""
+    if config.optimizer.clip_grad == 0 or grad_norm == 0:
+        return config
+    return with_clipping(config, grad_norm / 2)
+
+
+def with_clipping(config: Config, clip_grad: float) -> Config:
+    """The configuration with another `clip_grad`."""
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": clip_grad})})
 
 
 def initial_weights(config: Config, model: str = "trained") -> Arrays:

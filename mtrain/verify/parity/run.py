@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ from mtrain.config.schema.loss import own_functions
 from mtrain.verify.core.activations import module_order, put_together
 from mtrain.verify.core.bisect import diagnosed, first_deviating, with_advice
 from mtrain.verify.core.compare import Expected, compared
-from mtrain.verify.core.exact import ExactJob, exact_run, exact_steps, text_places
+from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places, with_clipping
 from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
-from mtrain.verify.core.result import LayoutResult, ParityReport, StepValues, summary
+from mtrain.verify.core.result import LayoutResult, ParityReport, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
@@ -77,7 +77,7 @@ def verify_parity(
         command=request.command,
         environment=environment_of(device),
         config=check.config.model_dump(mode="json"),
-        changes=shrunk.changes,
+        changes=(*shrunk.changes, *check.changes),
         data=check.plan.describe(),
         num_steps=check.plan.num_steps,
         tolerances=check.tolerances,
@@ -176,6 +176,8 @@ class _Check:
         self._steps = texts.steps
         self._weights: dict[str, list[Arrays]] = {}
         self._lock = threading.Lock()
+        self.changes: tuple[str, ...] = ()
+        """Lines of what the reference made of the configuration."""
         self.reference, self.tensors = self._reference()
         fields = [expected_fields(step, self.config) for step in texts.steps]
         self._expected = Expected(self.tolerances, self.tensors, fields, texts.order_faults)
@@ -190,11 +192,20 @@ class _Check:
 
     def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
         began = time.monotonic()
-        values: list[StepValues]
-        values, names = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
+        found: ExactRun = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
+        self._clip_at(found.clip_grad)
         seconds = time.monotonic() - began
-        result = LayoutResult("reference", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
-        return result, tuple(forward_order(names, names))
+        result = LayoutResult("reference", {}, 1, seconds, steps=tuple(found.values), expected=tuple(found.values))
+        return result, tuple(forward_order(found.names, found.names))
+
+    def _clip_at(self, clip_grad: float) -> None:
+        """Lets every layout clip as the reference did."""
+        before = self.config.optimizer.clip_grad
+        if clip_grad == before:
+            return
+        self.changes = (f"optimizer.clip_grad: {before} -> {clip_grad} (half of the first gradient's norm)",)
+        self.config = with_clipping(self.config, clip_grad)
+        self._trials = [replace(each, config=with_clipping(each.config, clip_grad)) for each in self._trials]
 
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
         began = time.monotonic()

@@ -79,6 +79,19 @@ def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     assert quantity in found.lines[1] or kind == "grad_norm"
 
 
+def test_clipping_takes_part_whatever_norm_the_small_model_has(pool: Pool) -> None:
+    """No gradient of it comes near the user's own bound."""
+    user = rich_config(optimizer__clip_grad=1e6)
+    report = check(pool, user, MICRO, "clip-before-normalisation", num_steps=2)
+    assert not report.passed
+    first = report.layouts[1].first_failure()
+    assert first is not None
+    assert first.kind == "update"
+    clip_grad = report.reference.steps[0].grad_norm / 2
+    assert report.config["optimizer"]["clip_grad"] == clip_grad
+    assert f"optimizer.clip_grad: 1000000.0 -> {clip_grad} (half of the first gradient's norm)" in report.changes
+
+
 def test_every_fault_has_a_plant_and_a_test() -> None:
     assert set(NAMES) == PLANTS.keys() == {fault.name for fault in FAULTS}
     assert len(NAMES) == len(set(NAMES)) == len(FAULTS)
