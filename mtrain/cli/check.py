@@ -32,8 +32,8 @@ def check(
     gpu_memory: _GpuMemory = None,
     without_files: _WithoutFiles = False,
 ) -> None:
-    """Checks a configuration and the files and disks that it names, and prints layout, batch, parameters, FLOPs and
-    memory; loads no torch."""
+    """Checks a configuration, the files and disks that it names, and what else a start would refuse; prints layout,
+    batch, parameters, FLOPs and memory."""
     with one_message():
         from mtrain.plan.search.stated import stated_machine
         from mtrain.plan.summary import print_plan

@@ -10,7 +10,7 @@ a step holds the same samples under any layout.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
@@ -23,20 +23,15 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch, PlacedMember
 from mtrain.data.collate import Collate, Place, RowForm, collate
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
+from mtrain.data.opened import REFERENCES, OpenedData
 from mtrain.data.order import SamplePosition, slots
 from mtrain.data.packing.best_fit import PackedRows
 from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
 from mtrain.data.prefetch import Prefetch
-from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
 from mtrain.data.shown import ShownStep, shown_step
-from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
-from mtrain.data.steps import steps_of
+from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream
 from mtrain.plan.phases import data_phases
-from mtrain.tokenizer import Tokenizer
-
-REFERENCES = " (reference scores "
-"""In a fingerprint, what stands before the scores of the reference model."""
 
 
 class Slots(Protocol):
@@ -183,17 +178,13 @@ class StepLoader:
         self._rows = RowsOfRank(config, dp_rank, dp_size, collate, extras)
         self.dp_size = dp_size
         self._config = config
-        sources = Sources(config)
-        self.tokenizer: Tokenizer | None = sources.tokenizer
-        self._stream = sources.training()
-        self._steps = steps_of(config, self._stream.widths)
-        # opened with the training data: a file that is missing is reported before the first step, not at the first
-        # validation
-        self._held_out = {part: sources.held_out(part) for part in ("valid", "test")}
-        self.preferences: Mapping[str, PreferenceDataset] = sources.preferences
+        self._data = OpenedData(config)
+        self.tokenizer = self._data.tokenizer
+        self._stream, self._steps = self._data.stream, self._data.steps
+        self.preferences = self._data.preferences
         """Sources of sequences that are compared, by their fingerprints."""
         self._references = ""
-        self.notes = sources.notes()
+        self.notes = self._data.notes
         """Lines for the user on what of the files is not trained, or not as it stands there."""
         self._depth = config.data.prefetch_steps
         # those read ahead, the one in the trainer's hands, and the one being made
@@ -202,12 +193,12 @@ class StepLoader:
     @property
     def fingerprint(self) -> str:
         """Changes when the training data or the way they are cut change; does not depend on rank, layout or step."""
-        return self._stream.fingerprint + self._steps.fingerprint + self._references
+        return self._data.fingerprint + self._references
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
         """What earlier versions called the same data."""
-        return tuple(each + self._steps.fingerprint for each in self._stream.earlier_fingerprints)
+        return self._data.earlier_fingerprints
 
     @property
     def num_slots(self) -> int:
@@ -283,7 +274,7 @@ class StepLoader:
 
     def held_out_sets(self, part: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
         """All validation or test sets by name, in the order of the configuration."""
-        return {name: HeldOutBatches(self._rows, samples) for name, samples in self._held_out[part].items()}
+        return {name: HeldOutBatches(self._rows, samples) for name, samples in self._data.held_out[part].items()}
 
 
 class RowsOfRank:

@@ -1,1 +1,1 @@
-"""What `mtrain check` looks at on this machine before a run starts; no torch."""
+"""What `mtrain check` looks at on this machine before a run starts."""

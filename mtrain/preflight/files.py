@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import assert_never
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import checkpoint_at, newest_good
-from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
-from mtrain.hf.schema import files, peft
-from mtrain.hf.schema.files import INDEX_NAME, SINGLE_NAME, inside, places
-from mtrain.hf.schema.header import read_header
 from mtrain.plan.parameters import padded_vocab_size
 from mtrain.preflight.findings import Findings
-from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 
 def look_at_files(config: Config, findings: Findings) -> None:
-    """Opens everything that a run would open, as far as that goes without torch.
+    """Opens each file of text that a run would open by itself, so that all faults are found at once.
 
     Of an indexed corpus the whole index is read and tokens at a few places; of records the first one of each file is
     made into a sample, under the run's chat template.
@@ -43,7 +36,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
         case MockSection():
             pass
         case IndexedSection():
-            for path in _paths(config.data):
+            for path in source_paths(config.data):
                 with findings.looking():
                     pair = check_pair(path, config.model.vocab_size)
                     findings.fact("corpus", f"{path}: {pair.num_documents:,} documents, {pair.num_tokens:,} tokens")
@@ -55,8 +48,6 @@ def look_at_files(config: Config, findings: Findings) -> None:
     if config.eval.is_on and tokenizer is not None:
         with findings.looking():
             _look_at_prompts(config, tokenizer, findings)
-    with findings.looking():
-        _look_at_start(config, findings)
 
 
 def _look_at_prompts(config: Config, tokenizer: Tokenizer, findings: Findings) -> None:
@@ -76,7 +67,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer) -> str:
     return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
 
 
-def _paths(data: FilesSection) -> list[str]:
+def source_paths(data: FilesSection) -> list[str]:
     """Of all sources, each once."""
     held_out = [each for sections in data.valid_sets.values() for each in sections]
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
@@ -115,7 +106,7 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
                 "tokenizer or raise model.vocab_size"
             )
 
-    for path in _paths(data):
+    for path in source_paths(data):
         with findings.looking():
             files = record_files(path)
             for file in files:
@@ -153,60 +144,3 @@ def _look_for_learnable(config: Config, data: SftSection, encoder: SampleEncoder
 
 def _sequences(found: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:
     return found if isinstance(found, tuple) else (found,)
-
-
-def _look_at_start(config: Config, findings: Findings) -> None:
-    """Where the weights come from; a run that goes on has its own, and needs no others but those beside it."""
-    given, own = config.checkpoint.initialize_from, newest_good(RunFolder(Path(config.run.dir)).checkpoints).entry
-    if own is not None:
-        findings.fact("goes on", f"from {own.path}")
-    elif given is not None:
-        start = Path(given)
-        found = megatron_folder(start)
-        findings.fact("weights", str(_entry_path(start) if found is None else found))
-    elif config.model.hf is not None:
-        folder = Path(config.model.hf)
-        findings.fact("weights", f"{folder}: {_safetensors(folder)} file(s) of safetensors")
-    if config.loss.reference is not None and own is None:
-        findings.fact("reference", _reference(Path(config.loss.reference)))
-    if config.loss.teacher is not None:
-        findings.fact("teacher", str(_entry_path(Path(config.loss.teacher.checkpoint))))
-    if config.adapter is not None and config.adapter.path is not None and own is None:
-        findings.fact("adapter", _adapter(Path(config.adapter.path)))
-
-
-def _reference(folder: Path) -> str:
-    """A folder of Hugging Face, one of PEFT, or a checkpoint."""
-    if (folder / files.CONFIG_NAME).is_file():
-        return f"{folder}: {_safetensors(folder)} file(s) of safetensors"
-    if (folder / peft.CONFIG_NAME).is_file():
-        return _adapter(folder)
-    found = megatron_folder(folder)
-    return str(_entry_path(folder) if found is None else found)
-
-
-def _adapter(folder: Path) -> str:
-    for name in (peft.CONFIG_NAME, peft.TENSORS_NAME):
-        inside(folder, name)
-    return str(folder)
-
-
-def _entry_path(start: Path) -> Path:
-    entry = checkpoint_at(start).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
-    return entry.path
-
-
-def _safetensors(folder: Path) -> int:
-    """How many files hold the weights; each is there and as long as its header says.
-
-    Raises:
-        DataError: One is missing or cut off.
-    """
-    names = sorted(set(places(folder).values())) if (folder / INDEX_NAME).exists() else [SINGLE_NAME]
-    for path in map(partial(inside, folder), names):
-        header = read_header(path)
-        ends = [each["data_offsets"][1] for each in header.tensors.values()]
-        if header.end + max(ends, default=0) != header.size_bytes:
-            raise DataError(f"{path} has {header.size_bytes:,} bytes, which its header does not fit; download it again")
-    return len(names)

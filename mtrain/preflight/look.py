@@ -5,12 +5,12 @@ from __future__ import annotations
 from mtrain.config import Config
 from mtrain.metrics.trackers.open import refuse_missing
 from mtrain.preflight.disk import look_at_disk
-from mtrain.preflight.files import look_at_files
 from mtrain.preflight.findings import Findings
+from mtrain.preflight.start import look_at_start
 
 
 def look(config: Config, findings: Findings) -> None:
-    """Opens the files that a run would open, asks its disks for room, and looks for the libraries of its trackers.
+    """Goes through a start, asks its disks for room, and looks for the libraries of its trackers.
 
     Args:
         config: Of the run.
@@ -20,5 +20,5 @@ def look(config: Config, findings: Findings) -> None:
         with findings.looking():
             refuse_missing(config.metrics.trackers)
             findings.fact("trackers", ", ".join(config.metrics.trackers))
-    look_at_files(config, findings)
+    look_at_start(config, findings)
     look_at_disk(config, findings)

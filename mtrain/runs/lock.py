@@ -135,6 +135,29 @@ def locked(
             os.close(descriptor)
 
 
+def refuse_if_held(file: Path) -> None:
+    """Looks whether a run works in a folder, and leaves it as it is; says nothing where there are no locks.
+
+    Args:
+        file: The lock file.
+
+    Raises:
+        RunFolderError: Another process works here; names it.
+        MachineError: The file cannot be read.
+    """
+    with disk_faults(f"lock {file.parent}"):
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            # shared, so that two that look do not see each other
+            if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY:
+                raise _in_use(file, _owner(file))
+        finally:
+            os.close(descriptor)
+
+
 def _sign(descriptor: int, owner: str) -> None:
     """Puts the name over the one before, so that a full disk takes it."""
     os.pwrite(descriptor, owner.encode(), 0)

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.errors import DataError
 from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
-from mtrain.config.extras import as_configured
-from mtrain.config.rules import label_columns
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective
@@ -27,6 +25,7 @@ from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
+from mtrain.training.objective import objective_of
 from mtrain.training.preferences.references import References
 from mtrain.training.resume import announced, resume_or_initialize, say
 from mtrain.training.step import TrainingStep
@@ -126,8 +125,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         DataError: Data or a checkpoint is missing or damaged.
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
-    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
-    _check_extras(objective, config)
+    objective = objective_of(config)
     if groups.rank == 0:
         of_objective, of_machine = objective.notes(config.loss), _notes_on_packages()
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *of_objective, *of_machine):
@@ -162,22 +160,6 @@ def _notes_on_packages() -> list[str]:
         f"({fault}); repair or remove it"
         for package, fault in faulty_gpu_packages().items()
     ]
-
-
-def _check_extras(objective: Objective, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: The records do not bring along what the loss functions read.
-    """
-    needed = as_configured(objective.extras)
-    there = {*config.data.extra_columns, *label_columns(config.loss)}
-    missing = [name for name, columns in needed.items() if not {*columns} <= there]
-    if missing:
-        raise ConfigError(
-            f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
-            f"{', '.join(needed)} beside each token; set data.extras=[{','.join(needed)}] with "
-            "data.kind=sft, and give records these keys"
-        )
 
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:

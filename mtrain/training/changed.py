@@ -1,25 +1,28 @@
-"""What a start does otherwise than the checkpoint that it goes on from, with the user's consent."""
+"""Which checkpoint a start goes on from, and what it does otherwise, with the user's consent; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import DataError, RunFolderError
 from mtrain.base.files import disk_faults
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
 from mtrain.base.yaml_text import MAX_BYTES, read_yaml
-from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, newest_good
 from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.consent import is_permitted
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
-from mtrain.data.loader import REFERENCES, StepLoader
+from mtrain.data.opened import REFERENCES
 from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.metrics.record import ChangeRecord
 from mtrain.runs.changes import Change
-from mtrain.runs.continuation import allowed_changes
+from mtrain.runs.continuation import allowed_changes, continued
+from mtrain.runs.folder import RunFolder
 
 DATA = "data.train"
 """The key under which training data with another fingerprint are recorded."""
@@ -27,9 +30,52 @@ CURRICULUM = "data.curriculum"
 """The same, where they differ in steps to come alone."""
 
 
-def changes_since(
-    entry: CheckpointEntry, loader: StepLoader, config: Config, run_folder: Path
-) -> tuple[ChangeInfo, ...]:
+class KnownData(Protocol):
+    """What training data are called."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]: ...
+
+
+def going_on(folder: RunFolder, config: Config) -> Config:
+    """The configuration with what an earlier start of the run decided; as given where there is none to go on from.
+
+    Raises:
+        RunFolderError: The folder holds a run of another configuration.
+    """
+    saved, steps = folder.saved_config(), published_steps(folder.checkpoints)
+    # without a checkpoint nothing binds: a run that failed before its first save may start with another configuration
+    if saved is None or not steps:
+        return config
+    # of the checkpoint, not of the last start, which may have changed something and crashed before it saved
+    saved = checkpoint_config(folder.checkpoints / step_name(steps[-1])) or saved
+    return continued(config, saved, folder.path, steps[-1])
+
+
+def resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str] | None = None) -> Newest:
+    """The newest good checkpoint that the run goes on from.
+
+    Args:
+        config: Of this start.
+        folder: The run folder.
+        unusable: Step -> why, of checkpoints that looked whole and turned out not to be.
+
+    Raises:
+        DataError: No checkpoint is good, but there are some.
+        RunFolderError: checkpoint.resume=never, but there is one.
+    """
+    newest = newest_good(folder.checkpoints, unusable)
+    if newest.entry is not None and config.checkpoint.resume == "never":
+        raise RunFolderError(
+            f"checkpoint.resume=never, but {folder.path} holds a checkpoint of step {newest.entry.step}; set another "
+            "run.dir or checkpoint.resume=auto"
+        )
+    return newest
+
+
+def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_folder: Path) -> tuple[ChangeInfo, ...]:
     """All changes of a run up to this start: those that its checkpoint knows, and those that this start brings.
 
     Compared with the checkpoint, not with the last start: one that changed something and crashed before it saved left
@@ -37,7 +83,7 @@ def changes_since(
 
     Args:
         entry: The checkpoint, verified.
-        loader: Of the training data of this start.
+        data: Of this start.
         config: Of this start.
         run_folder: For messages.
 
@@ -47,7 +93,7 @@ def changes_since(
     """
     saved = checkpoint_config(entry.path)
     found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step)
-    fingerprint = change_of_data(entry, loader, config, found)
+    fingerprint = change_of_data(entry, data, config, found)
     new = [*found, fingerprint] if fingerprint is not None else found
     return (
         *entry.manifest.changes,
@@ -56,13 +102,13 @@ def changes_since(
 
 
 def change_of_data(
-    entry: CheckpointEntry, loader: StepLoader, config: Config, found: Sequence[Change] = ()
+    entry: CheckpointEntry, data: KnownData, config: Config, found: Sequence[Change] = ()
 ) -> Change | None:
     """Training data with another fingerprint; None where they are the same, wherever they lie.
 
     Args:
         entry: The checkpoint.
-        loader: Of the training data.
+        data: Of this start.
         config: Of this start.
         found: Keys that changed with consent; one of `data` explains another fingerprint.
 
@@ -70,27 +116,27 @@ def change_of_data(
         DataError: They are others, without consent.
     """
     saved = entry.manifest.dataset
-    known = (loader.fingerprint, *loader.earlier_fingerprints)
+    known = (data.fingerprint, *data.earlier_fingerprints)
     if saved is None or any(same_fingerprint(saved, each) for each in known):
         return None
     past = known_until(saved, entry.step)
     if any(same_fingerprint(past, known_until(each, entry.step)) for each in known):
         return None  # data.packing may change without consent, and no sample so far was another
-    if has_phases(saved) or has_phases(loader.fingerprint):
+    if has_phases(saved) or has_phases(data.fingerprint):
         return _change_of_curriculum(entry, saved, known, config, found)
     is_explained = any(each.key.startswith("data.") for each in found)
     if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
-        return Change(DATA, f"fingerprint {saved}", f"fingerprint {loader.fingerprint}", is_neutral=False)
-    _refuse_other_windows(saved, loader.fingerprint, entry)
-    if _without_references(saved) == _without_references(loader.fingerprint):
+        return Change(DATA, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
+    _refuse_other_windows(saved, data.fingerprint, entry)
+    if _without_references(saved) == _without_references(data.fingerprint):
         raise DataError(
             f"the scores of the reference model are not those that {entry.path} was trained with (fingerprint "
-            f"{loader.fingerprint}, not {saved}), because they were removed and the weights that they came from have "
+            f"{data.fingerprint}, not {saved}), because they were removed and the weights that they came from have "
             "changed; restore `references` of the run folder or these weights, or go on with the new scores by "
             f"checkpoint.allow_changed=[{DATA}]"
         )
     raise DataError(
-        f"the training data are not those that {entry.path} has seen (fingerprint {loader.fingerprint}, not {saved}): "
+        f"the training data are not those that {entry.path} has seen (fingerprint {data.fingerprint}, not {saved}): "
         "resuming would repeat or leave out samples; restore the data, start a new run from these weights with another "
         f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
         f"checkpoint.allow_changed=[{DATA}]"

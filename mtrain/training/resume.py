@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mtrain.base.errors import DataError, RunFolderError
+from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
 from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
 from mtrain.checkpoint.store.manifest import ChangeInfo
@@ -29,7 +29,7 @@ from mtrain.mcore.state.load import load_checkpoint, load_weights
 from mtrain.mcore.state.shards import non_finite_state
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
-from mtrain.training.changed import changes_since
+from mtrain.training.changed import changes_since, resumable
 
 
 class Resumed(NamedTuple):
@@ -146,7 +146,7 @@ def load_newest(
     def find(unusable: Mapping[int, str]) -> Newest:
         damaged.update(unusable)
         if passed_over is None:
-            return _resumable(model.config, folder, damaged)
+            return resumable(model.config, folder, damaged)
         # checkpoint.resume=never means a start
         return newest_good(folder.checkpoints, {**damaged, **passed_over})
 
@@ -192,16 +192,6 @@ def _load_start(model: RankModel) -> Path | None:
         draw_weights(unwrap(chunk), config, groups)
     model.optimizer.take_weights()
     return None
-
-
-def _resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str]) -> Newest:
-    newest = newest_good(folder.checkpoints, unusable)
-    if newest.entry is not None and config.checkpoint.resume == "never":
-        raise RunFolderError(
-            f"checkpoint.resume=never, but {folder.path} holds a checkpoint of step {newest.entry.step}; set another "
-            "run.dir or checkpoint.resume=auto"
-        )
-    return newest
 
 
 def _changes(

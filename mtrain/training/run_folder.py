@@ -6,15 +6,14 @@ import contextlib
 from typing import NamedTuple
 
 from mtrain.checkpoint.store.directory import clean_leftovers
-from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import trained_templates
-from mtrain.runs.continuation import continued, kept_lines
+from mtrain.runs.continuation import kept_lines
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
-from mtrain.training.changed import checkpoint_config
+from mtrain.training.changed import going_on
 from mtrain.training.export import clean_staging
 from mtrain.training.resume import say
 
@@ -43,14 +42,9 @@ def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Clai
     clean_staging(folder, config.checkpoint.export_hf_every_steps)
     # after cleaning up: on a full disk the room of dead attempts is there again
     folder.probe()
-    saved, steps, given = folder.saved_config(), published_steps(folder.checkpoints), config
-    # without a checkpoint nothing binds: a run that failed before its first save may start with another configuration
-    if saved is not None and steps:
-        # of the checkpoint, not of the last start, which may have changed something and crashed before it saved
-        saved = checkpoint_config(folder.checkpoints / step_name(steps[-1])) or saved
-        config = continued(given, saved, folder.path, steps[-1])
-        for line in kept_lines(given, config):
-            say(line)
+    given, config = config, going_on(folder, config)
+    for line in kept_lines(given, config):
+        say(line)
     folder.write_config(config_yaml(config))
     # now, as the file that was named may be another one, or gone, when the run is exported
     folder.write_chat_templates(trained_templates(config.data) if isinstance(config.data, SftSection) else {})

@@ -14,7 +14,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.io.block_scaled import Weights, plain_weights
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
-from mtrain.hf.schema.description import read_model
+from mtrain.hf.schema.description import disagreements, read_model
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice
@@ -57,6 +57,24 @@ def open_source(path: Path) -> HfSource:
     table = family.table(model)
     check_names(path, weights, table, family.dropped)
     return HfSource(folder, weights, family, model, table)
+
+
+def source_for(path: Path, model: ModelSection) -> HfSource:
+    """Opens the folder that a run starts from, as `open_source`.
+
+    Args:
+        path: The folder.
+        model: Of the run.
+
+    Raises:
+        DataError: As `open_source`, or the folder holds another model.
+    """
+    source = open_source(path)
+    # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
+    if differing := disagreements(source.model, model):
+        shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
+        raise DataError(f"{path} holds another model ({shown}); name another model.hf")
+    return source
 
 
 class GlobalTensorInfo(NamedTuple):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtrain.base.errors import DataError
-from mtrain.config.schema.model import ModelSection
-from mtrain.hf.io.source import FolderTensors, open_source
-from mtrain.hf.schema.description import disagreements
+from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
@@ -34,7 +31,7 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
     # Every rank opens the folder itself: what is mapped in one process cannot be handed to another.
-    saved = on_all_ranks(lambda: _opened(folder, config.model))
+    saved = on_all_ranks(lambda: FolderTensors(source_for(folder, config.model)))
 
     def may_be_left(key: str) -> bool:
         # A run without depths may start from a model that has them.
@@ -43,12 +40,3 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     # Global names are the keys here: the source converts names and axes as it reads.
     read_weights(saved, places, config.model, lambda key: key, may_be_left, filler_of(optimizer))
-
-
-def _opened(folder: Path, model: ModelSection) -> FolderTensors:
-    source = open_source(folder)
-    # Before any tensor is looked at: shapes alone do not show another rope base or norm epsilon.
-    if differing := disagreements(source.model, model):
-        shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
-        raise DataError(f"{folder} holds another model ({shown}); name another model.hf")
-    return FolderTensors(source)

@@ -217,19 +217,43 @@ def _read_weights(
 ) -> None:
     on_first_rank(lambda: _read_state(entry, config))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
+    naming = Naming(saved, main)
+    read_weights(saved, places, config.model, naming.key_of, naming.may_be_left, use)
 
-    def key_of(key: str) -> str:
+
+class Naming:
+    """How the weights of a checkpoint are named."""
+
+    def __init__(self, saved: GlobalTensors, main: bool) -> None:
+        """
+        Args:
+            saved: What is on disk.
+            main: Whether the float32 main weights are read where they are there.
+        """
+        self._saved, self._main = saved, main
+
+    def key_of(self, key: str) -> str:
+        """The key on disk of a parameter's global name."""
         main_key = optimizer_key(MAIN, key)
         # Half-precision weights are a rounding of the main weights: any precision starts from the latter alike.
-        return main_key if main and main_key in saved.tensors else key
+        return main_key if self._main and main_key in self._saved.tensors else key
 
-    def may_be_left(key: str) -> bool:
+    def may_be_left(self, key: str) -> bool:
+        """Whether a key may stay unread."""
         is_beside = key.startswith(rng.PREFIX) or _TE_STATE in key
         # Moments belong to the run that saved them; those of this run stay as they are.
-        is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not main)
-        return is_beside or is_state or (main and optimizer_key(MAIN, key) in saved.tensors)
+        is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not self._main)
+        return is_beside or is_state or (self._main and optimizer_key(MAIN, key) in self._saved.tensors)
 
-    read_weights(saved, places, config.model, key_of, may_be_left, use)
+
+def check_entry(entry: CheckpointEntry, config: Config) -> None:
+    """Compares what a checkpoint says of itself with the run that starts from its weights.
+
+    Raises:
+        DataError: It holds adapters alone, is damaged, or has another vocabulary.
+    """
+    _refuse_adapters(entry)
+    _read_state(entry, config)
 
 
 def read_weights(

@@ -100,8 +100,14 @@ def load_shards(
     # Shape and dtype are those of the whole tensor, so one shard of each key tells them; reversed, the first one stays.
     firsts = {shard.key: shard for shard in reversed(shards)}
     # Names over all ranks first: what this stage does not ask for may be another's.
-    _check_keys(saved, firsts, may_be_left)
-    on_all_ranks(lambda: _check_shapes(saved, firsts, vocab_size))
+    everyone: list[set[str]] = [set()] * dist.get_world_size()
+    # Sets of names, a few kilobytes a rank and once a load: stages ask for different tensors.
+    dist.all_gather_object(everyone, set(firsts))
+    check_keys(saved, set().union(*everyone), may_be_left)
+    shapes = {key: shard.global_shape for key, shard in firsts.items()}
+    padded = {key for key, shard in firsts.items() if shard.may_be_padded}
+    dtypes = {key: shard.data.dtype for key, shard in firsts.items()}
+    on_all_ranks(lambda: check_shapes(saved, shapes, padded, vocab_size, dtypes))
     on_all_ranks(lambda: _read(saved, shards, after_each))  # a barrier too: no rank trains while another may still fail
 
 
@@ -166,16 +172,22 @@ def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[i
         after_each(number)
 
 
-def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callable[[str], bool]) -> None:
-    """One all-gather of key names: stages ask for different tensors."""
-    everyone: list[set[str]] = [set()] * dist.get_world_size()
-    # Sets of names, a few kilobytes a rank and once a load.
-    dist.all_gather_object(everyone, set(keys))
-    asked, there = set().union(*everyone), saved.tensors.keys() | saved.others
+def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Callable[[str], bool]) -> None:
+    """Compares names.
+
+    Args:
+        saved: What is on disk.
+        asked: Keys that the whole model has.
+        may_be_left: Which keys of the checkpoint may stay unread.
+
+    Raises:
+        DataError: One is missing, or is there and is not asked for.
+    """
+    there = saved.tensors.keys() | saved.others
     left = {key for key in there - asked if not may_be_left(key)}
     faults = []
     if asked - there:
-        faults.append(f"lacks {_shown(asked - there)}, which the model has")
+        faults.append(f"lacks {_shown(set(asked - there))}, which the model has")
     if left:
         faults.append(f"holds {_shown(left)}, which the model has not")
     if faults:
@@ -184,21 +196,39 @@ def _check_keys(saved: GlobalTensors, keys: Collection[str], may_be_left: Callab
         raise error
 
 
-def _check_shapes(saved: GlobalTensors, shards: dict[str, Shard], vocab_size: int) -> None:
+def check_shapes(
+    saved: GlobalTensors,
+    shapes: Mapping[str, Sizes],
+    padded: Collection[str],
+    vocab_size: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Compares shapes, and dtypes where they are given.
+
+    Args:
+        saved: What is on disk; has all keys.
+        shapes: Key -> shape of the whole tensor.
+        padded: Keys of tables that may have more rows than the vocabulary.
+        vocab_size: Rows that these have at least.
+        dtypes: Key -> what the run reads it as.
+
+    Raises:
+        DataError: One is another.
+    """
     faults = []
-    for key, shard in sorted(shards.items()):
+    for key, wanted in sorted(shapes.items()):
         if key in saved.others:
             faults.append(f"{key} is not a tensor")
             continue
         # A layout divides by shapes: reading a table of another width would fill wrong places without an error.
-        there, wanted = saved.tensors[key], shard.global_shape
+        there = saved.tensors[key]
         # Rows are padded to a multiple that tp decides on: on disk there may be more or fewer, but never less than the
         # vocabulary.
-        rows_suffice = shard.may_be_padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
+        rows_suffice = key in padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
         if there.shape != wanted and not rows_suffice:
             faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")
-        if there.dtype != shard.data.dtype:
-            faults.append(f"{key} is {there.dtype}, but the run needs {shard.data.dtype}")
+        if dtypes is not None and there.dtype != dtypes[key]:
+            faults.append(f"{key} is {there.dtype}, but the run needs {dtypes[key]}")
     if faults:
         more = f" and {len(faults) - _NAMES_SHOWN} more" if len(faults) > _NAMES_SHOWN else ""
         raise DataError(

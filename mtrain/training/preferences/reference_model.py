@@ -61,7 +61,7 @@ class Reference(NamedTuple):
         """
         if config.loss.reference is None:
             return cls(config)
-        return on_first_rank(lambda: _named(config, str(config.loss.reference)))
+        return on_first_rank(lambda: named_reference(config, str(config.loss.reference)))
 
     def fits(self, config: Config) -> bool:
         """Whether the run's own model can hold it for a while: it has the same adapters or none, and the run loads its
@@ -131,8 +131,17 @@ def _facts(adapter: AdapterSection) -> list[Any]:
     return [adapter.kind, adapter.rank, adapter.scale, sorted(adapter.parts), adapter.base_dtype]
 
 
-def _named(config: Config, named: str) -> Reference:
-    """Of loss.reference; on the first rank."""
+def named_reference(config: Config, named: str) -> Reference:
+    """Finds out what loss.reference names; no collective.
+
+    Args:
+        config: Of the run.
+        named: A folder.
+
+    Raises:
+        ConfigError: It and the run's layout or precision do not go together.
+        DataError: It is missing or damaged.
+    """
     folder = Path(named)
     try:
         if (folder / CONFIG_NAME).is_file():

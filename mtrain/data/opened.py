@@ -1,0 +1,55 @@
+"""Everything that a run reads, opened before its first step; numpy, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mtrain.config import Config
+from mtrain.data.samples.preference import PreferenceDataset
+from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream, Sources
+from mtrain.data.steps import Steps, steps_of
+from mtrain.tokenizer import Tokenizer
+
+REFERENCES = " (reference scores "
+"""In a fingerprint, what stands before the scores of the reference model."""
+
+
+class OpenedData:
+    """The data of a configuration, as every rank that reads them has them."""
+
+    def __init__(self, config: Config) -> None:
+        """Opens and checks all that the configuration names.
+
+        Held-out sets are opened with the training data: a file that is missing is reported before the first step, not
+        at the first validation.
+
+        Args:
+            config: Of the run.
+
+        Raises:
+            ConfigError: A share of a blend cannot be met, or the loss needs other data.
+            DataError: A file is missing, damaged, too small, or does not fit the model.
+            MachineError: There is no place for tokens.
+        """
+        sources = Sources(config)
+        self.tokenizer: Tokenizer | None = sources.tokenizer
+        self.stream: SampleStream = sources.training()
+        self.steps: Steps = steps_of(config, self.stream.widths)
+        self.held_out: Mapping[str, Mapping[str, HeldOut | MockHeldOut]] = {
+            part: sources.held_out(part) for part in ("valid", "test")
+        }
+        """Sets by name, of each part."""
+        self.preferences: Mapping[str, PreferenceDataset] = sources.preferences
+        """Sources of sequences that are compared, by their fingerprints."""
+        self.notes: list[str] = sources.notes()
+        """Lines for the user on what of the files is not trained, or not as it stands there."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the training data or the way they are cut change."""
+        return self.stream.fingerprint + self.steps.fingerprint
+
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """What earlier versions called the same data."""
+        return tuple(each + self.steps.fingerprint for each in self.stream.earlier_fingerprints)

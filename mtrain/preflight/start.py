@@ -1,0 +1,160 @@
+"""What a start does before its first step, by the functions that do it there: whatever they refuse, a check refuses.
+
+Torch is loaded where weights, or a loss function other than the usual one, are to be looked at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, megatron_folder
+from mtrain.config import Config
+from mtrain.config.schema.data import MockSection, SftSection
+from mtrain.config.schema.loss import LossSection
+from mtrain.preflight.files import look_at_files, source_paths
+from mtrain.preflight.findings import Findings
+from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import refuse_if_held
+
+if TYPE_CHECKING:
+    from mtrain.data.opened import OpenedData
+
+_SOON_TOKENISED_BYTES = 64 << 20
+"""Of records: more would take longer than a look."""
+
+
+def look_at_start(config: Config, findings: Findings) -> None:
+    """Goes through a start, up to where it would need ranks and devices.
+
+    Args:
+        config: Of the run.
+        findings: Takes what is found.
+    """
+    folder = RunFolder(Path(config.run.dir))
+    if config.checkpoint.export_hf_every_steps:
+        with findings.looking():
+            from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which other runs do without
+
+            refuse_unexportable(config)
+    with findings.looking():
+        refuse_if_held(folder.lock_file)
+    if folder.path.is_dir():
+        with findings.looking():
+            from mtrain.training.changed import going_on  # numpy, which a new run may do without
+
+            config = going_on(folder, config)
+    if not _is_usual(config.loss) or config.model.num_labels is not None:
+        with findings.looking():
+            from mtrain.training.objective import objective_of  # torch
+
+            findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
+    known = len(findings.faults)
+    look_at_files(config, findings)
+    data = None
+    if len(findings.faults) == known and _is_soon_opened(config):
+        with findings.looking():
+            from mtrain.data.opened import OpenedData
+
+            data = OpenedData(config)
+            for note in data.notes:
+                findings.fact("note", note)
+    with findings.looking():
+        _look_at_weights(config, folder, data, findings)
+
+
+def _is_usual(loss: LossSection) -> bool:
+    """Whether nothing of the loss could be refused: next_token alone, as it is."""
+    terms = (loss, *loss.side_terms.values())
+    return loss.teacher is None and all(term.function == "next_token" and not term.options for term in terms)
+
+
+def _is_soon_opened(config: Config) -> bool:
+    """Whether opening the data is a matter of seconds: what is indexed is, and few records. Of random tokens only what
+    asks for others could be refused."""
+    if isinstance(config.data, MockSection):
+        return config.sequences_per_sample > 1 or config.model.num_labels is not None
+    if not isinstance(config.data, SftSection):
+        return True
+    from mtrain.data.formats.record_files import record_files
+
+    files = {file.path for path in source_paths(config.data) for file in record_files(path)}
+    return sum(path.stat().st_size for path in files) <= _SOON_TOKENISED_BYTES
+
+
+def _look_at_weights(config: Config, folder: RunFolder, data: OpenedData | None, findings: Findings) -> None:
+    """Where the weights come from; a run that goes on has its own, and needs of others the frozen model alone."""
+    from mtrain.training.changed import changes_since, resumable
+
+    own = resumable(config, folder).entry if folder.path.is_dir() else None
+    if own is not None:
+        findings.fact("goes on", f"from {own.path}")
+        # scores of a reference model are part of what data are called, and only a run has them
+        if data is not None and not data.preferences:
+            changes_since(own, data, config, folder.path)
+    if own is None or config.adapter is not None:
+        _look_at_model(config, "weights", findings)
+    if config.loss.teacher is not None:
+        from mtrain.mcore.state.teacher import teacher_config
+
+        teacher = _entry(Path(config.loss.teacher.checkpoint))
+        _check_weights(teacher, teacher_config(config, teacher.path))
+        findings.fact("teacher", str(teacher.path))
+    if own is None and config.adapter is not None:
+        _look_at_adapter(config, findings)
+    if own is None and config.loss.reference is not None:
+        _look_at_reference(config, config.loss.reference, findings)
+
+
+def _look_at_model(config: Config, name: str, findings: Findings) -> None:
+    if config.checkpoint.initialize_from is not None:
+        start = Path(config.checkpoint.initialize_from)
+        found = megatron_folder(start)
+        if found is None:
+            entry = _entry(start)
+            _check_weights(entry, config)
+            findings.fact(name, str(entry.path))
+        else:
+            check_run_config(found, config.model)
+            findings.fact(name, str(found))
+    elif config.model.hf is not None:
+        from mtrain.hf.io.source import source_for
+
+        source = source_for(Path(config.model.hf), config.model)
+        findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, which fit the model")
+
+
+def _look_at_adapter(config: Config, findings: Findings, name: str = "adapter") -> None:
+    assert config.adapter is not None, "asked of runs with adapters"
+    if config.adapter.path is not None:
+        from mtrain.hf.io.peft import PeftFolder
+        from mtrain.hf.schema.exportable import family_of_run
+
+        PeftFolder(Path(config.adapter.path), family_of_run(config), config.model, config.adapter)
+        findings.fact(name, config.adapter.path)
+
+
+def _look_at_reference(config: Config, named: str, findings: Findings) -> None:
+    from mtrain.training.preferences.reference_model import named_reference
+
+    reference = named_reference(config, named)
+    try:
+        _look_at_model(reference.config, "reference", findings)
+        if reference.config.adapter is not None:
+            _look_at_adapter(reference.config, findings, "reference")
+    except DataError as error:
+        raise DataError(f"loss.reference={named}: {error}") from error
+
+
+def _check_weights(entry: CheckpointEntry, config: Config) -> None:
+    from mtrain.mcore.state.expected import check_weights  # megatron-core
+
+    check_weights(entry, config)
+
+
+def _entry(start: Path) -> CheckpointEntry:
+    entry = checkpoint_at(start).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    return entry

@@ -1,0 +1,39 @@
+"""What a run minimises, checked against the data that it brings along; needs torch, but no device."""
+
+from __future__ import annotations
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.extras import as_configured
+from mtrain.config.rules import label_columns
+from mtrain.loss.objective import Objective
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective of a run.
+
+    Args:
+        config: Of the run.
+
+    Raises:
+        ConfigError: A loss function cannot be loaded, or the records do not bring along what it reads.
+    """
+    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
+    _check_extras(objective, config)
+    return objective
+
+
+def _check_extras(objective: Objective, config: Config) -> None:
+    """
+    Raises:
+        ConfigError: The records do not bring along what the loss functions read.
+    """
+    needed = as_configured(objective.extras)
+    there = {*config.data.extra_columns, *label_columns(config.loss)}
+    missing = [name for name, columns in needed.items() if not {*columns} <= there]
+    if missing:
+        raise ConfigError(
+            f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
+            f"{', '.join(needed)} beside each token; set data.extras=[{','.join(needed)}] with "
+            "data.kind=sft, and give records these keys"
+        )
