@@ -2,10 +2,11 @@
 
     DIR/latest_checkpointed_iteration.txt       100, or `release`
     DIR/latest_train_state.pt                   Bridge's; not read
-    DIR/iter_0000100/.metadata common.pt metadata.json *.distcp [run_config.yaml]
+    DIR/iter_0000100/.metadata [common.pt] metadata.json *.distcp [run_config.yaml] [integrity.json]
 
-Of these only `.metadata`, as far as it is data, the tensors' bytes and plain text are read; common.pt, which holds the
-arguments as a pickle, never is. So the model's configuration has to be given.
+Of these only `.metadata`, as far as it is data, the tensors' bytes and plain text are read. The arguments of their
+program are a pickle, in common.pt or, since Megatron-Core 0.19, the object `common_state` among the tensors; it never
+is read. So the model's configuration has to be given.
 """
 
 from __future__ import annotations

@@ -27,8 +27,10 @@ from mtrain.mcore.state.reader import Wanted, load_parameters, memory_for
 from mtrain.mcore.state.sharded_parameters import base_parameters, whole_of
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
-_BESIDE = re.compile(r"(optimizer|chained_|rng|opt_param_scheduler|rerun_state)")
-"""Beginnings of keys that are no weights."""
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler)\.")
+"""Beginning of the keys of their optimizers, tensors and objects."""
+_OBJECT = re.compile(r"(common_state|rng_state|rerun_state_machine_state)/shard_[\d.]+_[\d.]+")
+"""Objects of their training loop, pickled; the first one is what used to be common.pt, since Megatron-Core 0.19."""
 _SCRATCH = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")
 _STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts|experts)\.")
@@ -74,13 +76,13 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
                 shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
         fill(parameter, values)
 
-    # Keys of their optimizer and generators may stay unread.
+    # Keys of their optimizer and training loop may stay unread; whatever else the model has not is refused by name.
     load_parameters(saved, wanted, lambda key: canonical(key) is None, config.model.vocab_size, use)
 
 
 def canonical(key: str) -> str | None:
     """A weight's name without prefix, in the words of our own modules; None where it is no weight."""
-    if _BESIDE.match(key) or any(name in key for name in _SCRATCH):
+    if _OPTIMIZER.match(key) or _OBJECT.fullmatch(key) or any(name in key for name in _SCRATCH):
         return None
     match = _PREFIX.match(key)
     return _EXPERT.sub(".mlp.experts.", canonical_name(key[match.end() if match else 0 :]))

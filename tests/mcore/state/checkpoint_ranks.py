@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from mtrain.base.errors import MtrainError
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.checkpoint.format.training_state import LossScaler
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import load_entry, newest_good
@@ -231,7 +233,15 @@ def _load_error(groups: Groups, config: Config, folder: Path) -> tuple[str, str]
 
 def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
     """Global tensors as megatron-core's own loader reads them, by checkpoint key."""
-    return _arrays(dist_checkpointing.load_plain_tensors(str(folder / step_name(step))))
+    path = folder / step_name(step)
+    # not its load_plain_tensors: with torch 2.15 its own list of what there is cannot be made
+    wanted = {
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.empty(facts.shape, dtype=facts.dtype, device="meta")
+        ).without_data()
+        for key, facts in read_metadata(path).tensors.items()
+    }
+    return _arrays(dist_checkpointing.load(wanted, str(path), validate_access_integrity=False))
 
 
 def standing(parts: Parts) -> Standing:

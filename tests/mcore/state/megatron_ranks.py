@@ -115,6 +115,13 @@ def _loss(model: GPTModel, config: Config) -> float:
     return numerator / denominator
 
 
+def foreign_weights(groups: Groups, config: Config, folder: Path) -> dict[str, torch.Tensor] | None:
+    """Global tensors of our model by name, on rank 0."""
+    parts = build(groups, config)
+    resume_or_initialize(parts.model, RunFolder(folder / "run"), None)
+    return gather_whole(parameter_shards(parts.model.chunks, groups))
+
+
 def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> float:
     """The loss of our model on the same batch."""
     parts = build(groups, config)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
+from mtrain.mcore.state.import_megatron import canonical
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
-from tests.mcore.state.megatron_ranks import loss_from_foreign_weights, save_like_megatron_lm
+from tests.mcore.state import megatron_0_19
+from tests.mcore.state.megatron_ranks import foreign_weights, loss_from_foreign_weights, save_like_megatron_lm
 from tests.parity.expert_models import MIXTRAL, QWEN
 from tests.pool import Pool
 
@@ -110,6 +115,51 @@ def test_common_files_are_never_read_and_bridges_configuration_is_compared(
     (folder / "run_config.yaml").write_text("model: !!python/object/apply:os.abort []\n")
     with pytest.raises(DataError, match="cannot be understood"):
         loss(pool, folder, 1)
+
+
+def test_what_megatron_0_19_has_written_is_read_to_the_last_bit(pool: Pool, tmp_path: Path) -> None:
+    """Its arguments are an object among the tensors, where 0.16 has a file of its own."""
+    with tarfile.open(megatron_0_19.ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    sizes = {f"model__{name}": value for name, value in megatron_0_19.MODEL.items()}
+    vocabulary = {"model__vocab_size": 30, "model__tied_embeddings": True}
+    user = sample(**sizes, **vocabulary, layout__pp=2, checkpoint__initialize_from=str(tmp_path))
+    whole = pool.run(foreign_weights, Layout(pp=2), user, tmp_path)[0]
+    assert whole is not None
+    assert len(whole) == 2 + 2 * 6
+    for name, found in whole.items():
+        expected = megatron_0_19.drawn(name, tuple(found.shape))
+        if name == "embedding.word_embeddings.weight":  # its rows that only pad are drawn in Megatron, and zero here
+            expected[30:] = 0
+        assert found.equal(expected), name
+
+
+BOOKKEEPING = (
+    "common_state/shard_0_1",
+    "rng_state/shard_0.1_2.4",
+    "rerun_state_machine_state/shard_3_8",
+    "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight",
+    "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1",
+    "chained_1.optimizer.state.fp32_param.output_layer.weight",
+    "chained_0.optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1",
+    "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2",
+)
+"""Keys that Megatron-LM's training loop writes beside the weights."""
+
+
+@pytest.mark.parametrize("key", BOOKKEEPING)
+def test_what_the_training_loop_of_megatron_keeps_is_no_weight(key: str) -> None:
+    assert canonical(key) is None
+
+
+@given(
+    name=st.sampled_from(BOOKKEEPING[:6]),
+    change=st.sampled_from(["x{}", "model.{}", "{}.weight", "{}_2", "decoder.{}"]),
+)
+def test_a_key_that_only_resembles_one_of_these_is_not_dropped(name: str, change: str) -> None:
+    key = change.format(name)
+    is_of_an_optimizer = name.startswith(("optimizer.", "chained_")) and change.startswith("{}")
+    assert (canonical(key) is None) == is_of_an_optimizer, key
 
 
 class Touch:

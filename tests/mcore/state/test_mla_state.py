@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 
+from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
@@ -65,7 +65,7 @@ def test_another_layout_starts_saves_and_trains_alike(pool: Pool, straight: Any,
 
 def test_the_keys_are_megatrons(straight: Any) -> None:
     _, folder, _ = straight
-    keys = load_tensors_metadata(str(folder / step_name(1)))
+    keys = read_metadata(folder / step_name(1)).tensors
     prefix = "decoder.layers."
     assert {key.removeprefix(prefix) for key in keys if key.startswith(prefix)} == KEYS
 
