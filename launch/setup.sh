@@ -3,6 +3,13 @@
 #
 # The virtual environment is .venv, or $MTRAIN_VENV. It is made where it is missing and installed into where
 # pyproject.toml has changed since the last time; otherwise this takes a moment.
+#
+# Torch is chosen once. Where the interpreter, or the environment, has one already, as in NVIDIA's containers, that one
+# stays: it is built for its CUDA, and what lies beside it for it. Where there is none and no GPU either, the newest one
+# that pyproject.toml allows would bring 3 to 6 GB of CUDA libraries that nothing can use; the wheel for CPUs has 0.2 GB.
+# So $cpu_torch is taken there, the version that the tests run with day by day, from the index of CPU wheels or
+# from where pip's own settings find it. Beside a GPU pip takes the newest that is allowed.
+cpu_torch=2.13.0
 
 find_python() { # the first interpreter on PATH that is new enough
   local candidate
@@ -16,28 +23,40 @@ find_python() { # the first interpreter on PATH that is new enough
   return 7
 }
 
-torch_index() { # without a GPU the wheels for CPUs: a tenth of the size. Where that index is out of reach: the usual ones
+torch_index() { # of the wheels for CPUs, unless it is out of reach
   local index=https://download.pytorch.org/whl/cpu
-  if ! command -v nvidia-smi >/dev/null &&
-    "$1" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
+  if "$1" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
     echo "--extra-index-url=$index"
   fi
 }
 
+version_of_torch() { # of an interpreter; empty where it has none
+  "$1" -c 'import importlib.metadata as m; print(*[found.version for found in m.distributions(name="torch")][:1])'
+}
+
 setup_environment() {
-  local venv=${MTRAIN_VENV:-$PWD/.venv} base stamp now index
+  local venv=${MTRAIN_VENV:-$PWD/.venv} base stamp now index torch kept
   if [[ ! -x $venv/bin/python ]]; then
     base=$(find_python)
     echo "making the virtual environment $venv"
-    "$base" -m venv "$venv"
+    kept=$(version_of_torch "$base")
+    "$base" -m venv ${kept:+--system-site-packages} "$venv"
   fi
   python=$venv/bin/python
   stamp=$venv/.installed
   now="$PWD $("$python" -c 'import hashlib; print(hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())')"
   if [[ ! -f $stamp || $(<"$stamp") != "$now" ]]; then
     echo "installing into $venv (minutes the first time)"
-    index=$(torch_index "$python")
-    "$python" -m pip install --quiet --disable-pip-version-check ${index:+"$index"} --editable '.[test,docs]'
+    torch=$(version_of_torch "$python")
+    if [[ -f $stamp ]]; then # it was chosen here; pip goes on with it as long as pyproject.toml allows it
+      torch=
+    elif [[ -z $torch ]] && ! command -v nvidia-smi >/dev/null; then
+      torch=$cpu_torch
+      index=$(torch_index "$python")
+    fi
+    echo "${torch:+torch==$torch}" >"$venv/.constraints.txt"
+    "$python" -m pip install --quiet --disable-pip-version-check ${index:+"$index"} \
+      --constraint "$venv/.constraints.txt" --editable '.[test,docs]'
     echo "$now" >"$stamp"
   fi
 }

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mtrain import __version__
 from mtrain.base.errors import MachineError
+from mtrain.base.ground import found_megatron
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 """Distributions whose versions can change the numbers of a run."""
@@ -34,6 +35,9 @@ def _versions() -> Mapping[str, str]:
         for distribution in importlib.metadata.distributions(name=name):
             found[name] = distribution.version
             break
+    megatron = found_megatron()
+    if megatron is not None and megatron.version is not None:  # what is imported, which may not be what was installed
+        found["megatron-core"] = megatron.version
     return found
 
 

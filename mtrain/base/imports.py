@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -51,6 +52,17 @@ def without_trackers() -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
+
+
+def ignore_warnings_of_megatron() -> None:
+    """Silences megatron-core and torch for this process; call before megatron-core is first imported.
+
+    What they warn about here is decided by this package (missing optional packages, names that are deprecated between
+    the two), not by the user, who would read it once for each rank.
+    """
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    # of its source, as Python compiles it for the first time: the module is then the path of the file
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]core[/\\]")
 
 
 def settle_gpu_packages(has_gpu: bool) -> None:

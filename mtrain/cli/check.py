@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.ground import require_ground
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 
@@ -39,6 +40,7 @@ def check(
         from mtrain.plan.summary import print_plan
         from mtrain.preflight.findings import Findings
 
+        require_ground(is_another_machine=without_files)
         config = loaded_config(arguments)
         stated = stated_machine(split_arguments(arguments)[0])
         ranks = _ranks(world_size, stated)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mtrain.base.ground import require_ground
 from mtrain.cli.messages import one_message
 
 
@@ -43,6 +44,7 @@ def generate(
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"{top_p} must be above 0 and at most 1; 1: all tokens", param_hint="--top-p")
     with one_message():
+        require_ground()
         from mtrain.base.environment import RankEnvironment
         from mtrain.training.sampling.choice import SamplingParams  # loads torch
         from mtrain.training.sampling.generate import generate_text

@@ -3,6 +3,7 @@
 import os
 
 from mtrain.base.environment import RankEnvironment
+from mtrain.base.ground import require_ground
 from mtrain.base.imports import without_collections
 from mtrain.cli.arguments import ConfigArguments, loaded_config
 from mtrain.cli.messages import one_message, prefixed_traceback
@@ -14,6 +15,7 @@ def train(arguments: ConfigArguments) -> None:
         from mtrain.plan.layout import Layout
         from mtrain.watch.rank import watched
 
+        require_ground()
         environment = RankEnvironment.from_environ(os.environ)
         config = loaded_config(arguments)
         Layout.from_config(config, environment.world_size)

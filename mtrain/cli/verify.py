@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain.base.ground import require_ground
 from mtrain.cli.arguments import ConfigArguments, loaded_config
 from mtrain.cli.messages import one_message, prefixed_traceback
 
@@ -166,6 +167,7 @@ def _verify(
 ) -> None:
     """Reads the configuration, runs a check, writes and prints its report; exit 0 pass, 1 fail."""
     with one_message(), prefixed_traceback():
+        require_ground()
         config = loaded_config(arguments, last_overrides)
         from mtrain.verify.report.print import console, print_report, write_report  # loads torch
 

@@ -4,15 +4,15 @@ Importing it would load torch.
 """
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from mtrain.base.ground import source_of
+
 _CLASSES = {
-    "core/model_parallel_config.py": "ModelParallelConfig",
-    "core/transformer/transformer_config.py": "TransformerConfig",
+    "megatron.core.model_parallel_config": "ModelParallelConfig",
+    "megatron.core.transformer.transformer_config": "TransformerConfig",
 }
 
 UNREADABLE = object()
@@ -26,25 +26,25 @@ def field_defaults() -> dict[str, Any]:
     Raises:
         ValueError: megatron-core is not installed.
     """
-    folder = _package_folder()
     return {
         name: default
-        for path, class_name in _CLASSES.items()
-        for name, default in _annotated(folder / path, class_name)
+        for module, class_name in _CLASSES.items()
+        for name, default in _annotated(_source(module), class_name)
         if not name.startswith("_")
     }
 
 
-def _package_folder() -> Path:
-    spec = importlib.util.find_spec("megatron")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        if all((Path(folder) / path).is_file() for path in _CLASSES):
-            return Path(folder)
-    raise ValueError("megatron cannot be checked, since megatron-core is not installed; install it or remove the key")
+def _source(module: str) -> str:
+    source = source_of(module)
+    if source is None:
+        raise ValueError(
+            "megatron cannot be checked, since megatron-core is not installed; install it or remove the key"
+        )
+    return source
 
 
-def _annotated(path: Path, class_name: str) -> Iterator[tuple[str, Any]]:
-    for node in ast.parse(path.read_bytes()).body:
+def _annotated(source: str, class_name: str) -> Iterator[tuple[str, Any]]:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             for statement in node.body:
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

@@ -3,14 +3,13 @@
 The CPU emulation has to be in place before megatron-core is first imported, so it is installed here.
 """
 
-import warnings
+from mtrain.base.ground import require_ground
+from mtrain.base.imports import ignore_warnings_of_megatron, without_trackers
 
-from mtrain.base.imports import without_trackers
-from mtrain.mcore.distributed import cpu
+require_ground()  # another version would train another run, or end in a traceback
+from mtrain.mcore.distributed import cpu  # noqa: E402
 
-# What megatron-core and torch warn about here is decided by this package (missing optional packages, names that are
-# deprecated between the two), not by the user, who would read it once for each rank.
-warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+ignore_warnings_of_megatron()
 with without_trackers():
     cpu.install()
     import megatron.core  # noqa: F401

@@ -5,6 +5,7 @@ import importlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from mtrain.base import imports
-from mtrain.base.imports import faulty_gpu_packages, settle_gpu_packages, without_collections, without_trackers
+from mtrain.base.imports import (
+    faulty_gpu_packages,
+    ignore_warnings_of_megatron,
+    settle_gpu_packages,
+    without_collections,
+    without_trackers,
+)
 from tests.fault_table import Notice
 from tests.paths import ROOT
 
@@ -62,6 +69,16 @@ def test_trackers_are_out_of_sight_of_a_block_and_found_again_after_it(
 
     with without_trackers():  # one that is loaded stays
         assert sys.modules["wandb"] is wandb
+
+
+def test_users_do_not_read_what_python_says_of_megatrons_source() -> None:
+    """From Python 3.12 on it warns of `\\-` in a text, wherever a module has not been compiled before."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()
+        ignore_warnings_of_megatron()
+        for folder in ("/opt/site-packages/megatron/core/inference", "/home/user/own"):
+            warnings.warn_explicit("invalid escape sequence '\\-'", SyntaxWarning, f"{folder}/allocator.py", 426)
+    assert [each.filename for each in seen] == ["/home/user/own/allocator.py"]
 
 
 @pytest.fixture

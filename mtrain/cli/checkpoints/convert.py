@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from mtrain.base.errors import DataError
+from mtrain.base.ground import require_ground
 from mtrain.cli.messages import one_message
 
 convert_app = typer.Typer(
@@ -57,6 +58,7 @@ def import_(
 ) -> None:
     """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes."""
     with one_message():
+        require_ground()
         from mtrain.checkpoint.store.imported import MODEL_NAME
         from mtrain.convert.importing import import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
@@ -88,6 +90,7 @@ def export(
 ) -> None:
     """A checkpoint -> Hugging Face, adapters merged. float32 takes the main weights of a run."""
     with one_message():
+        require_ground()
         from mtrain.convert.adapters import export_adapter
         from mtrain.convert.exporting import export_hf
         from mtrain.convert.target import DTYPE_NAMES
@@ -114,6 +117,7 @@ def verify(
 ) -> None:
     """Compares a checkpoint with a folder, tensor by tensor."""
     with one_message():
+        require_ground()
         from mtrain.convert.verifying import verify_hf
 
         proof = verify_hf(checkpoint, hf, workers)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from mtrain.base.ground import require_ground
 from mtrain.cli.arguments import ConfigArguments, split_arguments
 from mtrain.cli.launch.kubernetes import kubernetes, torchrun
 from mtrain.cli.launch.slurm import slurm
@@ -26,6 +27,7 @@ def local(
 ) -> None:
     """Trains with several ranks on this machine; where the first argument is a .py file, runs that program instead."""
     with one_message():
+        require_ground()  # one message here, before as many ranks say the same
         from mtrain.launch.local import launch_local, launch_program
 
         if arguments[0].endswith(".py"):

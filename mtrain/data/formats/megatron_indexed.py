@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults
+from mtrain.base.ground import require_ground
 from mtrain.base.imports import settle_gpu_packages, without_trackers
 from mtrain.base.steady_files import retried
 from mtrain.data.formats.corpus_writer import ELEMENTS, HEADER, MAGIC
@@ -133,6 +134,7 @@ def check_pair(prefix: str, vocab_size: int) -> Pair:
 @contextmanager
 def _library() -> Iterator[ModuleType]:
     """megatron-core's data set module."""
+    require_ground()
     import torch
 
     settle_gpu_packages(torch.cuda.is_available())  # megatron-core's other modules are imported with it

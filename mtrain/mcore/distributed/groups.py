@@ -166,8 +166,10 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
 
 def _set_timeouts(others: Set[dist.ProcessGroup], timeout: timedelta) -> None:
     """Of every group of this rank but the others: parallel_state.py does not hand its timeout on to all it opens."""
+    # public since torch 2.15, which warns of the name before it
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in set(dist.distributed_c10d._world.pg_map) - others:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
 
 
 def seed_generators(seed: int, step: int, groups: Groups) -> None:

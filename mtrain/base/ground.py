@@ -1,0 +1,154 @@
+"""What every number stands on: torch and megatron-core, as an import would take them, at versions that are proven.
+
+megatron-core is compared with one version, since what is promised depends on how that one sums, splits and marks
+things; others train, and give another run without a word. Names of distributions say what was installed, but what is
+imported can be a source tree or an unpacked wheel on PYTHONPATH. So the source is found as an import finds it, and
+read, not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import MachineError
+
+MEGATRON_CORE = "0.16.1"
+OLDEST_TORCH, TOO_NEW_TORCH = (2, 9), (2, 16)
+
+
+class Found(NamedTuple):
+    """A package that an import would take."""
+
+    place: str
+    """Its folder."""
+    version: str | None
+    """None where its source does not say it."""
+
+
+def require_ground(is_another_machine: bool = False) -> None:
+    """Refuses what nothing has been proven on; imports neither package.
+
+    Args:
+        is_another_machine: Whether the run is for another machine, where what is missing here may be installed. What is
+            here is compared all the same: names of fields are read from its source.
+
+    Raises:
+        MachineError: torch or megatron-core is not there, or of another version; the first rank of a machine shows it.
+    """
+    found = (_fault_of_torch, found_torch()), (_fault_of_megatron, found_megatron())
+    faults = [fault_of(package) for fault_of, package in found if package is not None or not is_another_machine]
+    if any(faults):
+        error = MachineError("; ".join(filter(None, faults)))
+        # not rank 0 alone: each machine has an installation of its own
+        error.on_every_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
+        raise error
+
+
+def found_megatron() -> Found | None:
+    """The megatron-core that this process has imported or would import."""
+    return _found("megatron.core", "package_info", _version_of_megatron)
+
+
+def found_torch() -> Found | None:
+    """The torch that this process has imported or would import."""
+    return _found("torch", "version", lambda constants: constants.get("__version__"))
+
+
+def source_of(name: str) -> str | None:
+    """The source of a module that an import would take; None where there is none."""
+    spec = _spec_of(name)
+    get_source: Any = getattr(spec.loader if spec is not None else None, "get_source", None)
+    try:
+        return None if get_source is None else get_source(name)
+    except (ImportError, OSError, SyntaxError):
+        return None
+
+
+def _fault_of_torch(found: Found | None) -> str | None:
+    oldest, too_new = (".".join(map(str, each)) for each in (OLDEST_TORCH, TOO_NEW_TORCH))
+    needed = f"torch>={oldest},<{too_new}"
+    if found is None:
+        return f"torch is not installed, but {needed} is needed; install it"
+    numbers = (found.version or "").split(".")[:2]
+    is_known = len(numbers) == 2 and all(map(str.isdecimal, numbers))
+    if is_known and OLDEST_TORCH <= tuple(map(int, numbers)) < TOO_NEW_TORCH:
+        return None
+    return f"{_named('torch', found)}, but this program is proven with {needed} alone; install one of these"
+
+
+def _fault_of_megatron(found: Found | None) -> str | None:
+    install = f"install it with `pip install megatron-core=={MEGATRON_CORE}`"
+    if found is None:
+        above = _spec_of("megatron")
+        hidden = "" if above is None or above.origin is None else f" ({above.origin} comes first and has no core)"
+        return f"megatron-core is not installed{hidden}, but {MEGATRON_CORE} is needed; {install}"
+    if found.version == MEGATRON_CORE:
+        return None
+    return (
+        f"{_named('megatron-core', found)}, but this program is proven with {MEGATRON_CORE} alone; {install}, and take "
+        "any other off PYTHONPATH"
+    )
+
+
+def _named(name: str, found: Found) -> str:
+    version = found.version or "of unknown version"
+    return f"{name} {version} would be imported from {found.place}"
+
+
+def _found(package: str, part: str, version_in: Callable[[Mapping[str, Any]], object]) -> Found | None:
+    spec = _spec_of(package)
+    if spec is None or spec.origin is None:  # a folder without a module, such as an uninstalled package leaves behind
+        return None
+    place = next(iter(spec.submodule_search_locations or ()), spec.origin)
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    version = loaded if loaded is not None else version_in(_constants(source_of(f"{package}.{part}") or ""))
+    return Found(place, None if version is None else str(version))
+
+
+def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
+    """As its package_info.py puts it together, without the commit of a checkout, which 0.19 adds."""
+    parts = [constants.get(name) for name in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")]
+    return None if None in parts else ".".join(map(str, parts[:3])) + str(parts[3])
+
+
+def _constants(source: str) -> dict[str, Any]:
+    """Names that a module sets to plain values."""
+    found: dict[str, Any] = {}
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return found
+    for node in body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                found[target.id] = value.value
+    return found
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """As `importlib.util.find_spec`, which would import the packages above the module."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__spec__", None)
+    parent = name.rpartition(".")[0]
+    path = None
+    if parent:
+        above = _spec_of(parent)
+        # a folder without __init__.py is a package, too; below the first one its path cannot be asked for unimported
+        if above is None or above.submodule_search_locations is None or (above.origin is None and "." in parent):
+            return None
+        path = list(above.submodule_search_locations)
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None if find is None else find(name, path)
+        if spec is not None:
+            return spec
+    return None
