@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.fault_table import Notice
 from tests.paths import ROOT
@@ -23,6 +25,7 @@ SCRIPTS = [
 
 SRUN = """#!/bin/bash
 printf '%s|' "$@" MASTER "$MASTER_ADDR" "$MASTER_PORT" > "$CALLS/arguments"
+[[ -z ${SHOW_ENVIRONMENT:-} ]] || env > "$CALLS/environment"
 [[ -n ${SRUN_TELLS:-} ]] && { sleep 0.05; printf '%s\n' "$SRUN_TELLS" > "$RUN_DIR/failure.txt"; }
 [[ -n ${SRUN_CODE:-} ]] && exit "$SRUN_CODE"
 [[ -n ${SRUN_STARTS_S:-} ]] && { touch "$CALLS/starting"; trap '' USR1; sleep "$SRUN_STARTS_S"; }
@@ -32,10 +35,39 @@ for _ in {1..300}; do sleep 0.1; done
 exit 9
 """
 SCONTROL = """#!/bin/bash
-case $1 in
-  show) [[ $2 == hostnames ]] && printf 'n3\\nn4\\n' || echo "JobId=$4 JobState=${JOB_STATE:-RUNNING} Reason=None" ;;
-  requeue) echo "$2" > "$CALLS/requeued" ;;
+# Answers are drawn: a line of $CALLS/answers-show or $CALLS/answers-requeue for each question, then `ok`.
+next() {
+  local file=$CALLS/answers-$1
+  answer=$(head -n 1 "$file" 2>/dev/null)
+  [[ -z $answer ]] || sed -i 1d "$file"
+  case ${answer:-ok} in
+    away) echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1 ;;
+    garbage) echo "JobId=9 JobName=other JobState=COMPLETED Restarts=7"; exit 0 ;;
+    hang) exec /bin/sleep 1000 ;;
+    mute) exit 0 ;;
+    forbidden) echo "Requested operation is presently disabled for job $SLURM_JOB_ID" >&2; exit 1 ;;
+  esac
+}
+case $1-$2 in
+  show-hostnames) printf 'n3\\nn4\\n' ;;
+  show-job)
+    next show
+    [[ -z ${ARRAY:-} ]] || echo "JobId=712000 ArrayJobId=712000 ArrayTaskId=1 JobState=FAILED Restarts=5"
+    state=${JOB_STATE:-RUNNING}
+    [[ ! -e $CALLS/requeued ]] || state=COMPLETING
+    echo "JobId=$4 ${ARRAY:+ArrayJobId=712000 ArrayTaskId=3 }JobState=$state Reason=None" \
+      "Restarts=$(cat "$CALLS/requeued" 2>/dev/null | wc -l) PreemptTime=${PREEMPT_TIME:-None}" ;;
+  requeue-* | requeuehold-*)
+    next requeue
+    [[ $answer == lie ]] || echo "$2" >> "$CALLS/requeued"
+    [[ $answer != killed ]] || exit 143 ;;
 esac
+"""
+SLEEP = """#!/bin/bash
+[[ $1 == 5 || $1 == 10 ]] || exec /bin/sleep "$1" # pauses between two questions pass at once
+"""
+IMPATIENT = """#!/bin/bash
+exec /usr/bin/timeout -s KILL 0.5 "${@:4}"
 """
 
 
@@ -44,15 +76,18 @@ def test_bash_can_read_it(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
-def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, *arguments: str, script: Path = ROOT / "launch" / "slurm.sbatch", **environment: str
+) -> subprocess.Popen[bytes]:
     """Runs the batch script as Slurm would, in a process group of its own."""
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
+    for name, text in (programs | ({"timeout": IMPATIENT} if "IMPATIENT" in environment else {})).items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "712345", "SLURM_JOB_NODELIST": "n[3-4]", "CALLS": str(folder), "RUN_DIR": arguments[0]}
     path = {"PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.Popen(
-        ["bash", ROOT / "launch" / "slurm.sbatch", *arguments],
+        ["bash", script, *arguments],
         env=os.environ | job | path | environment,
         start_new_session=True,
     )
@@ -101,9 +136,16 @@ def test_a_run_that_slurm_asks_to_stop_is_requeued(tmp_path: Path, notice: Notic
     assert (tmp_path / "requeued").read_text() == "712345\n"
 
 
-@pytest.mark.fault("signals", "scancel", happens="the ranks save; nothing is requeued", exit_code=0)
+@pytest.mark.fault(
+    "signals",
+    "SIGTERM to the batch script of a job that Slurm has not cancelled",
+    happens="the ranks save; nothing is requeued, and Slurm shows FAILED",
+    exit_code=143,
+)
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1, signal.SIGTERM]], ids=str)
-def test_a_cancelled_run_is_not_requeued(tmp_path: Path, numbers: list[signal.Signals], notice: Notice) -> None:
+def test_a_script_that_is_ended_does_not_say_that_the_run_is_done(
+    tmp_path: Path, numbers: list[signal.Signals], notice: Notice
+) -> None:
     process = start(tmp_path, str(tmp_path), "run.yaml")
     wait_for(tmp_path / "ready")
     with notice:
@@ -116,14 +158,170 @@ def test_a_cancelled_run_is_not_requeued(tmp_path: Path, numbers: list[signal.Si
     assert not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PREEMPTED"])
-def test_a_job_that_slurm_has_ended_is_left_to_slurm(tmp_path: Path, state: str) -> None:
+@pytest.mark.fault("signals", "scancel", happens="the ranks save; nothing is requeued", exit_code=0)
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PREEMPTED", "TIMEOUT"])
+def test_a_job_that_slurm_has_ended_is_left_to_slurm(tmp_path: Path, state: str, notice: Notice) -> None:
     """scancel signals the ranks beside the script."""
     process = start(tmp_path, str(tmp_path), "run.yaml", JOB_STATE=state)
     wait_for(tmp_path / "ready")
-    process.send_signal(signal.SIGUSR1)
-    assert finish(process) == 0
+    with notice:
+        process.send_signal(signal.SIGUSR1)
+        code = finish(process)
+    assert code == notice.exit_code
     assert not (tmp_path / "requeued").exists()
+
+
+def stopped(folder: Path, number: int = 0, **environment: str) -> int:
+    """The script's exit code where the ranks have left REQUEUE, as after a stop before the time limit."""
+    run_dir = folder / "run"
+    run_dir.mkdir(exist_ok=True)
+    (folder / "requeued").unlink(missing_ok=True)
+    (run_dir / "REQUEUE").write_text("stopped by SIGUSR1 at step 0\n")
+    return finish(start(folder, str(run_dir), "run.yaml", SRUN_CODE=str(number), **environment))
+
+
+ANSWERS = {"show": ["ok", "away", "garbage", "mute"], "requeue": ["ok", "lie", "killed", "away", "forbidden", "mute"]}
+
+
+@given(
+    st.lists(st.sampled_from(ANSWERS["show"]), max_size=12),
+    st.lists(st.sampled_from(ANSWERS["requeue"]), max_size=4),
+    st.sampled_from([0, 5, 137]),
+)
+@settings(max_examples=10)
+def test_a_script_says_that_a_job_is_requeued_only_where_slurm_has_done_it(
+    tmp_path_factory: pytest.TempPathFactory, show: list[str], requeue: list[str], code: int
+) -> None:
+    folder = tmp_path_factory.mktemp("drawn")
+    (folder / "answers-show").write_text("\n".join(show))
+    (folder / "answers-requeue").write_text("\n".join(requeue))
+    ended = stopped(folder, code)
+    requeued, asked = (folder / "requeued").exists(), [answer for answer in requeue if answer not in ("ok", "killed")]
+    if ended == 0:
+        assert requeued
+    elif requeued:  # all questions after it have been in vain
+        assert not (folder / "answers-show").read_text().replace("ok", "").strip() or len(show) >= 5
+    else:
+        assert ended == (code or 7)
+    if not set(show) - {"ok"} and len(asked) < 3:
+        assert ended == 0, "patient enough for a controller that says no twice"
+
+
+@pytest.mark.fault(
+    "signals",
+    "a requeue that Slurm refuses, forbids (`--no-requeue`) or does not answer",
+    happens="the ranks have saved; the log says why in one sentence, and Slurm shows FAILED",
+    exit_code=7,
+)
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (
+            {"requeue": ["forbidden"] * 3},
+            "Slurm does not do it (Requested operation is presently disabled for job 712345)",
+        ),
+        ({"requeue": ["lie"] * 3}, "Slurm does not do it (no reason given)"),
+        ({"requeue": ["away"] * 3}, "Slurm does not do it (slurm_load_jobs error: Unable to contact"),
+        ({"show": ["away"] * 5}, "Slurm's controller does not answer; submit it again to go on"),
+        ({"show": ["garbage"] * 5}, "Slurm's controller does not answer"),
+        ({"show": ["ok", *["away"] * 5], "requeue": ["away"]}, "Slurm's controller does not answer (slurm_load_jobs"),
+        ({"show": ["hang"] * 5}, "Slurm's controller does not answer"),
+        ({"requeue": ["hang"] * 3}, "Slurm does not do it"),
+    ],
+    ids=str,
+)
+def test_a_requeue_that_did_not_happen_is_no_success(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], answers: dict[str, list[str]], words: str, notice: Notice
+) -> None:
+    for question, given_answers in answers.items():
+        (tmp_path / f"answers-{question}").write_text("\n".join(given_answers) + "\n")
+    hangs = any("hang" in given_answers for given_answers in answers.values())
+    with notice:
+        code = stopped(tmp_path, **({"IMPATIENT": "1"} if hangs else {}))
+    assert code == notice.exit_code
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert words in errors[0]
+
+
+@pytest.mark.fault(
+    "signals",
+    "a job that is stopped at every start before it has saved a step",
+    happens="the script requeues it max_retries times (here 3), then gives up",
+    exit_code=7,
+)
+@pytest.mark.parametrize("earlier", [[], ["step_00000004"]], ids=str)
+def test_stops_without_progress_have_a_budget(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], earlier: list[str], notice: Notice
+) -> None:
+    for name in earlier:
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    with notice:
+        codes = [stopped(tmp_path) for _ in range(4)]
+    assert codes == [0, 0, 0, notice.exit_code]
+    newest = "".join(earlier) or "none"
+    assert f"3 retries have brought no newer checkpoint than {newest}" in capfd.readouterr().err
+
+
+def test_stops_with_progress_cost_nothing(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        assert stopped(tmp_path) == 0
+    assert [stopped(tmp_path) for _ in range(4)] == [0, 0, 0, 7]
+
+
+def test_preemptions_cost_nothing(tmp_path: Path) -> None:
+    assert [stopped(tmp_path, PREEMPT_TIME="2026-11-25T14:39:07") for _ in range(6)] == [0] * 6
+
+
+def test_a_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
+    """By what Slurm says: a job that was submitted from a task of another array inherits that one's variables."""
+    assert stopped(tmp_path, ARRAY="1", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="9") == 0
+    assert (tmp_path / "requeued").read_text() == "712000_3\n"
+    assert stopped(tmp_path, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="9") == 0
+    assert (tmp_path / "requeued").read_text() == "712345\n"
+
+
+WISHES = {
+    "SLURM_CPU_BIND": "none",
+    "SLURM_EXIT_IMMEDIATE": "0",
+    "SLURM_HOSTFILE": "/x",
+    "SLURM_KILL_BAD_EXIT": "0",
+    "SLURM_STDERRMODE": "none",
+    "SLURM_TIMELIMIT": "1",
+    "SLURM_TEST_EXEC": "1",
+    "SLURM_WORKING_DIR": "/",
+    "SRUN_EXPORT_ENV": "NONE",
+}
+
+
+def test_wishes_for_srun_do_not_reach_it_but_those_of_the_env_file_do(tmp_path: Path) -> None:
+    (tmp_path / "env").write_text("SLURM_CPU_BIND=cores\n")
+    script = (ROOT / "launch" / "slurm.sbatch").read_text().replace("env_file= ", f"env_file={tmp_path}/env ")
+    (tmp_path / "job.sbatch").write_text(script)
+    kept = {"SLURM_GPUS_PER_TASK": "1", "SLURM_CONF": "/etc/x", "SLURM_HINT": "nomultithread"}
+    environment = {"SRUN_CODE": "0", "SHOW_ENVIRONMENT": "1", **WISHES, **kept}
+    process = start(tmp_path, str(tmp_path), "x.yaml", script=tmp_path / "job.sbatch", **environment)
+    assert finish(process) == 0
+    seen = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert {name: seen.get(name) for name in WISHES if name in seen} == {"SLURM_CPU_BIND": "cores"}
+    assert {name: seen.get(name) for name in kept} == kept
+
+
+@pytest.mark.fault(
+    "signals",
+    "an --env-file that is gone when the job runs",
+    happens="the script says so; no rank starts without what stood in it",
+    exit_code=7,
+)
+def test_a_lost_env_file_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str], notice: Notice) -> None:
+    script = (ROOT / "launch" / "slurm.sbatch").read_text().replace("env_file= ", "env_file=/nonexistent ")
+    (tmp_path / "job.sbatch").write_text(script)
+    with notice:
+        code = finish(start(tmp_path, str(tmp_path), "x.yaml", script=tmp_path / "job.sbatch"))
+    assert code == notice.exit_code
+    assert "environment file /nonexistent cannot be read" in capfd.readouterr().err
+    assert not (tmp_path / "arguments").exists()
 
 
 def test_a_signal_that_srun_forgets_is_repeated(tmp_path: Path) -> None:
