@@ -76,10 +76,9 @@ def test_bash_can_read_it(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
-def start(
-    folder: Path, *arguments: str, script: Path = ROOT / "launch" / "slurm.sbatch", **environment: str
-) -> subprocess.Popen[bytes]:
-    """Runs the batch script as Slurm would, in a process group of its own."""
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Runs the batch script, or the one that `folder` has, as Slurm would, in a process group of its own."""
+    own = folder / "job.sbatch"
     programs = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
     for name, text in (programs | ({"timeout": IMPATIENT} if "IMPATIENT" in environment else {})).items():
         (folder / name).write_text(text)
@@ -87,7 +86,7 @@ def start(
     job = {"SLURM_JOB_ID": "712345", "SLURM_JOB_NODELIST": "n[3-4]", "CALLS": str(folder), "RUN_DIR": arguments[0]}
     path = {"PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.Popen(
-        ["bash", script, *arguments],
+        ["bash", own if own.exists() else ROOT / "launch" / "slurm.sbatch", *arguments],
         env=os.environ | job | path | environment,
         start_new_session=True,
     )
@@ -171,13 +170,13 @@ def test_a_job_that_slurm_has_ended_is_left_to_slurm(tmp_path: Path, state: str,
     assert not (tmp_path / "requeued").exists()
 
 
-def stopped(folder: Path, number: int = 0, **environment: str) -> int:
+def stopped(folder: Path, **environment: str) -> int:
     """The script's exit code where the ranks have left REQUEUE, as after a stop before the time limit."""
     run_dir = folder / "run"
     run_dir.mkdir(exist_ok=True)
     (folder / "requeued").unlink(missing_ok=True)
     (run_dir / "REQUEUE").write_text("stopped by SIGUSR1 at step 0\n")
-    return finish(start(folder, str(run_dir), "run.yaml", SRUN_CODE=str(number), **environment))
+    return finish(start(folder, str(run_dir), "run.yaml", **{"SRUN_CODE": "0", **environment}))
 
 
 ANSWERS = {"show": ["ok", "away", "garbage", "mute"], "requeue": ["ok", "lie", "killed", "away", "forbidden", "mute"]}
@@ -195,7 +194,7 @@ def test_a_script_says_that_a_job_is_requeued_only_where_slurm_has_done_it(
     folder = tmp_path_factory.mktemp("drawn")
     (folder / "answers-show").write_text("\n".join(show))
     (folder / "answers-requeue").write_text("\n".join(requeue))
-    ended = stopped(folder, code)
+    ended = stopped(folder, SRUN_CODE=str(code))
     requeued, asked = (folder / "requeued").exists(), [answer for answer in requeue if answer not in ("ok", "killed")]
     if ended == 0:
         assert requeued
@@ -301,7 +300,7 @@ def test_wishes_for_srun_do_not_reach_it_but_those_of_the_env_file_do(tmp_path: 
     (tmp_path / "job.sbatch").write_text(script)
     kept = {"SLURM_GPUS_PER_TASK": "1", "SLURM_CONF": "/etc/x", "SLURM_HINT": "nomultithread"}
     environment = {"SRUN_CODE": "0", "SHOW_ENVIRONMENT": "1", **WISHES, **kept}
-    process = start(tmp_path, str(tmp_path), "x.yaml", script=tmp_path / "job.sbatch", **environment)
+    process = start(tmp_path, str(tmp_path), "x.yaml", **environment)
     assert finish(process) == 0
     seen = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
     assert {name: seen.get(name) for name in WISHES if name in seen} == {"SLURM_CPU_BIND": "cores"}
@@ -318,7 +317,7 @@ def test_a_lost_env_file_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixtu
     script = (ROOT / "launch" / "slurm.sbatch").read_text().replace("env_file= ", "env_file=/nonexistent ")
     (tmp_path / "job.sbatch").write_text(script)
     with notice:
-        code = finish(start(tmp_path, str(tmp_path), "x.yaml", script=tmp_path / "job.sbatch"))
+        code = finish(start(tmp_path, str(tmp_path), "x.yaml"))
     assert code == notice.exit_code
     assert "environment file /nonexistent cannot be read" in capfd.readouterr().err
     assert not (tmp_path / "arguments").exists()

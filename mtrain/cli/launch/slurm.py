@@ -1,5 +1,6 @@
 """`mtrain launch slurm`: a run as a job of Slurm."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,7 @@ def slurm(
 ) -> None:
     """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch."""
     with one_message():
+        from mtrain.launch.slurm.environment import with_defaults
         from mtrain.launch.slurm.options import SlurmOptions, runtime_named
         from mtrain.launch.slurm.submit import SCRIPT, prepare, submit
 
@@ -64,6 +66,8 @@ def slurm(
         image = (container, runtime_named(container_runtime), tuple(mounts.split(",")) if mounts else ())
         ranks = (gpus_per_node, gpus_per_task, ntasks_per_node, cpus_per_task)
         options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()))
+        options, notes = with_defaults(options, os.environ)
+        typer.echo("".join(f"{note}\n" for note in notes), nl=False, err=True)
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options)
         if not without_files and container is None:  # in a container other paths count
@@ -74,7 +78,8 @@ def slurm(
         if difference := submission.difference():
             typer.echo(f"what differs from the last submission:\n{difference}")
         submission.freeze()
-        number = submit(submission)
+        number, warnings = submit(submission)
+        typer.echo("".join(f"{warning}\n" for warning in warnings), nl=False, err=True)
     typer.echo(f"job {number}: {options.num_ranks} ranks on {nodes} nodes, from {submission.folder / SCRIPT}")
 
 

@@ -35,7 +35,7 @@ _OURS = frozenset(
             "chdir",
         ),
         *("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "cpus-per-task"),
-        *("partition", "account", "qos", "time", "wrap", "array", "parsable"),
+        *("partition", "account", "qos", "time", "wrap", "array", "parsable", "wait", "test-only"),
     )
 )
 """Options of sbatch that `mtrain launch slurm` sets, or that would break its script."""
@@ -105,16 +105,7 @@ class SlurmOptions:
     @property
     def time_limit_s(self) -> float | None:
         """The time limit in seconds; None where the partition's counts, or there is none."""
-        if self.time is None or self.time == "UNLIMITED":
-            return None
-        days, _, clock = self.time.rpartition("-")
-        parts = [int(part) for part in clock.split(":")]
-        # without days one number is minutes, two are minutes and seconds; with days the first is hours
-        if days:
-            hours, minutes, seconds = [*parts, 0, 0][:3]
-        else:
-            hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-        return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+        return None if self.time is None else seconds_of(self.time)
 
     def directives(self) -> Iterator[str]:
         """The options for sbatch, without those that every job has."""
@@ -140,6 +131,20 @@ class SlurmOptions:
                 raise ConfigError(f"{self.env_file} line {number} is not NAME=VALUE; fix it, or begin it with #")
         if self.env_file.stat().st_mode & 0o077:
             raise ConfigError(f"{self.env_file} may hold secrets, but others can read it; run chmod 600 on it")
+
+
+def seconds_of(time: str) -> float | None:
+    """A time limit as Slurm writes it, in seconds; None for UNLIMITED, and for what is no time."""
+    if time == "UNLIMITED" or not _TIME.fullmatch(time):
+        return None
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    # without days one number is minutes, two are minutes and seconds; with days the first is hours
+    if days:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
 def runtime_named(name: str) -> ContainerRuntime:
@@ -188,10 +193,9 @@ def _check_option(option: str) -> None:
     found = _OPTION.fullmatch(option)
     if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
         raise ConfigError(f"--sbatch {option!r} is not of the form name=value, without blanks and quotes; change it")
-    if found[1] in _OURS:
-        raise ConfigError(
-            f"--sbatch {option!r}: --{found[1]} is set by mtrain itself; use its own option, if it has one"
-        )
+    ours = next((name for name in sorted(_OURS) if name.startswith(found[1])), None)  # sbatch takes names cut short
+    if ours is not None:
+        raise ConfigError(f"--sbatch {option!r}: --{ours} is set by mtrain itself; use its own option, if it has one")
 
 
 def checked_paths(paths: Sequence[Path]) -> None:

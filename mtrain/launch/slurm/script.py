@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mtrain
+from mtrain.launch.slurm.identity import main_path
 from mtrain.launch.slurm.options import SlurmOptions, container_command
 
 TEMPLATE = Path(mtrain.__file__).parent / "_share" / "launch" / "slurm.sbatch"
@@ -35,18 +37,19 @@ class SlurmJob:
 
     @property
     def name(self) -> str:
-        """The job's name, the same for every job of a run folder: they run one after the other."""
+        """The job's name, the same for every job of a run folder by whatever path: they run one after the other."""
         if self.options.name is not None:
             return self.options.name
+        folder = main_path(self.run_dir)
         # two run folders of one name must not wait for each other
-        code = hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:8]
-        return f"{re.sub('[^A-Za-z0-9._-]', '_', self.run_dir.name)[:_NAME_LENGTH]}-{code}"
+        code = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        return f"{re.sub('[^A-Za-z0-9._-]', '_', folder.name)[:_NAME_LENGTH]}-{code}"
 
 
 def render(job: SlurmJob) -> str:
     """The script, as a text that bash and sbatch read."""
     _, body = TEMPLATE.read_text().split(_BODY)
-    srun_options, command = container_command(job.options, job.python, job.work_dir)
+    in_container, command = container_command(job.options, job.python, job.work_dir)
     log = str(job.run_dir / "logs" / "job-%j.log").replace(str(job.run_dir), str(job.run_dir).replace("%", "%%"))
     directives = [
         f"--job-name={job.name}",
@@ -64,7 +67,7 @@ def render(job: SlurmJob) -> str:
         f"run_dir={shlex.quote(str(job.run_dir))}",
         f"config={_array(job.config)}",
         f"command={_array(command)}",
-        f"srun_options={_array(srun_options)}",
+        f"srun_options={_array([*_ranks(job.options), *in_container])}",
         f"env_file={env_file}",
         f"max_retries={job.options.max_retries}",
     ]
@@ -75,3 +78,9 @@ def render(job: SlurmJob) -> str:
 
 def _array(words: Sequence[str]) -> str:
     return f"({shlex.join(words)})"
+
+
+def _ranks(options: SlurmOptions) -> list[str]:
+    """For srun, which would take the number of ranks from variables that a profile can set."""
+    counts = {"nodes": options.nodes, "ntasks": options.num_ranks, "ntasks-per-node": options.ranks_per_node}
+    return [f"--{name}={count}" for name, count in counts.items()]

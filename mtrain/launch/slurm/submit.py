@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from mtrain.base.errors import ConfigError, MachineError
 from mtrain.base.files import disk_faults
 from mtrain.config.load import config_yaml
 from mtrain.launch.checked import checked_config
+from mtrain.launch.slurm.environment import for_slurm
 from mtrain.launch.slurm.options import SlurmOptions, checked_paths
+from mtrain.launch.slurm.readback import differences
 from mtrain.launch.slurm.script import SlurmJob, render
 from mtrain.runs.folder import RunFolder
 
@@ -28,7 +31,7 @@ _SIGNAL_S = 300
 _SHORT_JOB = 3
 _MARGIN_S = 120
 """Slurm's signals and time limits come up to a minute late."""
-_SBATCH_TIMEOUT_S = 60
+_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Submission:
     folder: Path
     """In the run folder; made by `freeze`."""
     files: dict[str, str]
+    job: SlurmJob
 
     def freeze(self) -> None:
         """Writes the files.
@@ -90,30 +94,93 @@ def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptio
     )
     files = {SCRIPT: render(job), **copies, "config.yaml": config_yaml(config), "program.json": _program()}
     patch = _uncommitted()
-    return Submission(folder, files | ({"uncommitted.patch": patch} if patch else {}))
+    return Submission(folder, files | ({"uncommitted.patch": patch} if patch else {}), job)
 
 
-def submit(submission: Submission) -> str:
-    """The number of the job that Slurm makes of a frozen submission.
+def submit(submission: Submission) -> tuple[str, list[str]]:
+    """The number of the job that Slurm makes of a frozen submission, and warnings about it.
+
+    The job's options are read back; one that differs from what was given cancels the job.
 
     Raises:
-        MachineError: There is no Slurm here.
-        ConfigError: Slurm refuses the job, in its own words.
+        MachineError: There is no Slurm here, or it does not answer.
+        ConfigError: Slurm refuses the job, in its own words, or has made another one of it.
     """
     if shutil.which("sbatch") is None:
         raise MachineError(
             "sbatch is not on PATH, so nothing was submitted; run this on a login node, or use --dry-run"
         )
-    command = ["sbatch", "--parsable", str(submission.folder / SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_S, check=False)
+    done = _slurm("sbatch", "--parsable", *_dependency(submission), str(submission.folder / SCRIPT))
     if done.returncode != 0:
         shutil.rmtree(submission.folder)  # nothing ran from it, and the next one is compared with what did
-        reason = " ".join(done.stderr.split())
-        raise ConfigError(f"Slurm refuses the job ({reason}); change what it names")
-    number = done.stdout.strip().split(";")[0]
+        raise ConfigError(f"Slurm refuses the job ({_words(done)}); change what it names")
+    number, _, cluster = (done.stdout.split() or [""])[-1].partition(";")
+    if not number.isdecimal():
+        raise MachineError(f"sbatch names no job ({_words(done)}); look for one with squeue before you submit again")
     with disk_faults(f"write {submission.folder}"):
         (submission.folder / _JOB_ID).write_text(number + "\n")
-    return number
+    return number, _checked(submission.job, number, [f"--clusters={cluster}"] if cluster else [])
+
+
+def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
+    """Compares the job that Slurm has made with the one that was given; cancels it where they differ."""
+    try:
+        shown = _slurm("scontrol", *cluster, "show", "job", "-o", number)
+    except (OSError, MachineError) as fault:
+        shown = subprocess.CompletedProcess([], 1, "", str(fault))
+    if shown.returncode != 0 or f"JobId={number} " not in shown.stdout:
+        return [
+            f"warning: job {number} is submitted, but its options could not be read back ({_words(shown)}); compare "
+            f"`scontrol show job {number}` with what you gave"
+        ]
+    found = differences(job.options, job.name, shown.stdout)
+    if not found:
+        return []
+    cancelled = _slurm("scancel", *cluster, number)
+    so = "it is cancelled" if cancelled.returncode == 0 else f"cancel it ({_words(cancelled)})"
+    raise ConfigError(
+        f"Slurm has made another job of this one: job {number} has {', '.join(found)}; {so}; give what your site's "
+        "rules allow"
+    )
+
+
+def _dependency(submission: Submission) -> list[str]:
+    """Of the jobs that were submitted from this folder, by whatever name of it or of the job: those not ended yet."""
+    found = (_job_number(folder) for folder in _all(submission.folder.parent) if folder != submission.folder)
+    earlier = [number for number in found if number is not None]
+    if not earlier or shutil.which("squeue") is None:
+        return []
+    waiting = _slurm("squeue", "--noheader", f"--jobs={','.join(earlier)}", "--format=%A").stdout.split()
+    living = [number for number in earlier if number in waiting]
+    # instead of the script's own, which holds back jobs of the same name alone
+    return [f"--dependency=singleton,afterany:{':'.join(living)}"] if living else []
+
+
+def _job_number(folder: Path) -> str | None:
+    path = folder / _JOB_ID
+    number = path.read_text().strip() if path.is_file() else ""
+    return number if number.isdecimal() else None
+
+
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Slurm, which sees nothing of another job's environment.
+
+    Raises:
+        MachineError: It does not answer in time.
+    """
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=for_slurm(os.environ)
+        )
+    except subprocess.TimeoutExpired:
+        raise MachineError(
+            f"{command[0]} has not answered within {_TIMEOUT_S} s, and the job may be submitted or not; look at squeue "
+            "before you try again"
+        ) from None
+
+
+def _words(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((done.stderr.strip() or done.stdout).split()) or f"exit code {done.returncode}"
 
 
 def previous(folder: Path) -> Path | None:
@@ -176,5 +243,5 @@ def _uncommitted() -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=_SBATCH_TIMEOUT_S,
+        timeout=_TIMEOUT_S,
     ).stdout

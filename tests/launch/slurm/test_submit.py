@@ -7,12 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
+from mtrain.launch.slurm.identity import main_path
 from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
+from mtrain.launch.slurm.readback import differences
 from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, render
 from mtrain.launch.slurm.submit import prepare, signal_seconds
 from tests.fault_table import Notice
@@ -87,6 +92,10 @@ def test_a_job_name_is_a_name(text: str) -> None:
         ({"mounts": ("/data",)}, "--container"),
         ({"container": "image\nx"}, "control character"),
         ({"more": ("wrap=rm",)}, "set by mtrain"),
+        ({"more": ("array=0-3",)}, "--array is set by mtrain"),
+        ({"more": ("arr=0-3",)}, "--array is set by mtrain"),
+        ({"more": ("no-req",)}, "--no-requeue is set by mtrain"),
+        ({"more": ("wait",)}, "set by mtrain"),
         ({"more": ("comment=a b",)}, "without blanks"),
         ({"more": ("--reservation=x",)}, "name=value"),
         ({"env_file": Path("/nonexistent")}, "cannot be read"),
@@ -180,9 +189,16 @@ def test_a_wrong_configuration_is_found_before_the_queue(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+def install(folder: Path, programs: Mapping[str, str]) -> None:
+    """Stand-ins for commands of Slurm."""
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
 def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "sbatch").write_text(SBATCH)
-    (folder / "sbatch").chmod(0o755)
+    if not (folder / "sbatch").exists():
+        install(folder, {"sbatch": SBATCH})
     path = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", *arguments]
     return completed(command, folder, {**os.environ, **path, **environment})
@@ -246,3 +262,211 @@ def test_files_are_looked_at_before_the_queue(folder: Path, notice: Notice) -> N
     assert (refused.returncode, "nothing.idx" in refused.stderr) == (notice.exit_code, True), refused.stderr
     assert not (folder / "calls").exists()
     assert launch(folder, *corpus, "--without-files").returncode == 0
+
+
+def shown(**changes: str) -> str:
+    """What `scontrol show job -o` of Slurm 22.05 says of a job of `SlurmOptions(2, ...)`."""
+    fields = {
+        "JobId": "4711", "JobName": "n", "JobState": "PENDING", "Account": "team", "QOS": "(null)", "Requeue": "1",
+        "TimeLimit": "1-00:00:00", "Partition": "gpu", "NumNodes": "2-2", "NumCPUs": "4", "NumTasks": "4",
+        "CPUs/Task": "1", "NtasksPerN:B:S:C": "2:0:*:*", "Features": "(null)", **changes,
+    }  # fmt: skip
+    return " ".join(f"{name}={value}" for name, value in fields.items()) + "\n"
+
+
+GIVEN = SlurmOptions(2, tasks_per_node=2, partition="gpu", account="Team", time="24:00:00", name="n")
+CHANGED = {
+    "JobName": "x", "Requeue": "0", "TimeLimit": "12:00:00", "Partition": "debug", "NumNodes": "1", "NumTasks": "8",
+    "NtasksPerN:B:S:C": "0:0:*:*", "Account": "other", "ArrayJobId": "4711",
+}  # fmt: skip
+
+
+@given(st.sets(st.sampled_from(sorted(CHANGED))))
+def test_every_option_that_slurm_has_changed_is_named(names: set[str]) -> None:
+    found = differences(GIVEN, "n", shown(**{name: CHANGED[name] for name in names}))
+    assert {line.split("=")[0] for line in found} == names
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"time": "90:30"}, {"TimeLimit": "01:31:00"}),
+        ({"time": "UNLIMITED"}, {"TimeLimit": "UNLIMITED"}),
+        ({"time": "2-12"}, {"TimeLimit": "2-12:00:00"}),
+        ({"partition": "a,b"}, {"Partition": "b"}),
+        ({"account": "team"}, {"Account": "(null)"}),
+        ({"gpus_per_node": 8, "tasks_per_node": 2}, {"TresPerNode": "gres:gpu:8"}),
+        ({"gpus_per_node": 8, "tasks_per_node": 2}, {"TresPerNode": "gres/gpu:h100:8"}),
+        ({"gpus_per_task": 1, "tasks_per_node": 2}, {"TresPerTask": "cpu=2,gres/gpu=1"}),
+        ({"more": ("reservation=week", "exclusive")}, {"Reservation": "week"}),
+    ],
+    ids=str,
+)
+def test_the_same_in_slurms_own_words_is_no_difference(options: dict[str, object], changes: dict[str, str]) -> None:
+    given_options = SlurmOptions(**{"nodes": 2, "tasks_per_node": 2, **options})  # type: ignore[arg-type]
+    assert differences(given_options, "n", shown(**changes)) == []
+    other = {name: value.replace("8", "4").replace("b", "c").replace("week", "day") for name, value in changes.items()}
+    if other != changes:
+        assert len(differences(given_options, "n", shown(**other))) == 1
+
+
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> asked
+printf '%s\\n' "$SHOWN"
+exit ${SHOW_CODE:-0}
+"""
+SCANCEL = """#!/bin/bash
+echo "scancel $*" >> asked
+exit ${CANCEL_CODE:-0}
+"""
+CONTROLLER = {"scontrol": SCONTROL, "scancel": SCANCEL}
+
+
+@pytest.mark.fault(
+    "input",
+    "a job that Slurm makes with other options than `mtrain launch slurm` was given",
+    happens="each option that differs is named, and the job is cancelled",
+    exit_code=2,
+)
+@pytest.mark.parametrize("cancel_code", [0, 1])
+def test_a_job_with_other_options_is_cancelled(folder: Path, notice: Notice, cancel_code: int) -> None:
+    made = shown(JobName="n", Partition="debug", NumTasks="2", Account="(null)", TimeLimit="UNLIMITED")
+    arguments = ["run.dir=runs/a", "--nodes=2", "--ntasks-per-node=2", "--name=n", "--partition=gpu"]
+    install(folder, CONTROLLER)
+    with notice:
+        done = launch(folder, *arguments, SHOWN=made, CANCEL_CODE=str(cancel_code))
+    assert done.returncode == notice.exit_code
+    so = "it is cancelled" if cancel_code == 0 else "cancel it (exit code 1)"
+    assert done.stderr == (
+        "error: Slurm has made another job of this one: job 4711 has NumTasks=2 instead of 4, Partition=debug instead "
+        f"of gpu; {so}; give what your site's rules allow\n"
+    )
+    asked = (folder / "asked").read_text().splitlines()
+    assert asked == ["scontrol --clusters=cluster show job -o 4711", "scancel --clusters=cluster 4711"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [("", "0"), ("JobId=47119 Partition=x", "0"), ("cannot contact controller", "1")]
+)
+def test_a_job_that_cannot_be_read_back_is_said_to_be_submitted(folder: Path, answer: str, code: str) -> None:
+    install(folder, CONTROLLER)
+    done = launch(folder, "run.dir=runs/a", "--nodes=2", SHOWN=answer, SHOW_CODE=code)
+    assert done.returncode == 0
+    assert "warning: job 4711 is submitted, but its options could not be read back (" in done.stderr
+    assert (folder / "runs" / "a" / "submissions" / "0001" / "job_id").read_text() == "4711\n"
+
+
+@pytest.mark.parametrize("answer", ["", "Welcome", "sbatch: job 4711 is verified"])
+def test_an_answer_without_a_job_number_is_no_job(folder: Path, answer: str) -> None:
+    install(folder, {"sbatch": f"#!/bin/bash\necho '{answer}'\n"})
+    done = launch(folder, "run.dir=runs/a", "--nodes=2")
+    assert (done.returncode, "sbatch names no job (" in done.stderr) == (7, True)
+
+
+SBATCH_ENVIRONMENT = """#!/bin/bash
+env | grep -E '^(SLURM|SBATCH|SRUN)_' | sort > environment
+echo 4711
+"""
+INPUTS = [
+    *("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"),
+    *("SBATCH_EXPORT", "SBATCH_OPEN_MODE", "SBATCH_SIGNAL", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX", "SBATCH_WAIT"),
+    *("SLURM_NTASKS", "SLURM_EXPORT_ENV", "SLURM_KILL_BAD_EXIT", "SLURM_CPU_BIND", "SLURM_ARRAY_JOB_ID", "SRUN_DEBUG"),
+    *(
+        "SLURM_RESTART_COUNT",
+        "SLURM_CPUS_PER_TASK",
+        "SBATCH_GPUS_PER_TASK",
+        "SBATCH_ANYTHING_NEW",
+        "SLURM_ANYTHING_NEW",
+    ),
+]
+
+
+@pytest.mark.parametrize("names", [INPUTS, INPUTS[::2], ["SBATCH_NO_REQUEUE"]], ids=len)
+def test_nothing_of_the_submitters_environment_overrides_an_option(folder: Path, names: list[str]) -> None:
+    options = ["--nodes=2", "--partition=gpu", "--account=team", "--qos=high", "--time=60"]
+    environment = dict.fromkeys(names, "7")
+    install(folder, {"sbatch": SBATCH_ENVIRONMENT})
+    done = launch(folder, "run.dir=runs/a", *options, SLURM_CONF="/etc/x", **environment)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "environment").read_text() == "SLURM_CONF=/etc/x\n"
+    of_sbatch = sorted(name for name in names if name.startswith("SBATCH_"))
+    assert f"note: {', '.join(of_sbatch)} of the environment has no effect on the job" in done.stderr
+    script = (folder / "runs" / "a" / "submissions" / "0001" / "job.sbatch").read_text()
+    assert {"#SBATCH " + option for option in options} <= set(script.splitlines())
+
+
+def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
+    site = {"SBATCH_PARTITION": "gpu", "SBATCH_ACCOUNT": "team", "SBATCH_TIMELIMIT": "60", "SBATCH_QOS": ""}
+    done = launch(folder, "run.dir=runs/a", "--nodes=2", "--time=90", "--dry-run", **site)
+    assert {"#SBATCH --partition=gpu", "#SBATCH --account=team", "#SBATCH --time=90"} <= set(done.stdout.splitlines())
+    assert done.stderr.splitlines() == [
+        "note: --account=team is given by SBATCH_ACCOUNT of the environment",
+        "note: --partition=gpu is given by SBATCH_PARTITION of the environment",
+        "note: SBATCH_TIMELIMIT of the environment has no effect on the job; what it asks for can be given as an "
+        "option here, or as --sbatch name=value",
+    ]
+    refused = launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", SBATCH_PARTITION="a b")
+    assert (refused.returncode, "--partition is 'a b'" in refused.stderr) == (2, True)
+
+
+SQUEUE = """#!/bin/bash
+echo "squeue $*" >> asked
+echo "$LIVING"
+"""
+
+
+def test_jobs_of_one_folder_follow_each_other_whatever_they_are_called(folder: Path) -> None:
+    """--name, or another mount of the folder, gives a name that `singleton` does not know."""
+    number = "#!/bin/bash\nprintf '%s ' \"$@\" > calls\necho $NEXT\n"
+    install(folder, {"sbatch": number, "squeue": SQUEUE})
+    for next_number in ("100", "200", "300"):
+        launch(folder, "run.dir=runs/a", "--nodes=2", NEXT=next_number, LIVING="")
+    assert "--dependency" not in (folder / "calls").read_text()
+    done = launch(folder, "run.dir=runs/a", "--nodes=2", "--name=x", NEXT="4", LIVING="300 7 100")
+    assert done.returncode == 0, done.stderr
+    assert "--dependency=singleton,afterany:100:300 " in (folder / "calls").read_text()
+    assert "--jobs=100,200,300" in (folder / "asked").read_text()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_run_folder_has_one_name_by_every_path(folder: Path, exists: bool) -> None:
+    (folder / "disk" / "runs").mkdir(parents=True)
+    if exists:
+        (folder / "disk" / "runs" / "a").mkdir()
+    (folder / "link").symlink_to(folder / "disk" / "runs")
+    (folder / "other").symlink_to("link/a")
+    paths = ["disk/runs/a", "disk/runs/a/", "link/a", "other", "./disk/../link/a", f"{folder}/disk//runs/./a"]
+    named = [launch(folder, f"run.dir={path}", "--nodes=2", "--dry-run").stdout for path in paths]
+    names = {line for text in named for line in text.splitlines() if line.startswith("#SBATCH --job-name=")}
+    assert len(names) == 1, names
+    assert names.pop().startswith("#SBATCH --job-name=a-")
+
+
+PLAIN = st.sampled_from(["a", "b", "c d", "ü"])
+PLACES = st.lists(PLAIN, min_size=1, max_size=3).map(lambda parts: Path("/nothing.here", *parts))
+
+
+@given(PLACES, st.lists(PLAIN, max_size=2), st.lists(PLACES, min_size=1, max_size=3, unique=True))
+def test_bind_mounts_do_not_change_the_name(source: Path, below: list[str], points: list[Path]) -> None:
+    """`source` of the main disk is mounted a second time at each of `points`, as by `mount --bind`."""
+    apart = [point for point in points if not source.is_relative_to(point) and not point.is_relative_to(source)]
+    binds = [f"{n} 1 8:1 {quoted(source)} {quoted(point)} rw - ext4 /dev/a rw" for n, point in enumerate(apart, 30)]
+    mounts = "\n".join(["20 1 8:1 / / rw - ext4 /dev/a rw", "21 20 0:9 / /proc rw - proc proc rw", *binds])
+    for n, point in enumerate(apart):
+        inner = any(other.is_relative_to(point) for other in apart[n + 1 :] + apart[:n])
+        if not inner and not any(point.is_relative_to(other) for other in apart[:n] + apart[n + 1 :]):
+            assert main_path(point.joinpath(*below), mounts) == source.joinpath(*below)
+    assert main_path(source.joinpath(*below), mounts) == source.joinpath(*below)
+
+
+def quoted(path: Path) -> str:
+    """As the kernel writes paths into mountinfo."""
+    return str(path).replace(" ", "\\040")
+
+
+def test_a_folder_of_another_disk_has_its_own_name() -> None:
+    disk = "21 20 8:2 /runs /disk rw - ext4 /dev/b rw\n22 20 8:2 /runs/x /x rw - ext4 b rw"
+    mounts = f"20 1 8:1 / / rw - ext4 /dev/a rw\n{disk}"
+    assert main_path(Path("/disk/x/y"), mounts) == Path("/disk/x/y") == main_path(Path("/x/y"), mounts)
+    assert main_path(Path("/runs/x/y"), mounts) == Path("/runs/x/y")
+    assert main_path(Path("/runs/x/y"), "") == Path("/runs/x/y")

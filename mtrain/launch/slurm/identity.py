@@ -1,0 +1,47 @@
+"""One name for a folder, by whatever path it is reached: links are followed, and bind mounts too."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class _Mount(NamedTuple):
+    device: str
+    """Of the file system."""
+    root: Path
+    """Folder of the file system that is mounted; not / for a bind mount of one."""
+    point: Path
+    """Where it is mounted."""
+
+
+def main_path(folder: Path, mounts: str | None = None) -> Path:
+    """The folder without links, by the mount that shows most of its file system.
+
+    Args:
+        folder: Any path to it; it need not exist yet.
+        mounts: As in /proc/self/mountinfo, which is read where this is None.
+    """
+    path = folder.resolve()
+    if mounts is None:
+        with suppress(OSError):
+            mounts = _MOUNTS.read_text(errors="surrogateescape")
+    known = [_mount(line) for line in (mounts or "").splitlines()]
+    over = [mount for mount in known if path.is_relative_to(mount.point)]
+    if not over:
+        return path
+    longest = max(len(mount.point.parts) for mount in over)
+    own = [mount for mount in over if len(mount.point.parts) == longest][-1]  # a later mount hides an earlier one
+    inside = own.root / path.relative_to(own.point)
+    same = [mount for mount in known if mount.device == own.device and inside.is_relative_to(mount.root)]
+    main = min(same, key=lambda mount: len(mount.root.parts))  # the first of those that show as much
+    return main.point / inside.relative_to(main.root)
+
+
+def _mount(line: str) -> _Mount:
+    fields = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), field) for field in line.split(" ")]
+    return _Mount(fields[2], Path(fields[3]), Path(fields[4]))
