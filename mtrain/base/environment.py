@@ -19,6 +19,9 @@ from mtrain.base.ground import found_megatron
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 """Distributions whose versions can change the numbers of a run."""
 _GIT_TIMEOUT_S = 10
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+_BETWEEN_STEPS = 3571
+"""Prime to the number of ports, so that neighbouring steps and neighbouring jobs of a node do not get the same one."""
 
 
 def program_versions() -> dict[str, str]:
@@ -139,17 +142,24 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankEnvironment:
-    """The address is that of the step's first node, where rank 0 runs; MASTER_ADDR and MASTER_PORT take precedence."""
+    """The address is that of the step's first node, where rank 0 runs; MASTER_ADDR and MASTER_PORT take precedence.
+
+    Each step has a port of its own, so that two steps of one job do not meet; the first one's follows from the job
+    alone.
+    """
     return RankEnvironment(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=_number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"),
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world_size=_tasks_on_this_node(environ),
         master_addr=environ["MASTER_ADDR"] if "MASTER_ADDR" in environ else _first_node(environ),
-        master_port=_number(environ, "MASTER_PORT")
-        if "MASTER_PORT" in environ
-        else 20000 + _number(environ, "SLURM_JOB_ID") % 10000,
+        master_port=_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _port_of_step(environ),
     )
+
+
+def _port_of_step(environ: Mapping[str, str]) -> int:
+    step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
+    return _FIRST_PORT + (_number(environ, "SLURM_JOB_ID") + _BETWEEN_STEPS * step) % _NUM_PORTS
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:

@@ -13,6 +13,8 @@ class MtrainError(Exception):
     exit_code = 1
     on_every_rank = False
     """Whether rank 0 raises this error too, so that it alone shows it; may be set on a single error."""
+    is_shown_elsewhere = False
+    """Whether another rank of the same launch shows this single error, so that this one is silent."""
 
 
 class ConfigError(MtrainError):

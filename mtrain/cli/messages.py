@@ -19,7 +19,7 @@ def one_message() -> Iterator[None]:
         yield
     except MtrainError as error:
         rank, text = this_rank(), _summary_of(error)
-        if text is None and (rank == 0 or not error.on_every_rank):
+        if text is None and (rank == 0 or not error.on_every_rank) and not error.is_shown_elsewhere:
             text = f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}\n"
         with suppress(OSError):  # nobody may read it any more
             sys.stdout.flush()  # what was printed before the error stands before it in a log of both

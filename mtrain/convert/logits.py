@@ -18,6 +18,7 @@ from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.io.source import open_source
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import init_distributed
+from mtrain.mcore.distributed.party import Purpose
 from mtrain.mcore.model.build import build_frozen_model, run_chunk
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import load_frozen_weights
@@ -55,7 +56,7 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
     except ModuleNotFoundError as fault:
         raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
     with (
-        init_distributed(_ALONE, "cpu", _TIMEOUT_S) as device,
+        init_distributed(_ALONE, "cpu", _TIMEOUT_S, Purpose("convert", hf, {})) as device,
         opened_groups(Layout(), device, _SEED, _TIMEOUT_S) as groups,
     ):
         ours = our_logits(entry, model, groups, tokens, main)

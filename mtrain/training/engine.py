@@ -21,6 +21,7 @@ from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.loss.objective import AnyLoss, Objective
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
+from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
@@ -67,11 +68,13 @@ class Engine:
         Raises:
             ConfigError: The configuration does not fit the number of ranks, or another engine is open.
             DataError: Weights or a teacher cannot be loaded.
-            MachineError: The device is not there, or the other ranks cannot be reached.
+            MachineError: The device is not there, the other ranks cannot be reached, or a rank has another
+                configuration or belongs to another launch.
         """
         train = config.train
         with contextlib.ExitStack() as held:
-            device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s))
+            purpose = purpose_of("Engine", config)
+            device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s, purpose))
             layout = Layout.from_config(config, dist.get_world_size())
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
             self._groups, self.config, self.step = groups, config, 0

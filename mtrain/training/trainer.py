@@ -34,6 +34,7 @@ from mtrain.mcore.distributed.init import (
     naming_lost_ranks,
     on_first_rank,
 )
+from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.health.replicas import ReplicaCheck
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
@@ -80,7 +81,7 @@ def train(config: Config) -> None:
     with (
         # first of all: a signal that comes while ranks look for each other is not lost
         StopSignal() as signal,
-        init_distributed(environment, config.train.device, timeout_s) as device,
+        init_distributed(environment, config.train.device, timeout_s, purpose_of("train", config)) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
     ):
         train_on(groups, config, signal)

@@ -90,6 +90,16 @@ def test_under_srun_the_address_can_be_given() -> None:
     assert (found.master_addr, found.master_port) == ("other", 99)
 
 
+def test_two_steps_of_a_job_have_two_ports() -> None:
+    """As have the steps of the jobs with the next numbers, which may run on the same node."""
+    jobs = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7, 17) for step in range(10)]
+    ports = [RankEnvironment.from_environ(SRUN | job).master_port for job in jobs]
+    assert len(set(ports)) == len(jobs)
+    assert all(20000 <= port < 30000 for port in ports)
+    assert ports[0] == 20007, "that of launch/slurm.sbatch"
+    assert RankEnvironment.from_environ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}).master_port == 24567
+
+
 def test_the_script_of_sbatch_is_alone() -> None:
     batch = {key: value for key, value in SRUN.items() if key != "SLURM_STEP_ID"}
     batch |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import time
@@ -13,13 +12,14 @@ from typing import Any, TypeVar, assert_never
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import HashStore
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, MachineError, MtrainError, RankLostError
 from mtrain.config.schema.train import Device
 from mtrain.mcore.distributed import waiting
+from mtrain.mcore.distributed.meeting import MeetingPlace
+from mtrain.mcore.distributed.party import Member, Purpose, differences, explained
 
 Result = TypeVar("Result")
 
@@ -47,10 +47,8 @@ _ERRORS_OF_THE_STORE = (dist.DistStoreError, dist.DistNetworkError)
 _ARRIVED = "mtrain/arrived"
 _ARRIVAL_POLL_S = 0.05
 
-_stores: dict[tuple[str, int, int], Store] = {}
-"""(address, port, world size) -> where the ranks of this process meet. Kept to the end of the process: a second world
-that opened the same port again could reach the store of the first one, which rank 0 is about to close."""
-_num_worlds = itertools.count()
+_places: dict[tuple[str, int], MeetingPlace] = {}
+"""(address, port) -> where the ranks of this process meet."""
 
 
 def choose_device(wanted: Device, local_rank: int) -> torch.device:
@@ -102,11 +100,20 @@ def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int
 
 
 @contextlib.contextmanager
-def init_distributed(environment: RankEnvironment, wanted_device: Device, timeout_s: float) -> Iterator[torch.device]:
+def init_distributed(
+    environment: RankEnvironment, wanted_device: Device, timeout_s: float, purpose: Purpose
+) -> Iterator[torch.device]:
     """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
 
+    Args:
+        environment: What the launcher says.
+        wanted_device: `train.device`.
+        timeout_s: How long ranks wait for each other.
+        purpose: What the world is for; ranks that have come for something else are refused.
+
     Raises:
-        MachineError: The device is not there, or the other ranks cannot be reached.
+        MachineError: The device is not there, the other ranks cannot be reached, or ranks meet that are not of one
+            launch.
         MachineError: Inside the `with` block there was not enough memory.
         RankLostError: Inside the `with` block the connection to another rank broke or it did not answer in time.
     """
@@ -124,7 +131,7 @@ def init_distributed(environment: RankEnvironment, wanted_device: Device, timeou
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
-            **_rendezvous(environment, timeout),
+            **_rendezvous(environment, timeout_s, purpose),
             **options,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -140,17 +147,19 @@ def init_distributed(environment: RankEnvironment, wanted_device: Device, timeou
 
 
 @contextlib.contextmanager
-def joined_distributed(wanted_device: Device, timeout_s: float) -> Iterator[torch.device]:
+def joined_distributed(wanted_device: Device, timeout_s: float, purpose: Purpose) -> Iterator[torch.device]:
     """As `init_distributed`, or where the program has opened torch.distributed itself, that one, left open at the end.
 
-    What a launcher says is read from the environment. Groups that are opened inside the block are closed with it.
+    What a launcher says is read from the environment. Groups that are opened inside the block are closed with it. In a
+    world of the program's own, one all-gather of digests.
 
     Raises:
         ConfigError: torch.distributed was opened with a backend that cannot serve the device.
         MachineError, RankLostError: As `init_distributed`.
     """
     if not dist.is_initialized():
-        with init_distributed(RankEnvironment.from_environ(os.environ), wanted_device, timeout_s) as device:
+        environment = RankEnvironment.from_environ(os.environ)
+        with init_distributed(environment, wanted_device, timeout_s, purpose) as device:
             yield device
         return
     device = choose_device(wanted_device, torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -164,6 +173,7 @@ def joined_distributed(wanted_device: Device, timeout_s: float) -> Iterator[torc
     others = set(dist.distributed_c10d._world.pg_map)
     try:
         with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
+            _refuse_other_purposes(purpose)
             yield device
             dist.barrier()  # else the rank that is ready first closes connections that another one still reads
     finally:
@@ -171,19 +181,36 @@ def joined_distributed(wanted_device: Device, timeout_s: float) -> Iterator[torc
             dist.destroy_process_group(group)
 
 
-def _rendezvous(environment: RankEnvironment, timeout: timedelta) -> dict[str, Any]:
-    """A store that every world of this process has for itself: ranks open their worlds in the same order."""
+def _rendezvous(environment: RankEnvironment, timeout_s: float, purpose: Purpose) -> dict[str, Any]:
+    """A store that every world of this process has for itself, once its ranks are there and belong together."""
     rank, size = environment.rank, environment.world_size
     # One rank needs no port, which another program might hold.
     if size == 1:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
-    place = environment.master_addr, environment.master_port, size
-    # One store serves all worlds of the process; the prefix keeps the keys of an earlier one apart.
-    if place not in _stores:
-        url = f"tcp://{environment.master_addr}:{environment.master_port}"
-        _stores[place], _, _ = next(rendezvous(url, rank, size, timeout=timeout))
-    store = PrefixStore(f"world-{next(_num_worlds)}", _stores[place])
+    address = environment.master_addr, environment.master_port
+    if address not in _places:
+        _places[address] = MeetingPlace(environment, timeout_s, os.environ)
+    store = _places[address].meet(Member.of(environment, purpose, os.environ), timeout_s)
     return {"store": store, "rank": rank, "world_size": size}
+
+
+def _refuse_other_purposes(purpose: Purpose) -> None:
+    """In a world that a program has opened, whose ranks are thus of one launch: whether all have come for the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # of the launcher nothing is compared
+    own = Member.of(RankEnvironment(rank, size, 0, 1, "", 0), purpose, {})
+    digests: list[Any] = [None] * size
+    dist.all_gather_object(digests, (own.digest, own.folders))
+    if len({digest for digest, _ in digests}) == 1 and all(set(digests[0][1]) & set(each) for _, each in digests):
+        return
+    texts: list[Any] = [None] * size
+    dist.all_gather_object(texts, own.text)
+    first, *others = map(Member.parsed, texts)
+    for other in others:
+        if differences(first, other):
+            fault = MachineError(explained(first, other))
+            fault.on_every_rank = True
+            raise fault
 
 
 @contextlib.contextmanager

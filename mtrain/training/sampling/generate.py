@@ -6,7 +6,7 @@ Serving belongs to an inference engine; this is for the eyes.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.generation import declared_ends
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
+from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
@@ -115,7 +116,9 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
     questions = questions_of(found.config, tokenizer, prompts, as_chat, declared_ends(found.origin))
     sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids.union(*(each.stop_ids for each in questions)))
     timeout_s = found.config.train.process_group_timeout_s
-    with joined_distributed(found.config.train.device, timeout_s) as device:
+    asked = {"prompts": [each.ids for each in questions], **asdict(sampling)}
+    purpose = purpose_of("generate", found.config, path, {name: str(value) for name, value in asked.items()})
+    with joined_distributed(found.config.train.device, timeout_s, purpose) as device:
         config = _for_generation(found.config, dist.get_world_size())
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:

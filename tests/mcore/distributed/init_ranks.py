@@ -4,9 +4,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import DataError, MachineError
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_first_rank, with_the_slowest
+from mtrain.mcore.distributed.init import joined_distributed, on_first_rank, with_the_slowest
+from mtrain.mcore.distributed.party import Purpose
 
 
 def rounds_with_a_slow_rank(groups: Groups, folder: str) -> list[int]:
@@ -42,3 +43,17 @@ def error_of_rank_zero(groups: Groups) -> tuple[str, bool]:
     except DataError as error:
         return str(error), error.on_every_rank
     return "no error", False
+
+
+def purposes_in_an_open_world(groups: Groups) -> tuple[int, str, bool]:
+    """Exit code, message, and whether every rank has raised it, where the last rank has another configuration."""
+    seed = "2" if groups.rank == groups.layout.world_size - 1 else "1"
+    fault = MachineError("nobody has noticed")
+    try:
+        with joined_distributed("cpu", 60, Purpose("Engine", Path(), {"train.seed": seed})):
+            pass
+    except MachineError as error:
+        fault = error
+    with joined_distributed("cpu", 60, Purpose("Engine", Path(), {"train.seed": "1"})):
+        pass
+    return fault.exit_code, str(fault), fault.on_every_rank

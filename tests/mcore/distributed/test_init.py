@@ -15,12 +15,14 @@ import torch.distributed as dist
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError, RankLostError
 from mtrain.mcore.distributed.init import choose_device, gpu_index, init_distributed
+from mtrain.mcore.distributed.party import Purpose
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
 from tests.pool import Pool
 
 ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+PURPOSE = Purpose("test", Path(), {})
 
 
 def test_every_rank_gets_what_rank_zero_found(pool: Pool) -> None:
@@ -71,7 +73,7 @@ LOST = {
 def test_a_lost_rank_is_recognised_whatever_the_backend(error: RuntimeError) -> None:
     with (
         pytest.raises(RankLostError, match="rank 0 lost the connection") as caught,
-        init_distributed(ALONE, "auto", 10),
+        init_distributed(ALONE, "auto", 10, PURPOSE),
     ):
         raise error
     assert caught.value.exit_code == 5
@@ -79,7 +81,7 @@ def test_a_lost_rank_is_recognised_whatever_the_backend(error: RuntimeError) -> 
 
 
 def test_other_faults_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="a shape does not fit"), init_distributed(ALONE, "auto", 10):
+    with pytest.raises(RuntimeError, match="a shape does not fit"), init_distributed(ALONE, "auto", 10, PURPOSE):
         raise RuntimeError("a shape does not fit")
 
 
@@ -92,7 +94,7 @@ def test_other_faults_stay_as_they_are() -> None:
 )
 def test_a_lack_of_memory_says_what_to_lower(allocate: Callable[[], object], notice: Notice) -> None:
     words = r"not enough memory .* lower train\.micro_batch_size"
-    with notice, pytest.raises(MachineError, match=words) as error, init_distributed(ALONE, "auto", 10):
+    with notice, pytest.raises(MachineError, match=words) as error, init_distributed(ALONE, "auto", 10, PURPOSE):
         allocate()
     assert error.value.exit_code == notice.exit_code
     assert "alloc_cpu.cpp" not in str(error.value)
@@ -127,7 +129,7 @@ def test_a_world_that_cannot_meet_says_where(rank: int, address: str, notice: No
         with (
             notice,
             pytest.raises(MachineError, match=rf"rank {rank} of 2 cannot meet the others at {place}") as error,
-            init_distributed(lonely, "auto", 1),
+            init_distributed(lonely, "auto", 1, PURPOSE),
         ):
             raise AssertionError("not reached")
     assert error.value.exit_code == notice.exit_code

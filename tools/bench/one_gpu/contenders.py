@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
+from mtrain.mcore.distributed.party import Purpose
 from mtrain.plan.layout import Layout
 from mtrain.training.build import build_parts
 from tools.bench.one_gpu.reference import Llama
@@ -51,7 +53,8 @@ Build = Callable[[Bench, Config, Groups], Contender]
 @contextlib.contextmanager
 def one_rank(bench: Bench) -> Iterator[Groups]:
     """Process groups of a world of one."""
-    with joined_distributed(bench.device, 600) as device, opened_groups(Layout(), device, 1234, 600) as groups:
+    purpose = Purpose("bench", Path(), {})
+    with joined_distributed(bench.device, 600, purpose) as device, opened_groups(Layout(), device, 1234, 600) as groups:
         yield groups
 
 

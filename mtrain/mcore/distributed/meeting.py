@@ -1,0 +1,283 @@
+"""Where the ranks of a world find each other, and where those that do not belong together are parted.
+
+All ranks reach one store, at MASTER_ADDR and MASTER_PORT. It belongs to rank 0, or to torchrun's agent, which outlives
+its ranks, and a process may open several worlds there, so ranks meet in numbered rounds. The first that comes to a
+round says who it is; all others compare themselves with it. A round ends once: every rank is there, or two do not
+belong together and all that wait leave with the same message, or a later round has begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import MachineError
+from mtrain.mcore.distributed.party import Member, differences, explained
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_ROUND = "mtrain/round"
+_FIRST, _END, _JOINED, _CAME, _LEFT = "first", "end", "joined", "came", "left"
+_MET = "met"
+_POLL_S = (0.02, 0.25)
+_LINGER_S = 5.0
+"""How long the rank that keeps the store stays for others to read why the meeting has failed."""
+_ASK_S = 2.0
+"""How long somebody who holds a port may take to say who it is."""
+_MOST_NAMED = 8
+
+
+class MeetingPlace:
+    """The store at one address, as this process uses it; kept to the end of the process.
+
+    A second world that opened the same port again could reach the store of the first one, which rank 0 is about to
+    close.
+    """
+
+    def __init__(self, environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str]) -> None:
+        """Opens it.
+
+        Args:
+            environment: Names the address, and whether this rank keeps the store.
+            timeout_s: How long the others may take to be there.
+            environ: Says whether torchrun's agent keeps the store.
+
+        Raises:
+            MachineError: Nobody is there, or another program.
+        """
+        self.address = f"{environment.master_addr}:{environment.master_port}"
+        self._port, self._world_size = environment.master_port, environment.world_size
+        self._is_of_agent = environ.get(_AGENT_STORE) == str(True)
+        self._keeps_store = environment.rank == 0 and not self._is_of_agent
+        self._next_round, self._port_error = 0, ""
+        try:
+            self._store: Store = _opened(environment, self._keeps_store, timeout_s)
+        except dist.DistNetworkError as error:
+            if not self._keeps_store or "EADDRINUSE" not in str(error):
+                raise
+            # whoever holds the port may be ranks that can say who they are, and that wait for this one
+            self._port_error, self._keeps_store = str(error), False
+            try:
+                self._store = _opened(environment, False, min(timeout_s, _ASK_S))
+            except (dist.DistError, MachineError):
+                raise self._port_in_use("another program") from error
+
+    def meet(self, own: Member, timeout_s: float) -> Store:
+        """Waits for all ranks of this launch; a store that they have for themselves.
+
+        Raises:
+            MachineError: Ranks that do not belong together have met here, or not all have come in time; the others
+                that wait end with the same message.
+        """
+        deadline = time.monotonic() + timeout_s
+        number = max(self._next_round, self._latest())
+        while True:
+            self._begin(number)
+            place = _Round(self._store, number, own, self.address)
+            try:
+                if self._port_error:
+                    raise place.refused(self._port_in_use(place.holder_of_port()), own)
+                if place.joined(self._is_of_agent) and place.waited(deadline, timeout_s, self._latest):
+                    self._next_round = number + 1
+                    return PrefixStore(f"world-{number}", self._store)
+            except MachineError:
+                if self._keeps_store:
+                    place.linger()
+                raise
+            number = max(number + 1, self._latest())
+
+    def _begin(self, number: int) -> None:
+        """The round is the latest one from now on, unless a later one has begun."""
+        while (latest := self._latest()) < number:
+            self._store.compare_set(_ROUND, str(latest), str(number))
+
+    def _latest(self) -> int:
+        return self._store.add(_ROUND, 0)
+
+    def _port_in_use(self, by: str) -> MachineError:
+        return MachineError(
+            f"rank 0 of {self._world_size} cannot meet the others at {self.address}: port {self._port} of this machine "
+            f"is in use by {by}; set another MASTER_PORT for all ranks, or end what listens there"
+        )
+
+
+class _Round:
+    """One round, as one rank sees it."""
+
+    def __init__(self, store: Store, number: int, own: Member, address: str) -> None:
+        self._at, self._number, self._own, self._address = PrefixStore(f"mtrain/{number}", store), number, own, address
+        self._at.add(_CAME, 1)
+
+    def joined(self, is_of_agent: bool) -> bool:
+        """Takes part; False where the round is one of an earlier start of this launch.
+
+        Args:
+            is_of_agent: Whether the store outlives its ranks.
+
+        Raises:
+            MachineError: This rank and another one do not belong together.
+        """
+        own = self._own
+        first = Member.parsed(self._at.compare_set(_FIRST, "", own.text))
+        is_same_run = not differences(first, own, elastic=True)
+        has_met = self._at.check([_END]) and self._at.get(_END) == _MET.encode()
+        if (
+            own.follows(first)
+            or (is_same_run and own.replaces(first))
+            # agents start all ranks anew, in any order, also those that come first now and have come second before
+            or (is_same_run and has_met and is_of_agent)
+        ):
+            return self._left()
+        if differences(first, own):
+            raise self.refused(self._fault(explained(first, own)), first)
+        found_there = self._at.compare_set(_key(own.rank), "", own.brief).decode()
+        if found_there != own.brief:
+            holder = Member.parsed(found_there)
+            if own.follows(holder) or own.replaces(holder):
+                return self._left()
+            raise self.refused(self._fault(explained(replace(holder, agreed=own.agreed), own)), holder)
+        if self._at.add(_JOINED, 1) == own.world_size:
+            self._at.compare_set(_END, "", _MET)
+        return True
+
+    def waited(self, deadline: float, timeout_s: float, latest: Callable[[], int]) -> bool:
+        """Until all ranks are there; False where a later round has begun.
+
+        Args:
+            deadline: When to give up, of the monotonic clock.
+            timeout_s: The time from the beginning until then.
+            latest: Gives the number of the latest round.
+
+        Raises:
+            MachineError: Somebody has found ranks that do not belong together, or time is over.
+        """
+        pause_s, longest_s = _POLL_S
+        try:
+            while not self._at.check([_END]):
+                if latest() > self._number:
+                    return self._left()
+                if time.monotonic() > deadline:
+                    self._conclude(self._late(timeout_s), self._own)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+            end = self._at.get(_END).decode()
+            if end != _MET:
+                raise self._as_said(end)
+            return True
+        except BaseException:
+            # one that starts again in its place finds it free
+            with contextlib.suppress(dist.DistError):
+                self._at.compare_set(_key(self._own.rank), self._own.brief, "")
+                self._at.add(_JOINED, -1)
+            raise
+
+    def refused(self, fault: MachineError, other: Member) -> MachineError:
+        """Ends the round for all that wait in it; what this rank has to raise.
+
+        Args:
+            fault: What is wrong.
+            other: The rank that this one does not belong together with, or itself.
+        """
+        end = self._conclude(fault, other)
+        # ranks that have met go on, undisturbed
+        return fault if end == _MET else self._as_said(end)
+
+    def _conclude(self, fault: MachineError, other: Member) -> str:
+        """Ends the round by a fault, unless it has ended; how it has."""
+        pair = sorted((self._own, other), key=lambda each: each.rank)
+        # of two ranks of one launch one speaks; of two launches each has a log of its own
+        speakers = pair[:1] if pair[0].shares_launch(pair[1]) else pair
+        said = json.dumps({"text": str(fault), "speakers": [each.brief for each in speakers]})
+        return self._at.compare_set(_END, "", said).decode()
+
+    def holder_of_port(self) -> str:
+        """Who has the port that this rank was to open, for people."""
+        if not self._at.check([_key(0)]) or not (text := self._at.get(_key(0))):
+            return "another program"
+        holder = Member.parsed(text)
+        return f"{holder} of {holder.folders[0]}"
+
+    def linger(self) -> None:
+        """Until everybody who has come, and who is still to come, has read how the round has ended, for a moment."""
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(dist.DistError):
+            while time.monotonic() < deadline and self._at.add(_LEFT, 0) < self._at.add(_CAME, 0):
+                time.sleep(_POLL_S[0])
+
+    def _left(self) -> bool:
+        self._at.add(_LEFT, 1)
+        return False
+
+    def _as_said(self, end: str) -> MachineError:
+        content = json.loads(end)
+        fault, speakers = MachineError(content["text"]), [Member.parsed(each) for each in content["speakers"]]
+        speaks = any(self._own.brief == each.brief for each in speakers)
+        fault.is_shown_elsewhere = not speaks and any(map(self._own.shares_launch, speakers))
+        self._left()
+        return fault
+
+    def _fault(self, text: str) -> MachineError:
+        return MachineError(f"ranks cannot meet at {self._address}: {text}")
+
+    def _late(self, timeout_s: float) -> MachineError:
+        own = self._own
+        keys = ((rank, _key(rank)) for rank in range(own.world_size))
+        missing = [rank for rank, key in keys if not self._at.check([key]) or not self._at.get(key)]
+        named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if len(missing) > _MOST_NAMED else "")
+        return MachineError(
+            f"rank {own.rank} of {own.world_size} cannot meet the others at {self._address}: {len(missing)} of them "
+            f"(rank {named}) have not come within {timeout_s:g} s; start all ranks with the same MASTER_ADDR, "
+            "MASTER_PORT and WORLD_SIZE, or raise train.process_group_timeout_s"
+        )
+
+
+def _key(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _opened(environment: RankEnvironment, keeps_store: bool, timeout_s: float) -> Store:
+    """The store, once its keeper is there.
+
+    Raises:
+        MachineError: Something listens at the address that does not speak as a store does.
+        RuntimeError: As torch words it.
+    """
+    found: list[Store | BaseException] = []
+
+    def connect() -> None:
+        try:
+            found.append(
+                TCPStore(
+                    host_name=environment.master_addr,
+                    port=environment.master_port,
+                    world_size=environment.world_size,
+                    is_master=keeps_store,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                    multi_tenant=keeps_store,
+                )
+            )
+        except BaseException as error:
+            found.append(error)
+
+    # torch's own timeout does not end the wait for the first answer of a program that takes connections and is silent
+    thread = threading.Thread(target=connect, name="connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s + _ASK_S)
+    if not found:
+        raise MachineError(
+            f"rank {environment.rank} of {environment.world_size} cannot meet the others at "
+            f"{environment.master_addr}:{environment.master_port}: what listens there is no rank 0 and does not "
+            "answer; set another MASTER_PORT for all ranks, or end what listens there"
+        )
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
