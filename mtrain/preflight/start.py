@@ -5,11 +5,13 @@ Torch is loaded where weights, or a loss function other than the usual one, are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, megatron_folder
 from mtrain.config import Config
 from mtrain.config.schema.data import MockSection, SftSection
@@ -22,8 +24,8 @@ from mtrain.runs.lock import refuse_if_held
 if TYPE_CHECKING:
     from mtrain.data.opened import OpenedData
 
-_SOON_TOKENISED_BYTES = 64 << 20
-"""Of records: more would take longer than a look."""
+_SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
+"""Of records, and of a checkpoint: more would take longer than a look."""
 
 
 def look_at_start(config: Config, findings: Findings) -> None:
@@ -88,7 +90,7 @@ def _look_at_weights(config: Config, folder: RunFolder, data: OpenedData | None,
     """Where the weights come from; a run that goes on has its own, and needs of others the frozen model alone."""
     from mtrain.training.changed import changes_since, resumable
 
-    own = resumable(config, folder).entry if folder.path.is_dir() else None
+    own = _verified(partial(resumable, config, folder)) if folder.path.is_dir() else None
     if own is not None:
         findings.fact("goes on", f"from {own.path}")
         # scores of a reference model are part of what data are called, and only a run has them
@@ -155,6 +157,27 @@ def _check_weights(entry: CheckpointEntry, config: Config) -> None:
 
 
 def _entry(start: Path) -> CheckpointEntry:
-    entry = checkpoint_at(start).entry
+    entry = _verified(partial(checkpoint_at, start))
     assert entry is not None, "checkpoint_at raises where there is none"
     return entry
+
+
+def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | None:
+    """The newest checkpoint that passes. As a start does, all bytes of it are read, unless that takes long.
+
+    Args:
+        find: Steps that turned out unusable, and why -> the newest other checkpoint.
+    """
+    from mtrain.checkpoint.store.verification import verify_files
+
+    unusable: dict[int, str] = {}
+    while True:
+        entry = find(unusable).entry
+        if entry is None or sum(facts.size_bytes for facts in entry.manifest.files.values()) > _SOON_READ_BYTES:
+            return entry
+        try:
+            verify_files(entry, list(entry.manifest.files))
+        except DataError as fault:
+            unusable[entry.step] = str(fault)
+        else:
+            return entry

@@ -166,6 +166,26 @@ def _damaged(place: Place) -> dict[str, Any]:
     return {"run": run, "data": place.trained}
 
 
+def _flipped(folder: Path) -> None:
+    """Changes a byte of a checkpoint, but no size."""
+    path = max(folder.glob("checkpoints/step_*/*.distcp"), key=lambda each: each.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _flipped_run(place: Place) -> dict[str, Any]:
+    run = place.continued
+    _flipped(Path(run["dir"]))
+    return {"run": run, "data": place.trained}
+
+
+def _flipped_start(place: Place) -> dict[str, Any]:
+    start = place.continued["dir"]
+    _flipped(Path(start))
+    return {"run": {"dir": str(place.own / "new")}, "checkpoint": {"initialize_from": start}}
+
+
 CASES = {
     "a module that is not there": _loss(2, "no module 'nowhere'", function="nowhere.losses:mine"),
     "a module without the function": _loss(2, "json has no 'mine'", function="json:mine"),
@@ -279,6 +299,8 @@ CASES = {
     "a run on other data": Case(
         3, "are not those that", lambda place: {"run": place.continued, "data": place.indexed(place.corpus(41))}
     ),
+    "a byte of the run's checkpoint": Case(3, "other bytes", _flipped_run),
+    "a byte of the weights to start from": Case(3, "other bytes", _flipped_start),
     "a run whose checkpoint is damaged": Case(3, "no usable checkpoint", _damaged),
 }
 
