@@ -1,4 +1,8 @@
-"""Training steps as transformers and torch take them: one process, float32, nothing of Megatron-Core."""
+"""Training steps as transformers and torch take them: one process, nothing of Megatron-Core.
+
+The model computes in float32, the loss and its gradient by the logits in float64: float32 rounds the sum over a large
+vocabulary, and the losses of likely tokens, by more than is compared.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.io.logits import open_model
+
+_MOST_WIDE = 2**24
+"""Most logits that are held in float64 at once: 128 MiB, and as much again for each step of the arithmetic."""
 
 
 class TrainingRows(NamedTuple):
@@ -44,15 +50,37 @@ class StepFound(NamedTuple):
     """Global L2 norm before clipping; 0 where there was nothing to learn."""
 
 
-def transformers_steps(folder: Path, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
-    """AdamW steps from the weights of a folder, one after the other. Gradients of a step are added row by row.
+class TrainableModel(NamedTuple):
+    """A model of transformers."""
+
+    model: Any
+    padding_row: int | None
+    """The row of the embedding whose gradient it would have left out: that of `pad_token_id`, as `padding_idx`."""
+
+
+def open_trainable(folder: Path) -> TrainableModel:
+    """The model of a folder, all of whose rows learn.
+
+    A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, where nothing is padded; its row has a gradient
+    then, as it has in an output layer that shares the table.
 
     Args:
         folder: config.json and safetensors.
+    """
+    model = open_model(folder)
+    table = model.get_input_embeddings()
+    row, table.padding_idx = getattr(table, "padding_idx", None), None
+    return TrainableModel(model, row)
+
+
+def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
+    """AdamW steps, one after the other. Gradients of a step are added row by row.
+
+    Args:
+        model: Of transformers; trained.
         section: Constants of AdamW and the clipping.
         steps: Their data.
     """
-    model = open_model(folder)
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
         list(_groups(parameters, section)), lr=0.0, betas=(section.beta1, section.beta2), eps=section.epsilon
@@ -87,14 +115,36 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
     """Adds the gradients of some rows; their numerator."""
     # [batch, seq, vocab_size]; no cache, which would only take memory
-    logits = model(rows.tokens, use_cache=False).logits.float()
-    losses = functional.cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")
-    weights = rows.weights.flatten()
-    numerator = torch.where(weights > 0, losses * weights, 0.0).sum(dtype=torch.float64)
+    logits = model(rows.tokens, use_cache=False).logits
+    # divided before backward, the other order than in training: one more thing that the comparison proves
+    numerator, gradient = _loss(logits.detach().flatten(0, 1), rows, denominator)
     if denominator != 0:
-        # divided before backward, the other order than in training: one more thing that the comparison proves
-        torch.autograd.backward(numerator / denominator)
-    return float(numerator.detach())
+        logits.backward(gradient.view_as(logits))
+    return numerator
+
+
+def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float, Tensor]:
+    """The weighted sum of losses, and the gradient of its quotient by the logits.
+
+    Args:
+        logits: [tokens, vocab_size].
+        rows: The labels and weights of these tokens.
+        denominator: 0 gives a gradient of 0.
+    """
+    labels, weights = rows.labels.flatten(), rows.weights.flatten().double()
+    gradient, losses = torch.zeros_like(logits), []
+    # a few tokens at a time: float64 of all logits would be the largest tensors of the check
+    size = max(1, _MOST_WIDE // logits.shape[1])
+    for start in range(0, len(logits), size):
+        own = slice(start, start + size)
+        log_probs = logits[own].double().log_softmax(-1)
+        likely, weight = log_probs.gather(1, labels[own, None]), weights[own, None]
+        # where, not a product: what a masked token says may be inf
+        losses.append(float(torch.where(weight > 0, -likely * weight, 0.0).sum()))
+        if denominator != 0:
+            change = log_probs.exp_().scatter_add_(1, labels[own, None], torch.full_like(likely, -1.0))
+            gradient[own] = torch.where(weight > 0, change * (weight / denominator), 0.0).to(logits.dtype)
+    return math.fsum(losses), gradient
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.train import AdamWSection
-from mtrain.hf.io.training import StepInput, TrainingRows, transformers_steps
+from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, transformers_steps
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
@@ -70,14 +70,14 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     pool = pool or Pool(device, PRELOADED, TIMEOUT_S)
     tolerances = _tolerances(exact)
     inputs = _inputs(exact, request.num_steps)
-    reference = _reference(exact, inputs, progress)
+    reference, note = _reference(exact, inputs, progress)
     layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
     return HfReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment_of(device),
         config=exact.model_dump(mode="json"),
-        changes=changes,
+        changes=(*changes, *note),
         data="the first batches of the run's own data" if exact.data.kind != "mock" else "random tokens",
         num_steps=request.num_steps,
         tolerances=tolerances,
@@ -172,21 +172,30 @@ def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
             yield TrainingRows(*(field[row, own].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
 
 
-def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> LayoutResult:
-    """The run in transformers."""
+def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> tuple[LayoutResult, tuple[str, ...]]:
+    """The run in transformers, and what was changed there."""
     assert config.model.hf is not None, "the command line names it"
     assert isinstance(config.optimizer, AdamWSection), "made so to be comparable"
     began = time.monotonic()
     values = []
     steps = [each.step for each in inputs]
-    for number, found in enumerate(transformers_steps(Path(config.model.hf), config.optimizer, steps)):
+    model, padding_row = open_trainable(Path(config.model.hf))
+    for number, found in enumerate(transformers_steps(model, config.optimizer, steps)):
         denominator = steps[number].denominator
         mean = found.numerator / denominator if denominator else 0.0
         terms = {MAIN_TERM: found.numerator}, {MAIN_TERM: denominator}
         values.append(StepValues(number + 1, mean, {MAIN_TERM: mean}, *terms, found.grad_norm))
         progress(f"transformers: step {number + 1} of {len(steps)} ({time.monotonic() - began:.1f} s)")
     seconds = time.monotonic() - began
-    return LayoutResult("transformers", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
+    result = LayoutResult("transformers", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
+    if padding_row is None:
+        return result, ()
+    note = (
+        f"transformers: padding_idx={padding_row} -> None (pad_token_id takes the gradient of this token's embedding "
+        "away there, also where the token is text)"
+    )
+    progress(note)
+    return result, (note,)
 
 
 class _Runs:

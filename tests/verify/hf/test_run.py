@@ -16,6 +16,8 @@ from mtrain.config.load import load_config
 from mtrain.config.schema.train import AdamWSection
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.result import HfReport
+from mtrain.verify.core.samples import SamplePlan
+from mtrain.verify.core.texts import texts_of
 from mtrain.verify.hf.run import comparable, verify_hf
 from mtrain.verify.parity.run import Request
 from tests.hf.folders import save
@@ -68,6 +70,21 @@ def test_steps_are_those_of_transformers(
     assert {len(layout.steps) for layout in report.layouts} == {NUM_STEPS}
     assert len(report.layouts) == 1 + (layouts or "").count(",")
     assert all(step.grad_norm > config.optimizer.clip_grad for step in report.reference.steps), "nothing was clipped"
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"], ids=["tied", "untied"])
+def test_a_token_that_pads_elsewhere_learns_as_text_and_that_is_said(pool: Pool, tmp_path: Path, name: str) -> None:
+    """transformers leaves the gradient of its embedding out."""
+    save(name, tmp_path / "hf", pad_token_id=3)
+    config = configured(tmp_path)
+    said = list[str]()
+    report = verify_hf(config, Request(None, NUM_STEPS, 4, None, "test"), said.append, pool)
+    deviations = [(each.kind, each.step, each.value) for layout in report.layouts for each in layout.deviations]
+    assert report.passed, deviations
+    (note,) = [line for line in report.changes if line.startswith("transformers: padding_idx=3 -> None")]
+    assert note in said
+    texts = texts_of(comparable(config)[0], SamplePlan(NUM_STEPS, 0, config.model.vocab_size)).steps
+    assert any(3 in text.ids[:-1] for step in texts for text in step), "the token does not occur"
 
 
 @pytest.mark.parametrize(
