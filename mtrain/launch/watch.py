@@ -19,6 +19,8 @@ from mtrain.base.signals import StopSignal
 _POLL_S = 0.02
 _LOOK_S = 0.5
 """Between two looks at what costs more than a poll: states of processes, files."""
+_LONGEST_GAP_S = 4 * _LOOK_S
+"""Between two readings of a clock; in a longer one the launcher itself stood still, and its ranks may have, too."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,24 @@ class Failure:
     """Unix time at which the launcher saw it."""
 
 
+class AwakeClock:
+    """Seconds in which this process ran: a job that was suspended and resumed has lost no time. To be read often."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            clock: Gives the time in seconds.
+        """
+        self._clock, self._read_s, self._awake_s = clock, clock(), 0.0
+
+    def __call__(self) -> float:
+        """The seconds so far; of a gap since the latest reading no more than _LONGEST_GAP_S counts."""
+        now = self._clock()
+        self._awake_s += min(now - self._read_s, _LONGEST_GAP_S)
+        self._read_s = now
+        return self._awake_s
+
+
 class Heartbeats:
     """Signs of life of one launch's ranks: a heartbeat, or time of a processor where the disk takes no heartbeat."""
 
@@ -62,7 +82,7 @@ class Heartbeats:
             limit_s: A rank that gives no sign of life for so long is lost.
             clock: Gives the time in seconds.
         """
-        self._folder, self.limit_s, self._clock = folder, limit_s, clock
+        self._folder, self.limit_s, self._clock = folder, limit_s, AwakeClock(clock)
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
         """Rank -> its latest sign of life, and when it was seen."""
 
@@ -97,7 +117,8 @@ class RankWatch:
         self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
         self._num_passed_on = 0
         self._stopped_since_s: dict[int, float] = {}
-        self._looked_s = time.monotonic()
+        self._clock = AwakeClock()
+        self._looked_s = self._clock()
 
     def wait(self) -> Failure | None:
         """Until every rank has ended, or the grace after a failure is over; what failed first.
@@ -107,13 +128,13 @@ class RankWatch:
         """
         failure: Failure | None = None
         deadline = float("inf")
-        while self._num_running() and time.monotonic() < deadline:
+        while self._num_running() and self._clock() < deadline:
             self._pass_on_signals()
             if failure is None:
                 if (lost := self._lost()) is not None:
                     return lost
                 if (failure := self._first_failed()) is not None:
-                    deadline = time.monotonic() + self._grace_s
+                    deadline = self._clock() + self._grace_s
             time.sleep(_POLL_S)
         return failure if failure is not None else self._first_failed()
 
@@ -146,7 +167,7 @@ class RankWatch:
 
     def _lost(self) -> Failure | None:
         """A rank that will not end by itself; looked for now and then."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._looked_s < _LOOK_S:
             return None
         self._looked_s = now

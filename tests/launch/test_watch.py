@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtrain.base.heartbeat import read_beat
 from mtrain.base.signals import StopSignal
@@ -180,3 +182,17 @@ def test_what_an_earlier_start_left_is_no_sign_of_life(
     path.write_text(path.read_text().replace(BEATING, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert watched(path, 1, limit_s=30.0) == 5
     assert "was killed by SIGKILL; the other" in capfd.readouterr().err, "without the place of the start before"
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 60.0, 3600.0]), min_size=1, max_size=40))
+def test_time_in_which_the_launcher_stood_still_does_not_count(gaps: list[float]) -> None:
+    """As under `scontrol suspend`, which stops the launcher and its ranks alike."""
+    now, process = [0.0], subprocess.Popen(["true"])
+    process.wait()  # so that it gives no sign of life at all
+    rank, heartbeats = Rank(0, process, None, 0), Heartbeats(Path("nothing.here"), 5.0, lambda: now[0])
+    assert not heartbeats.is_lost(rank)
+    awake_s = 0.0
+    for gap in gaps:
+        now[0] += gap
+        awake_s += min(gap, 2.0)
+        assert heartbeats.is_lost(rank) == (awake_s > 5.0)
