@@ -4,17 +4,21 @@ Text stays text: whatever a document holds, it never becomes a control token suc
 tokens are added by the code that builds samples, by id.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.hf.tokenizer.build import MERGES_NAME, VOCABULARY_NAME, BuiltTokenizer, build_tokenizer
+from mtrain.hf.tokenizer.classes import NotReadError
 
 Result = TypeVar("Result")
 
@@ -22,6 +26,14 @@ HF_TOKENIZER_FILE = "tokenizer.json"
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable of the `tokenizers` library: false keeps it on one thread."""
 _HF_SETTINGS = "tokenizer_config.json"
+_HF_CONFIG = "config.json"
+_LISTS = (VOCABULARY_NAME,)
+"""Files beside which there is no tokenizer.json."""
+_SOURCE = "take the folder from its source again"
+_WAY_OUT = (
+    "let transformers write it anew, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class "
+    "to PreTrainedTokenizerFast in the new tokenizer_config.json, and name the new folder"
+)
 _MOST_BYTES = 1 << 28
 """Of one file; the largest have about forty million."""
 _PANIC = "PanicException"
@@ -50,6 +62,10 @@ class Tokenizer(ABC):
     """Begins a sample; None where the tokenizer has none."""
     eos_id: int
     """Ends a document or an answer."""
+    begin_ids: tuple[int, ...]
+    """Tokens that it puts before a text; empty where it adds none, though it may have a bos."""
+    named: Mapping[str, str]
+    """Role, such as `eos_token` -> text of the special token; what a chat template may read."""
     pad_id: int
     """Fills rows; where the tokenizer has none it is `eos_id`, which is safe because padding has weight 0."""
 
@@ -77,6 +93,10 @@ class Tokenizer(ABC):
         Raises:
             DataError: A tokenizer of this kind cannot.
         """
+
+    def encodes_like(self, other: Tokenizer) -> bool:
+        """Whether another tokenizer gives the same ids for every text, special tokens too."""
+        return self.fingerprint == other.fingerprint
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -110,6 +130,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eos_id = int(self._model.eos_id())
         self.bos_id = int(self._model.bos_id()) if self._model.bos_id() >= 0 else None
         self.pad_id = int(self._model.pad_id()) if self._model.pad_id() >= 0 else self.eos_id
+        self.begin_ids, self.named = () if self.bos_id is None else (self.bos_id,), {}
 
     def encode(self, text: str) -> list[int]:
         return list(self._model.encode(text))
@@ -138,40 +159,72 @@ class SentencePieceTokenizer(Tokenizer):
 
 @final
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of the `tokenizers` library; bos, eos and pad come from `tokenizer_config.json` beside it."""
+    """What transformers makes of a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
+
+    That is not always what tokenizer.json says by itself: `mtrain.hf.tokenizer`.
+    """
 
     def __init__(self, path: Path) -> None:
         content = _content(path)
         _check_prefix(path, content)
-        self._model = _hugging_face_model(path, content)
+        files = {path.name if path.name in _LISTS else HF_TOKENIZER_FILE: content}
+        self._model, self.named, fresh = self._built(path, files)
+        for role in fresh & {"bos_token", "eos_token"}:
+            raise DataError(
+                f"{path.with_name(_HF_SETTINGS)} names {reprlib.repr(self.named[role])} as {role}, which {path} does "
+                "not hold; take both files from the same tokenizer"
+            )
         self._model.encode_special_tokens = True  # "<eos>" in a document is five characters, not the control token
         self._model_with_special_tokens: Any = None
-        self.path, self.fingerprint = path, hashlib.sha256(content).hexdigest()
+        self.path = path
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        settings = path.with_name(_HF_SETTINGS)
-        names = json_object(settings, _content(settings)) if settings.exists() else {}
-        eos = self._id(names, "eos_token")
+        eos = self._id("eos_token")
         if eos is None:
             raise DataError(
                 f"{path} has no end-of-document token; name it as eos_token in {path.with_name(_HF_SETTINGS)}"
             )
-        pad = self._id(names, "pad_token")
-        self.eos_id, self.bos_id = eos, self._id(names, "bos_token")
+        pad = self._id("pad_token")
+        self.eos_id, self.bos_id = eos, self._id("bos_token")
         self.pad_id = eos if pad is None else pad
+        self.begin_ids = self._begin_ids()
+        # that of byte-level models cuts the spaces off the offsets, and without added tokens none does anything else
+        self._model.post_processor = _no_post_processor()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        if path.name in _LISTS or self._is_changed(content):  # else that of the file alone, as runs of 0.1.0 know it
+            self.fingerprint = hashlib.sha256(self._model.to_str().encode()).hexdigest()
 
-    def _id(self, names: dict[str, Any], role: str) -> int | None:
-        name = names.get(role)
-        if isinstance(name, dict):
-            name = name.get("content")
-        if name is None:
-            return None
-        id_ = self._model.token_to_id(name) if isinstance(name, str) else None
-        if id_ is None:
-            raise DataError(
-                f"{self.path.with_name(_HF_SETTINGS)} names {reprlib.repr(name)} as {role}, which {self.path} "
-                "does not hold; take both files from the same tokenizer"
-            )
-        return int(id_)
+    @staticmethod
+    def _built(path: Path, files: dict[str, bytes]) -> BuiltTokenizer:
+        def read(name: str) -> dict[str, Any]:
+            file = path.with_name(name)
+            if name not in files and not file.exists():
+                return {}
+            return json_object(file, files.get(name) or _content(file))
+
+        def load() -> Any:
+            return _hugging_face_model(path, files[HF_TOKENIZER_FILE])
+
+        try:
+            has_file = HF_TOKENIZER_FILE in files
+            return _called(lambda: build_tokenizer(path.parent, read, load, has_file), f"{path} is damaged", _SOURCE)
+        except NotReadError as fault:
+            raise DataError(f"tokenizer {path.parent} is not read: {fault}; {_WAY_OUT}") from None
+
+    def _id(self, role: str) -> int | None:
+        found = self._model.token_to_id(self.named[role]) if role in self.named else None
+        return None if found is None else int(found)
+
+    def _begin_ids(self) -> tuple[int, ...]:
+        """What its post-processor puts before a text."""
+        found = self._of_text(lambda: self._model.encode("a"))
+        ends = next((place for place, is_added in enumerate(found.special_tokens_mask) if not is_added), None)
+        return tuple(found.ids[:ends]) if ends is not None else ()
+
+    def _is_changed(self, content: bytes) -> bool:
+        """Whether transformers makes another tokenizer of the folder than of tokenizer.json alone."""
+        alone = _hugging_face_model(self.path, content)
+        alone.post_processor = _no_post_processor()
+        return bool(alone.to_str() != self._model.to_str())
 
     def encode(self, text: str) -> list[int]:
         return list(self._of_text(lambda: self._model.encode(text, add_special_tokens=False)).ids)
@@ -198,20 +251,24 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
         if special_tokens and self._model_with_special_tokens is None:
             # a second model, as the mode is a property of the whole one and other threads use the first
-            self._model_with_special_tokens = self._second_model()
+            self._model_with_special_tokens = type(self._model).from_str(self._model.to_str())
         model = self._model_with_special_tokens if special_tokens else self._model
         found = self._of_text(lambda: model.encode(text, add_special_tokens=False))
         return EncodedText(list(found.ids), list(found.offsets))
 
+    def encodes_like(self, other: Tokenizer) -> bool:
+        if not isinstance(other, HuggingFaceTokenizer):
+            return False
+        return self.fingerprint == other.fingerprint or self._encoding_parts() == other._encoding_parts()
+
+    def _encoding_parts(self) -> dict[str, Any]:
+        """Without what no text's ids depend on."""
+        parts: dict[str, Any] = parsed_json(self.serialized().encode())
+        return {key: part for key, part in parts.items() if key not in ("version", "decoder", "post_processor")}
+
     def serialized(self) -> str:
         """A tokenizer.json of what encodes here, without padding, cutting or tokens that begin and end a text."""
         return str(self._model.to_str())
-
-    def _second_model(self) -> Any:
-        content = _content(self.path)
-        if hashlib.sha256(content).hexdigest() != self.fingerprint:
-            raise DataError(f"{self.path} has changed since it was opened; start again")
-        return _hugging_face_model(self.path, content)
 
     def _of_text(self, call: Callable[[], Any]) -> Any:
         return _called(call, f"{self.path} fails on a text", "take the file from its source again")
@@ -238,20 +295,25 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Compares a tokenizer with the model that its ids are for.
 
+    It may have more tokens than the model has embeddings: some of Gemma 3 have one for images alone. An id beyond the
+    table is refused where a sample holds it.
+
     Raises:
-        DataError: It has more tokens than the model has embeddings.
+        DataError: A token that every sample holds lies beyond the table.
     """
     # an id beyond the embedding would be an index error on a device, steps later
-    if tokenizer.vocab_size > vocab_size:
+    highest = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
+    if highest >= vocab_size:
         raise DataError(
-            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} tokens, but model.vocab_size is {vocab_size}; "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}, or name the model's own tokenizer"
+            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} tokens and puts token {highest} "
+            f"({tokenizer.name(highest)}) into every sample, but model.vocab_size is {vocab_size}; set "
+            f"model.vocab_size to at least {tokenizer.vocab_size}, or name the model's own tokenizer"
         )
 
 
 def _hugging_face_model(path: Path, content: bytes) -> Any:
+    """As the file says."""
     from tokenizers import Tokenizer as Model
-    from tokenizers.processors import TemplateProcessing
 
     model = _called(
         lambda: Model.from_buffer(content),
@@ -260,9 +322,13 @@ def _hugging_face_model(path: Path, content: bytes) -> Any:
     )
     model.no_padding()
     model.no_truncation()
-    # that of byte-level models cuts the spaces off the offsets, and without added tokens none does anything else
-    model.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     return model
+
+
+def _no_post_processor() -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -281,7 +347,15 @@ def tokenizer_file(path: str | Path) -> Path:
         return path
     if (path / HF_TOKENIZER_FILE).is_file():
         return path / HF_TOKENIZER_FILE
+    if all((path / name).is_file() for name in (VOCABULARY_NAME, MERGES_NAME)):
+        return path / VOCABULARY_NAME
     models = sorted(path.glob("*.model"))
+    if models and any((path / name).is_file() for name in (_HF_SETTINGS, _HF_CONFIG)):
+        raise DataError(
+            f"tokenizer {path} is not read: it has {models[0].name} and no tokenizer.json, and transformers makes "
+            f"other tokens of that than sentencepiece; {_WAY_OUT}, or name the .model file itself to take "
+            "sentencepiece's tokens"
+        )
     if len(models) != 1:
         raise DataError(
             f"directory {path} holds no tokenizer.json and {len(models)} .model files, but one tokenizer is needed; "
@@ -320,6 +394,8 @@ def _called(call: Callable[[], Result], what: str, change: str) -> Result:
     """What a call of the `tokenizers` library gives; every fault of it as one error."""
     try:
         return call()
+    except (DataError, NotReadError):
+        raise
     except BaseException as fault:
         if isinstance(fault, Exception) or type(fault).__name__ == _PANIC:  # plain Exception for every kind of fault
             raise DataError(f"{what} ({_one_line(fault)}); {change}") from fault

@@ -62,8 +62,8 @@ def test_control_tokens_come_from_the_files(folder: Path) -> None:
     assert isinstance(sentencepiece, SentencePieceTokenizer)
     assert isinstance(huggingface, HuggingFaceTokenizer)
     assert (sentencepiece.bos_id, sentencepiece.eos_id, sentencepiece.pad_id) == (1, 2, 3)
-    assert (huggingface.bos_id, huggingface.eos_id, huggingface.pad_id) == (None, 1, 1)
-    assert (sentencepiece.vocab_size, huggingface.vocab_size) == (320, 300)
+    assert (huggingface.bos_id, huggingface.eos_id, huggingface.pad_id) == (None, 1, 300)
+    assert (sentencepiece.vocab_size, huggingface.vocab_size) == (320, 301)
     assert sentencepiece.decode([1, *sentencepiece.encode("x + 1"), 2, 3]) == "x + 1"
     assert huggingface.decode([*huggingface.encode("x + 1"), 1]) == "x + 1"
 

@@ -42,6 +42,7 @@ NEUTRAL_KEYS = (
     "model.backend",
     "model.hf",
     "adapter.path",
+    "data.allow_other_tokenizer",
     "data.prefetch_steps",
     "data.packing",
     "data.ignore_keys",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,11 @@ from mtrain.hf.schema.files import CONFIG_NAME, side_files
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import HF_TOKENIZER_FILE
 
-_TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", TEMPLATE_FILE)
+_TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
+_OF_TOKENIZERS = re.compile(
+    r"tokenizer.*|vocab\..*|merges\.txt|.*_tokens.*\.json|.*\.(tiktoken|model|jinja)|chat_template.*"
+)
+"""Files that go with a tokenizer, of those that a conversion copies."""
 
 
 class ModelSource(NamedTuple):
@@ -31,7 +36,7 @@ class ModelSource(NamedTuple):
     context_tokens: int | None
     """Longest sequence that training saw, where there is no origin to say it."""
     tokenizer: Path | None = None
-    """That of the run, where there is no origin to have one."""
+    """That of the run, where there is no origin to have one, or the run may have another."""
 
 
 def source_of(checkpoint: Path) -> ModelSource:
@@ -56,14 +61,20 @@ def source_of_run(run: Config) -> ModelSource:
         DataError: The run began with weights of which nothing says what model they are.
     """
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
-        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length)
+        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length, _other_tokenizer(run))
     start = run.checkpoint.initialize_from
     if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
         return _without_origin(run)
     entry = checkpoint_at(Path(start)).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     origin = source_of(entry.path).origin
-    return _without_origin(run) if origin is None else ModelSource(run.model, origin, run.data.seq_length)
+    if origin is None:
+        return _without_origin(run)
+    return ModelSource(run.model, origin, run.data.seq_length, _other_tokenizer(run))
+
+
+def _other_tokenizer(run: Config) -> Path | None:
+    return Path(run.data.tokenizer) if run.data.tokenizer is not None and run.data.allow_other_tokenizer else None
 
 
 def _without_origin(run: Config) -> ModelSource:
@@ -91,9 +102,11 @@ def put_side_files(
     """
     if origin is not None:
         for name in (each for each in side_files(origin) if each.as_posix() not in but):
+            if tokenizer is not None and _OF_TOKENIZERS.fullmatch(name.name):
+                continue
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(origin / name, folder / name)
-    elif tokenizer is not None:
+    if tokenizer is not None:
         _copy_tokenizer(tokenizer, folder)
     trained = RunFolder(checkpoint.resolve().parent.parent).saved_chat_templates()
     if trained:  # the weights are of a run that wrote conversations by them
@@ -102,7 +115,7 @@ def put_side_files(
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """That of a run whose weights came with none; a sentencepiece model alone is nothing that these libraries load."""
+    """That of a run whose weights came with none, or another; these libraries load no sentencepiece model alone."""
     source = path if path.is_dir() else path.parent
     if not (source / HF_TOKENIZER_FILE).is_file():
         print(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer", flush=True)

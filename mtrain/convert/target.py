@@ -91,7 +91,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         table,
         origin,
         source.context_tokens,
-        source.tokenizer if origin is None else None,
+        source.tokenizer if like is None else None,
         main_weights=dtype == torch.float32,
     )
     _check_keys(target)

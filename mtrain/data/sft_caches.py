@@ -22,7 +22,7 @@ from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 _NOT_OF_RECORDS = frozenset(
     {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
-    | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check"}
+    | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check", "allow_other_tokenizer"}
 )
 """Keys that decide neither what the tokens of a record are nor whether it is one; any other key makes an entry of its
 own, also where the encoder's fingerprint does not know it: what is refused under one value may be read under

@@ -17,6 +17,7 @@ from mtrain.data.curriculum import BlendFrom, later_blends, with_later
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
 from mtrain.data.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of
+from mtrain.data.own_tokenizer import check_own_tokenizer
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
@@ -171,13 +172,14 @@ class Sources:
     def __init__(self, config: Config) -> None:
         """
         Raises:
-            DataError: The tokenizer is missing, damaged, or has more tokens than the model.
+            DataError: The tokenizer is missing, damaged, or not that of the model.
         """
         self._config, self._is_judged = config, config.model.num_labels is not None
         self.tokenizer: Tokenizer | None = None
         if config.data.tokenizer is not None:
             self.tokenizer = load_tokenizer(config.data.tokenizer)
             check_vocabulary(self.tokenizer, config.model.vocab_size)
+            check_own_tokenizer(config, self.tokenizer)
         # a split uses one file for three parts: opened, checked and hashed once
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._notes: list[str] = []

@@ -10,6 +10,7 @@ from mtrain.config import Config
 from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
+from mtrain.data.own_tokenizer import check_own_tokenizer
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
 from mtrain.plan.parameters import padded_vocab_size
 from mtrain.preflight.findings import Findings
@@ -31,6 +32,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
         with findings.looking():
             tokenizer = load_tokenizer(config.data.tokenizer)
             check_vocabulary(tokenizer, config.model.vocab_size)
+            check_own_tokenizer(config, tokenizer)
             findings.fact("tokenizer", _vocabulary(config, tokenizer))
     match config.data:
         case MockSection():

@@ -132,3 +132,17 @@ def test_a_run_that_drew_its_weights_exports_its_tokenizer_too(
     export_hf(tmp_path / "run", tmp_path / "without", None, None, num_workers=1)
     assert f"{tmp_path / 'gone'} is no tokenizer.json, or not there any more" in capsys.readouterr().out
     assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def test_a_run_with_another_tokenizer_exports_that_one(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.copytree(folder / "hf", tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    content = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    content["added_tokens"][0]["lstrip"] = True
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
+    path = tmp_path / "run" / "config.yaml"
+    text = path.read_text().replace("allow_other_tokenizer: false", "allow_other_tokenizer: true")
+    path.write_text(re.sub(r"^  tokenizer: .*$", f"  tokenizer: {tmp_path / 'other'}", text, flags=re.MULTILINE))
+    export_hf(tmp_path / "run", tmp_path / "out", None, None, num_workers=1)
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text()) == content
+    assert AutoTokenizer.from_pretrained(str(tmp_path / "out")).eos_token == "<|im_end|>"

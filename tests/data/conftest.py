@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import mtrain.mcore  # noqa: F401 - its CPU emulation has to be there before megatron-core is imported
 from mtrain.config import Config
@@ -24,6 +24,7 @@ def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(WORDS)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(["<s>", "</s>", "<pad>"])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     model.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -87,6 +87,8 @@ class DataSection(Section):
     """Tokens in a sample."""
     tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
+    allow_other_tokenizer: bool = False
+    """Whether the tokenizer may give other ids than the one that came with the weights (`model.hf`, an import)."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
     """Global batches read ahead by a thread; 0 reads in the training loop."""
     packing: PackingSection | None = None

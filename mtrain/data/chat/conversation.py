@@ -35,13 +35,18 @@ class Conversation:
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""
     answer_weights: dict[int, float]
-    """Number of a message -> what each of its tokens counts in the loss; those above 0 alone, at least one."""
+    """Number of a message -> what each of its tokens counts in the loss; those above 0 alone. A question has none."""
     weight: float
     """Of the whole conversation."""
 
 
-def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> Conversation:
+def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn | None) -> Conversation:
     """Checks a record with `messages`.
+
+    Args:
+        record: As it was read.
+        ignored: Unknown keys that are dropped on purpose.
+        loss_on: Which answers count; None: it is a question, which needs none.
 
     Raises:
         DataError: It is no conversation, or has nothing to learn; says what is wrong, not where it lies.
@@ -64,7 +69,7 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn) 
         messages,
         _tools(record.get("tools")),
         _variables(record.get("chat_template_kwargs")),
-        answers_in_loss(present, loss_on),
+        {} if loss_on is None else answers_in_loss(present, loss_on),
         check_weight(record.get("weight", 1.0)),
     )
 

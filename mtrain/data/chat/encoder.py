@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from mtrain.data.chat.rendering import Rendering, Weighed, found_answers, marked
 from mtrain.data.chat.sandbox import Cut, NotRendered, RenderLimits, Sandbox
 from mtrain.data.chat.shown import check_shown
 from mtrain.data.chat.spans import refused, special_texts
-from mtrain.data.chat.template import ChatTemplate, ChatTemplates, template_variables
+from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.tokenizer import EncodedText, Tokenizer
 
@@ -56,7 +56,7 @@ class ChatEncoder:
             DataError: The tokenizer's settings are damaged.
         """
         self._tokenizer, self._options = tokenizer, options
-        self._variables = template_variables(tokenizer.path)
+        self._variables = dict(tokenizer.named)
         special, bos = tokenizer.special_tokens(), self._variables.get("bos_token")
         self._special = special_texts(special, bos)
         # in some tokenizers the end of an answer is a token, but not a special one
@@ -73,15 +73,10 @@ class ChatEncoder:
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """As `SampleEncoder` says."""
         conversation = conversation_of(record, self._options.ignored, self._options.loss_on)
-        given = [conversation.messages, conversation.tools, conversation.variables]
-        if holds(given, PRIVATE):
-            raise DataError("holds a character between U+F0000 and U+F000F, which marks places here; remove it")
-        form = self._default if conversation.tools is None else self._with_tools
+        form, given = self._form(conversation), _checked_texts(conversation)
         rendering = self._rendered(form, conversation)
-        if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
-            encoded = self._tokenizer.encode_with_offsets(rendering.text, special_tokens=True)
-        else:
-            encoded = self._with_literals(rendering, self._literals(form, given, rendering))
+        whole = Cut(len(conversation.messages), False)
+        encoded = self._encoded(form, given, whole, rendering.text, [each.end for each in rendering.weighed])
         ids, weights = encoded.ids, token_weights(encoded, rendering.weighed)
         if rendering.open_weight is not None:
             ids, weights = [*ids, self._tokenizer.eos_id], np.append(weights, np.float32(rendering.open_weight))
@@ -89,16 +84,22 @@ class ChatEncoder:
             raise DataError("has no token to learn under this template; remove the line")
         return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of messages and of the beginning of an answer, as a model is asked.
+    def prompt(self, record: dict[str, Any]) -> list[int]:
+        """Ids of messages and of the beginning of an answer, as a model is asked; encoded as `encode` does it.
+
+        Args:
+            record: As `encode` takes it: messages, tools, chat_template_kwargs.
 
         Raises:
-            DataError: The template refuses them.
+            DataError: It is no conversation, or the template refuses it.
         """
-        (text,) = self._default.sandbox.render(messages, None, self._variables, [Cut(len(messages), True)])
+        conversation = conversation_of(record, self._options.ignored, None)
+        form, given = self._form(conversation), _checked_texts(conversation)
+        variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), True)
+        (text,) = form.sandbox.render(conversation.messages, conversation.tools, variables, [whole])
         if isinstance(text, NotRendered):
             raise refused(text)
-        return self._tokenizer.encode_with_offsets(text, special_tokens=True).ids
+        return self._encoded(form, given, whole, text, []).ids
 
     def stop_ids(self) -> frozenset[int]:
         """Tokens at which an answer ends: the tokenizer's, and those that the templates write.
@@ -158,28 +159,43 @@ class ChatEncoder:
         check_shown(conversation, rendering.text, rendering.places, form.template.text, render_other)
         return rendering
 
-    def _literals(self, form: _Format, given: list[Any], rendering: Rendering) -> frozenset[int]:
+    def _form(self, conversation: Conversation) -> _Format:
+        return self._default if conversation.tools is None else self._with_tools
+
+    def _encoded(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> EncodedText:
+        """Ids of a rendering; special tokens in the conversation's own texts are text, unless the options say else.
+
+        Args:
+            form: What rendered it.
+            given: Messages, tools and variables.
+            cut: What was rendered of them.
+            text: The rendering.
+            ends: Where answers end in it.
+        """
+        if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
+            return self._tokenizer.encode_with_offsets(text, special_tokens=True)
+        return self._with_literals(text, self._literals(form, given, cut, text, ends))
+
+    def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
         """Where special tokens begin in the rendering that come from the conversation itself."""
         messages, tools, own = with_marks(given, self._special.pattern)
-        whole = Cut(len(messages), False)
-        (marked,) = form.sandbox.render(messages, tools, {**self._variables, **own}, [whole])
+        (marked,) = form.sandbox.render(messages, tools, {**self._variables, **own}, [cut])
         if isinstance(marked, NotRendered):
             raise refused(marked)
-        literals = literal_places(rendering.text, marked)
-        ends = {match.end() for match in self._special.pattern.finditer(rendering.text) if match.start() in literals}
-        if any(each.end in ends for each in rendering.weighed):
+        literals = literal_places(text, marked)
+        theirs = {match.end() for match in self._special.pattern.finditer(text) if match.start() in literals}
+        if not theirs.isdisjoint(ends):
             raise DataError(
                 "an answer ends with the text of a special token, so its stop is not clear; remove that text"
             )
         return literals
 
-    def _with_literals(self, rendering: Rendering, literals: frozenset[int]) -> EncodedText:
+    def _with_literals(self, text: str, literals: frozenset[int]) -> EncodedText:
         """Ids of a rendering in which some special tokens are text.
 
         The text is cut at the real ones. Not every tokenizer gives the same ids for a text and for its pieces, so it is
         compared first where all of them are tokens.
         """
-        text = rendering.text
         places = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
         real = [place for place in places if place[0] not in literals]
         if self._in_pieces(text, places).ids != self._tokenizer.encode_with_offsets(text, special_tokens=True).ids:
@@ -205,6 +221,18 @@ class ChatEncoder:
             position = end
         add(position, len(text), False)
         return EncodedText(ids, offsets)
+
+
+def _checked_texts(conversation: Conversation) -> list[Any]:
+    """Messages, tools and variables.
+
+    Raises:
+        DataError: A text holds a character that marks places.
+    """
+    given = [conversation.messages, conversation.tools, conversation.variables]
+    if holds(given, PRIVATE):
+        raise DataError("holds a character between U+F0000 and U+F000F, which marks places here; remove it")
+    return given
 
 
 class _Format:

@@ -126,21 +126,6 @@ def put_templates(files: Mapping[str, str], folder: Path) -> None:
         write_atomically(folder / name, text)
 
 
-def template_variables(tokenizer: Path) -> dict[str, str]:
-    """Names of special tokens that a template may read, such as bos_token, and their texts.
-
-    Raises:
-        DataError: A file is damaged.
-    """
-    found: dict[str, str] = {}
-    for name in (SPECIAL_TOKENS_FILE, SETTINGS_FILE):
-        for key, value in _settings(tokenizer.with_name(name)).items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-    return found
-
-
 def _alone(template: ChatTemplate) -> ChatTemplates:
     return ChatTemplates(template, template)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, assert_never
 
@@ -15,7 +16,7 @@ from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_
 from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
 from mtrain.data.encoding.judged import LabelEncoder
-from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, pair_parts, text_parts, tokenized
+from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, joined, pair_parts, text_parts, tokenized
 from mtrain.data.encoding.preferences import PreferenceEncoder
 from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import Tokenizer, tokenizer_file
@@ -113,7 +114,9 @@ class RecordEncoder:
 
     def _fingerprint(self) -> str:
         base = self._tokenizer.fingerprint if self._chat is None else self._chat.fingerprint
-        options = [self._section.loss_on, self._section.special_tokens_in_text]
+        options: list[object] = [self._section.loss_on, self._section.special_tokens_in_text]
+        bos, begin = self._tokenizer.bos_id, list(self._tokenizer.begin_ids)
+        options += [] if begin == [bos] or (bos is None and not begin) else [begin]  # version 0.1.0 began with any bos
         if self._chat is not None or options == ["all_answers", False]:
             return base  # without a template that of the tokenizer, by which runs of version 0.1.0 know their data
         return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
@@ -181,6 +184,23 @@ class RecordEncoder:
             DataError: They are none.
         """
         return self._plain(pair_parts(record, self._ignored), record)
+
+    def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
+        """As `pair`, with the ids of the whole text.
+
+        Raises:
+            DataError: They are none.
+        """
+        prompt, response = pair_parts(record, self._ignored)
+        return self.joined(prompt.text, [response.text], record.get("weight", 1.0))[0]
+
+    def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]:
+        """Of a prompt and each of its answers, with the ids of the whole text: `plain.joined`.
+
+        Raises:
+            DataError: The weight is none.
+        """
+        return joined(prompt, answers, self._tokenizer, weight, self._section.special_tokens_in_text)
 
     def text(self, record: dict[str, Any]) -> TokenizedSample:
         """Of a whole text.

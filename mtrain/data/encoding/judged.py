@@ -17,7 +17,7 @@ from mtrain.data.encoding.checks import check_keys
 from mtrain.data.samples.tokenized import TokenizedSample
 
 _TOKENS_KEYS = frozenset({"input_ids", "weight"})
-_VERSION = 1
+_VERSION = 2
 """Counts the changes of this module that give other tokens for the same record."""
 
 
@@ -29,8 +29,8 @@ class _SequenceEncoders(Protocol):
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
         """Of messages."""
 
-    def pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of prompt and response."""
+    def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
+        """Of prompt and response as one text."""
 
     def text(self, record: dict[str, Any]) -> TokenizedSample:
         """Of a whole text."""
@@ -88,7 +88,7 @@ class LabelEncoder:
             return self._tokens(record)
         if "messages" in record:
             return self._encoders.conversation(record)
-        return self._encoders.text(record) if "text" in record else self._encoders.pair(record)
+        return self._encoders.text(record) if "text" in record else self._encoders.joined_pair(record)
 
     def _tokens(self, record: dict[str, Any]) -> TokenizedSample:
         check_keys(record, _TOKENS_KEYS, self._ignored)

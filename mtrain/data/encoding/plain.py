@@ -1,17 +1,19 @@
 """Forms that need no chat template: prompt and response, whole texts, and messages under plain headers.
 
-    prompt/response:  bos? + prompt + response + eos             in the loss: response, eos
-    text:             bos? + text + eos                          in the loss: text, eos
-    messages:         bos? + for each message header + content   in the loss: content and eos of every assistant message
-                      + (eos if it is the assistant's)
+    prompt/response:  begin + prompt + response + eos             in the loss: response, eos
+    text:             begin + text + eos                          in the loss: text, eos
+    messages:         begin + for each message header + content   in the loss: content and eos of every assistant
+                      + (eos if it is the assistant's)            message
 
-The header is the plain text "### role\\n", with "\\n\\n" before it from the second message on. Each piece (prompt,
-response, header, content) is tokenised by itself, so no token lies half in the loss.
+`begin` is what the tokenizer itself puts before a text: a bos, or nothing. The header is the plain text "### role\\n",
+with "\\n\\n" before it from the second message on. Each piece (prompt, response, header, content) is tokenised by
+itself, so no token lies half in the loss; where answers are compared or judged, the text is tokenised whole (`joined`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,17 +110,63 @@ def tokenized(
     ids: list[int] = []
     counts: list[float] = []
     for part in parts:
-        if special_tokens:
-            new = tokenizer.encode_with_offsets(part.text, special_tokens=True).ids
-        else:
-            new = tokenizer.encode(part.text)
-        if part.ends and not (special_tokens and new[-1:] == [tokenizer.eos_id]):
-            new = [*new, tokenizer.eos_id]
+        new = _ids(part.text, tokenizer, special_tokens, part.ends)
         ids += new
         counts += [part.weight] * len(new)
-    if tokenizer.bos_id is not None and not (special_tokens and ids[:1] == [tokenizer.bos_id]):
-        ids, counts = [tokenizer.bos_id, *ids], [0.0, *counts]
+    begin = _missing_begin(ids, tokenizer, special_tokens)
+    ids, counts = [*begin, *ids], [*[0.0] * len(begin), *counts]
     return TokenizedSample(np.array(ids, np.int32), np.array(counts, np.float32), check_weight(weight))
+
+
+def asked(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> list[int]:
+    """Ids of a prompt, as they stand before its response in a sample; the arguments are those of `tokenized`."""
+    ids = _ids(text, tokenizer, special_tokens, ends=False)
+    return [*_missing_begin(ids, tokenizer, special_tokens), *ids]
+
+
+def joined(
+    prompt: str, answers: Iterable[str], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
+) -> list[TokenizedSample]:
+    """Samples of a prompt and one answer each, every one with the ids of its whole text.
+
+    In the loss are the tokens from the first one on at which a sample differs from the prompt alone, the same of all
+    samples: a token may hold the end of the prompt and the beginning of an answer.
+
+    Args:
+        prompt: Of all.
+        answers: What follows it; eos is added.
+        tokenizer: Of the model.
+        weight: Of the record.
+        special_tokens: As for `tokenized`.
+
+    Raises:
+        DataError: The weight is none.
+
+    Source: trl 1.10, dpo_trainer.py and kto_trainer.py, tokenize_fn.
+    """
+    alone = asked(prompt, tokenizer, special_tokens)
+    wholes = [
+        tokenized([TextPart(prompt + answer, 1.0, ends=True)], tokenizer, weight, special_tokens) for answer in answers
+    ]
+    start = min(_num_common(alone, whole.ids.tolist()) for whole in wholes)
+    return [
+        replace(whole, loss_weights=np.where(np.arange(len(whole.ids)) < start, 0.0, 1.0).astype(np.float32))
+        for whole in wholes
+    ]
+
+
+def _ids(text: str, tokenizer: Tokenizer, special_tokens: bool, ends: bool) -> list[int]:
+    ids = tokenizer.encode_with_offsets(text, special_tokens=True).ids if special_tokens else tokenizer.encode(text)
+    return [*ids, tokenizer.eos_id] if ends and not (special_tokens and ids[-1:] == [tokenizer.eos_id]) else ids
+
+
+def _missing_begin(ids: list[int], tokenizer: Tokenizer, special_tokens: bool) -> list[int]:
+    begin = list(tokenizer.begin_ids)
+    return [] if special_tokens and ids[: len(begin)] == begin else begin
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _checked_messages(messages: object) -> list[dict[str, Any]]:

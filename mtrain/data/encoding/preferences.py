@@ -11,7 +11,7 @@ prompt's own messages no answer counts. For a head, which judges answers by thei
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal, Protocol, assert_never
 
@@ -27,7 +27,7 @@ _PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS
 _JUDGED_KEYS = _PAIR_KEYS | {"margin"}
 _ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_VERSION = 1
+_VERSION = 2
 """Counts the changes of this module that give other tokens for the same record."""
 
 
@@ -39,8 +39,8 @@ class _Encoders(Protocol):
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
         """Of messages."""
 
-    def pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of prompt and response."""
+    def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]:
+        """Of a prompt and each of its answers, as whole texts."""
 
 
 class PreferenceEncoder:
@@ -83,7 +83,7 @@ class PreferenceEncoder:
         if prompt is None:
             prompt = _common(given["chosen"], given["rejected"])
             given = {name: answer[len(prompt) :] for name, answer in given.items()}
-        pair = tuple(self._sequence(record, prompt, answer, name) for name, answer in given.items())
+        pair = self._sequences(record, prompt, given)
         return tuple(_with_margin(judged(each), _margin(record)) for each in pair) if self._is_judged else pair
 
     def _answer(self, record: dict[str, Any]) -> TokenizedSample:
@@ -93,22 +93,31 @@ class PreferenceEncoder:
             raise DataError(f"'label' is {label!r}, but must be true (a wanted answer) or false; change it")
         if record.get("prompt") is None:
             raise DataError("has no 'prompt'; a line needs prompt, completion and label")
-        found = self._sequence(record, record["prompt"], _answer(record, "completion"), "completion")
+        (found,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")})
         # the sign tells the label, also that of a weight of 0: a cache holds nothing else beside the tokens
         return replace(found, weight=math.copysign(found.weight, 1.0 if label else -1.0))
 
-    def _sequence(self, record: dict[str, Any], prompt: object, answer: Any, name: str) -> TokenizedSample:
-        if not answer:
-            raise DataError(f"{name!r} is empty behind the prompt, so there is nothing to compare; remove the line")
-        if isinstance(answer, str):
-            given = {"prompt": check_text(prompt, "'prompt'"), "response": answer, "weight": record.get("weight", 1.0)}
+    def _sequences(
+        self, record: dict[str, Any], prompt: object, given: Mapping[str, Any]
+    ) -> tuple[TokenizedSample, ...]:
+        """Of a prompt with each of its answers by name, all texts or all lists of messages."""
+        empty = next((name for name, answer in given.items() if not answer), None)
+        if empty is not None:
+            raise DataError(f"{empty!r} is empty behind the prompt, so there is nothing to compare; remove the line")
+        if all(isinstance(answer, str) for answer in given.values()):
+            text = check_text(prompt, "'prompt'")
+            answers = [check_text(answer, f"{name!r}") for name, answer in given.items()]
             if named := next((key for key in ("tools", "chat_template_kwargs") if record.get(key)), None):
                 raise DataError(f"has {named!r}, which only messages can have; write the prompt as messages")
-            return self._encoders.pair(given)
+            return tuple(self._encoders.joined(text, answers, record.get("weight", 1.0)))
         if not isinstance(prompt, list):
+            name = next(iter(given))
             raise DataError(f"{name!r} is a list of messages, but 'prompt' is none; write both alike")
         shared = {key: record[key] for key in _SHARED_KEYS if key in record}
-        return self._encoders.conversation({"messages": [*map(_untrained, prompt), *answer], **shared})
+        before = [*map(_untrained, prompt)]
+        return tuple(
+            self._encoders.conversation({"messages": [*before, *answer], **shared}) for answer in given.values()
+        )
 
 
 def _margin(record: dict[str, Any]) -> float:

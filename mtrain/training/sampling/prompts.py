@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +10,17 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
 from mtrain.data.chat.encoder import ChatEncoder
+from mtrain.data.encoding.checks import check_keys
 from mtrain.data.encoding.encoder import chat_encoder
+from mtrain.data.encoding.plain import asked
+from mtrain.data.formats.jsonl import parsed_line, raw_lines
 from mtrain.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation that waits for an answer: each with `role` and `content`."""
-Prompt = str | Messages
+Record = dict[str, Any]
+"""A line of JSON: with `prompt` (text or messages), or `messages` and what else training takes, such as `tools`."""
+Prompt = str | Messages | Record
 """A text to continue, or what a user says; or a conversation."""
 
 
@@ -44,30 +48,56 @@ def questions_of(
         ConfigError: A chat template is wanted and the run has none.
         DataError: The template refuses a prompt, or a prompt has no token.
     """
-    is_wanted = as_chat is not False or not all(isinstance(prompt, str) for prompt in prompts)
-    encoder = chat_encoder(config.data, tokenizer) if is_wanted and isinstance(config.data, SftSection) else None
+    section = config.data if isinstance(config.data, SftSection) else None
+    given = [
+        _one(prompt, section, f"prompt {number}, {shown(prompt)[:60]!r}: ") for number, prompt in enumerate(prompts, 1)
+    ]
+    is_wanted = as_chat is not False or not all(isinstance(prompt, str) for prompt in given)
+    encoder = chat_encoder(section, tokenizer) if is_wanted and section is not None else None
     chat_stops = None if encoder is None else encoder.stop_ids()
     found = []
-    for number, prompt in enumerate(prompts, start=1):
-        if isinstance(prompt, str) and (as_chat is False or (as_chat is None and encoder is None)):
-            # a finetuning sample begins with the tokenizer's bos, a pretraining window anywhere
-            start = [] if config.data.kind != "sft" or tokenizer.bos_id is None else [tokenizer.bos_id]
-            ids, stops = start + tokenizer.encode(prompt), frozenset({tokenizer.eos_id})
-        else:
-            ids, stops = _asked(encoder, prompt), chat_stops or frozenset()
-        if not ids:
-            raise DataError(f"prompt {number} is {prompt!r}, which has no token; give a text that can be continued")
+    for number, prompt in enumerate(given, start=1):
+        try:
+            if isinstance(prompt, str) and (as_chat is False or (as_chat is None and encoder is None)):
+                # a finetuning sample begins as the tokenizer begins texts, a pretraining window anywhere
+                in_text = section is not None and section.special_tokens_in_text
+                ids = tokenizer.encode(prompt) if section is None else asked(prompt, tokenizer, in_text)
+                stops = frozenset({tokenizer.eos_id})
+            else:
+                ids, stops = _asked(encoder, prompt), chat_stops or frozenset()
+            if not ids:
+                raise DataError("has no token; give a text that can be continued")
+            if max(ids) >= config.model.vocab_size:
+                raise DataError(
+                    f"becomes token {max(ids)}, but model.vocab_size is {config.model.vocab_size}; change it"
+                )
+        except DataError as fault:
+            raise DataError(f"prompt {number}, {shown(prompt)[:60]!r}: {fault}") from None
         found.append(Question(ids, stops.union(ends)))
     return found
 
 
-def _asked(encoder: ChatEncoder | None, prompt: Prompt) -> list[int]:
+def _one(prompt: Prompt, section: SftSection | None, place: str) -> str | Record:
+    """A text, or a record of messages.
+
+    Raises:
+        DataError: A record has keys that nobody reads.
+    """
+    if isinstance(prompt, dict) and "prompt" in prompt and not isinstance(prompt["prompt"], str):
+        prompt = {"messages": prompt["prompt"], **{key: each for key, each in prompt.items() if key != "prompt"}}
+    if isinstance(prompt, dict) and "prompt" in prompt:
+        check_keys(prompt, {"prompt"}, frozenset(section.ignore_keys if section is not None else ()), place)
+        return str(prompt["prompt"])
+    return prompt if isinstance(prompt, str | dict) else {"messages": list(prompt)}
+
+
+def _asked(encoder: ChatEncoder | None, prompt: str | Record) -> list[int]:
     if encoder is None:
         raise ConfigError(
             "the run has no chat template (data.chat_template), so nothing can be asked; continue plain text instead: "
             "without --chat, or with eval.chat=false, and without messages"
         )
-    return encoder.prompt([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    return encoder.prompt({"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else prompt)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -76,35 +106,44 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         DataError: It is missing, holds nothing, or a line cannot be understood; names it.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise DataError(f"{path} with prompts cannot be read: {fault}; name a text file") from None
-    is_json = path.suffix == ".jsonl"
-    found = [
-        _of_line(line, f"{path}, line {n}") if is_json else line for n, line in enumerate(lines, 1) if line.strip()
-    ]
+    if not path.is_file():
+        raise DataError(f"{path} with prompts cannot be read: there is no such file; name a text file")
+    if path.suffix == ".jsonl":
+        lines = enumerate(raw_lines(path), 1)
+        found: list[Prompt] = [_of_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    else:
+        found = [line for line in _text_lines(path) if line.strip()]
     if not found:
         raise DataError(f"{path} holds no prompt; write one a line")
     return found
 
 
-def _of_line(line: str, place: str) -> Prompt:
+def _text_lines(path: Path) -> list[str]:
+    """Only ends of lines part them: other characters that Python takes for such may stand in a prompt."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise DataError(f"{path} with prompts cannot be read: {fault}; name a text file") from None
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
+def _of_line(line: bytes, place: str) -> Prompt:
     needed = f'{place}: needs an object with "prompt" (a text) or "messages" (a list of objects with role and content)'
     try:
-        record = json.loads(line)
-    except ValueError as fault:
-        raise DataError(f"{needed}, but is no JSON: {fault}") from None
-    given = [record[key] for key in ("prompt", "messages") if isinstance(record, dict) and key in record]
+        record = parsed_line(line)
+    except DataError as fault:
+        raise DataError(f"{needed}, but is no JSON object: {fault}") from None
+    given = [record[key] for key in ("prompt", "messages") if key in record]
     if len(given) != 1:
         raise DataError(f"{needed}, and one of the two; repair the line")
     (prompt,) = given
     is_conversation = isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt)
     if not isinstance(prompt, str) and not is_conversation:
         raise DataError(f"{needed}, but the value is {str(prompt)[:60]!r}; repair the line")
-    return prompt  # type: ignore[no-any-return]
+    return prompt if len(record) == 1 else record
 
 
 def shown(prompt: Prompt) -> str:
     """For people: the text, or what was said last."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    said = prompt.get("prompt", prompt.get("messages")) if isinstance(prompt, dict) else prompt
+    return said if isinstance(said, str) else str(said[-1].get("content", "")) if said else ""

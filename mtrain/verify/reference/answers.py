@@ -34,7 +34,7 @@ def num_lines(path: Path) -> int:
 
 def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Text:
     """A line as a sample, cut at the end where it is too long."""
-    ids: list[int] = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids: list[int] = list(tokenizer.begin_ids)
     counts = [0.0] * len(ids)
 
     def add(text: str, is_learned: bool, ends: bool) -> None:

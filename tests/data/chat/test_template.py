@@ -13,7 +13,6 @@ from mtrain.data.chat.template import (
     named_templates,
     put_templates,
     template_files,
-    template_variables,
 )
 from tests.fault_table import Notice
 
@@ -103,14 +102,6 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match="byte 3 is not UTF-8"):
         chosen_templates("auto", tmp_path / "tokenizer.json")
-
-
-def test_a_template_reads_the_special_tokens(tmp_path: Path) -> None:
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "model_max_length": 3}
-    write(tmp_path, "tokenizer_config.json", json.dumps(settings))
-    write(tmp_path, "special_tokens_map.json", '{"bos_token": "old", "unk_token": "<unk>"}')
-    found = template_variables(tmp_path / "tokenizer.json")
-    assert found == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def test_templates_that_a_folder_has_are_left_as_they_are(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ BOS, EOS = 1, 2
 @pytest.mark.parametrize(
     "record",
     [
-        {"prompt": "a b", "chosen": "c", "rejected": "d c"},
+        {"prompt": "a b", "chosen": " c", "rejected": " d c"},
         {"chosen": "a b c", "rejected": "a b d c"},
     ],
     ids=["explicit", "implicit"],
@@ -72,7 +72,7 @@ def test_messages_count_in_the_answers_alone(word_tokenizer: Path) -> None:
 def test_an_answer_carries_its_label_as_the_sign_of_its_weight(word_tokenizer: Path) -> None:
     for label in (True, False):
         for weight in (2.0, 0.0):
-            record = {"prompt": "a", "completion": "b", "label": label, "weight": weight}
+            record = {"prompt": "a", "completion": " b", "label": label, "weight": weight}
             (found,) = sequences(word_tokenizer, "answers", record)
             assert abs(found.weight) == weight
             assert (math.copysign(1, found.weight) > 0) == label

@@ -28,7 +28,7 @@ def config(folder: Path, tokenizer: Path, kind: str, records: list[dict[str, Any
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return {"prompt": f"{prompt} ", "chosen": chosen, "rejected": rejected}
 
 
 PAIRS = [pair("a", "b", "c"), pair("a", "b b", "c b"), pair("a", "b c", "d d d d d"), pair("d", "c", "b b")]
@@ -70,7 +70,7 @@ def test_a_pair_is_dropped_whole_cut_or_refused(tmp_path: Path, word_tokenizer: 
 
 def test_an_answer_comes_with_one_under_another_prompt(tmp_path: Path, word_tokenizer: Path) -> None:
     records = [
-        {"prompt": prompt, "completion": answer, "label": label}
+        {"prompt": f"{prompt} ", "completion": answer, "label": label}
         for prompt, answer, label in [("a", "b", True), ("a a", "c", False), ("d", "d", True), ("c", "a a", True)]
     ]
     found = dataset(config(tmp_path, word_tokenizer, "kto", records))

@@ -54,8 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(folder)
     for seed, (name, rank) in enumerate({"adapter": 3, "other": 2}.items(), start=1):
         save_adapter(folder, name, seed, rank)
-    pairs = [{"prompt": prompt, "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in TEXTS]
-    answers = [{"prompt": p, "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(TEXTS)]
+    pairs = [
+        {"prompt": f"{prompt} ", "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in TEXTS
+    ]
+    answers = [{"prompt": f"{p} ", "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(TEXTS)]
     for name, lines in (("pairs", pairs), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     return folder

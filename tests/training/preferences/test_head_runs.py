@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(described).save_pretrained(folder / "tokens")
     save_tokenizer(folder)
     pairs = [
-        {"prompt": p, "chosen": f"{a} yes", "rejected": f"no {a} no", "margin": i / 10}
+        {"prompt": f"{p} ", "chosen": f"{a} yes", "rejected": f"no {a} no", "margin": i / 10}
         for i, (p, a) in enumerate(TEXTS)
     ]
     classes = [{"text": f"{p} {WORDS[i % 3]}", "label": i % 3} for i, (p, _) in enumerate(TEXTS)]

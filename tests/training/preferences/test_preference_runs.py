@@ -36,8 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of whole words, pairs of answers and answers."""
     folder = tmp_path_factory.mktemp("preferences")
     save_tokenizer(folder)
-    pairs = [{"prompt": prompt, "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in TEXTS]
-    answers = [{"prompt": p, "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(TEXTS)]
+    pairs = [
+        {"prompt": f"{prompt} ", "chosen": f"{answer} yes", "rejected": f"no {answer} no"} for prompt, answer in TEXTS
+    ]
+    answers = [{"prompt": f"{p} ", "completion": f"{a} yes", "label": i % 3 > 0} for i, (p, a) in enumerate(TEXTS)]
     for name, records in (("pairs", pairs), ("answers", answers)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return folder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
@@ -34,6 +34,7 @@ def word_tokenizer(folder: Path) -> None:
     model = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(WORDS)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(["<s>", "</s>", "<end>"])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
 
@@ -101,7 +102,7 @@ def test_prompts_come_from_lines_or_objects(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("one two\n\nthree\n")
     assert read_prompts(tmp_path / "plain.txt") == ["one two", "three"]
     said = [{"role": "user", "content": "hello"}]
-    lines = [json.dumps({"prompt": "one", "id": 3}), json.dumps({"messages": said})]
+    lines = [json.dumps({"prompt": "one"}), json.dumps({"messages": said})]
     (tmp_path / "both.jsonl").write_text("\n".join(lines))
     assert read_prompts(tmp_path / "both.jsonl") == ["one", said]
     assert [shown(each) for each in read_prompts(tmp_path / "both.jsonl")] == ["one", "hello"]

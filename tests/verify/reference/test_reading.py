@@ -36,7 +36,7 @@ def test_a_window_is_cut_from_documents_in_the_order_that_is_given(tmp_path: Pat
 class Letters:
     """A tokenizer of letters."""
 
-    bos_id, eos_id, pad_id = 1, 2, 3
+    begin_ids, eos_id, pad_id = (1,), 2, 3
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]

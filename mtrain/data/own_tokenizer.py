@@ -1,0 +1,46 @@
+"""The tokenizer of a run is the one that came with the weights that it begins from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.runs.folder import RunFolder
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+
+
+def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer that gives other ids than the one with the weights: the model would read other words.
+
+    Nothing is compared where there lies none, or one that cannot be read, where `data.allow_other_tokenizer` is set,
+    and in a run that goes on from a checkpoint of its own.
+
+    Args:
+        config: Of the run.
+        tokenizer: That of `data.tokenizer`.
+
+    Raises:
+        DataError: It is another one.
+    """
+    if config.data.allow_other_tokenizer or any(RunFolder(Path(config.run.dir)).checkpoints.glob("step_*")):
+        return
+    start = config.checkpoint.initialize_from
+    places = [*([Path(config.model.hf)] if config.model.hf is not None else [])]
+    places += [Path(start) / ORIGIN] if start is not None else []
+    for place in places:
+        own = _tokenizer_at(place)
+        if own is not None and own.path.resolve() != tokenizer.path.resolve() and not own.encodes_like(tokenizer):
+            raise DataError(
+                f"data.tokenizer={config.data.tokenizer} gives other ids than {own.path}, which came with the weights, "
+                f"so the model would read other words than it has learned; set data.tokenizer={place}, or "
+                "data.allow_other_tokenizer=true to train with the other one"
+            )
+
+
+def _tokenizer_at(folder: Path) -> Tokenizer | None:
+    try:
+        return load_tokenizer(folder) if folder.is_dir() else None
+    except DataError:  # there is none, or one that no run could use
+        return None
