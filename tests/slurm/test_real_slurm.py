@@ -218,6 +218,49 @@ def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:
     assert "n1 is not left out: the partition has too few others" in output(run_dir)
 
 
+REFUSES = """#!/bin/bash
+[[ $1 != requeue ]] || { echo "slurm_requeue: Unable to contact slurm controller" >&2; exit 1; }
+exec /usr/bin/scontrol "$@"
+"""
+SLOW = """#!/bin/bash
+sleep 3
+exec /usr/bin/scontrol "$@"
+"""
+
+
+def test_slurm_shows_what_became_of_jobs_that_were_asked_to_stop(runs: Runs) -> None:
+    """Three jobs at once, each on a node of its own, stopped before their first step: Slurm forbids the requeue of one,
+    does not answer another, and answers the third slowly, which goes on until its budget is spent."""
+    cluster, jobs = runs.cluster, {}
+    for name, text in {"forbidden": "", "mute": REFUSES, "slow": SLOW}.items():
+        (programs := runs.folder / f"{name}-bin").mkdir()
+        if text:
+            (programs / "scontrol").write_text(text)
+            (programs / "scontrol").chmod(0o755)
+        fault = str(InjectedFault("await_stop", rank=0, step=0, phase=Phase.START))
+        held = {VARIABLE: fault, REACHED: str(runs.reached(name, Phase.START, 0))}
+        held["PATH"] = f"{programs}:/usr/bin:/bin"
+        given = ["--nodes=1", "--partition=low", "--max-retries=1"]
+        jobs[name] = runs.submit(name, *given, environment=held)
+    cluster.run("scontrol", "update", f"JobId={jobs['forbidden'][0]}", "Requeue=0")
+    for name, (job, _) in jobs.items():
+        cluster.wait(runs.reached(name, Phase.START, 0).exists, f"{name} in its start", PATIENCE_S)
+        runs.reached(name, Phase.START, 0).unlink()
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait(runs.reached("slow", Phase.START, 0).exists, "the second start", PATIENCE_S)
+    cluster.run("scancel", "--batch", "--signal=USR1", jobs["slow"][0])
+    ends = {
+        "forbidden": ("0", "Slurm does not do it (Requested operation is presently disabled"),
+        "mute": ("0", "Slurm does not do it (slurm_requeue: Unable to contact slurm controller)"),
+        "slow": ("1", "not tried again: 1 retries have brought no newer checkpoint than none"),
+    }
+    for name, (restarts, words) in ends.items():
+        job, run_dir = jobs[name]
+        known = runs.ended(job)
+        assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "7:0", restarts), output(run_dir)
+        assert words in output(run_dir)
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # jobs in `low` give way to those in `high`, and get time to save
