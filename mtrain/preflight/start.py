@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at
-from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, megatron_folder
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.schema.data import MockSection, SftSection
 from mtrain.config.schema.loss import LossSection
@@ -119,7 +119,9 @@ def _look_at_model(config: Config, name: str, findings: Findings) -> None:
             _check_weights(entry, config)
             findings.fact(name, str(entry.path))
         else:
-            check_run_config(found, config.model)
+            from mtrain.mcore.state.expected import check_megatron_weights  # megatron-core
+
+            check_megatron_weights(found, config)
             findings.fact(name, str(found))
     elif config.model.hf is not None:
         from mtrain.hf.io.source import source_for

@@ -386,9 +386,13 @@ def test_weights_of_every_family_fit_their_model(family: str, tmp_path: Path) ->
     import_hf(tmp_path / "hf", tmp_path / "imported", None, num_workers=1)
     place = Place(tmp_path, tmp_path)
     model = described_model(tmp_path / "hf").model_dump()
-    start = {"model": model, "checkpoint": {"initialize_from": str(tmp_path / "imported")}}
-    code, text = call("check", _file(place, start), "--world-size", 1)
-    assert code == 0, text
-    deeper = {**start, "model": {**model, "num_layers": 2 * model["num_layers"]}}
-    code, text = call("check", _file(place, deeper), "--world-size", 1)
-    assert (code, "use the model that it was saved from" in text) == (3, True), text
+    # of another program: without our manifest
+    shutil.copytree(tmp_path / "imported", tmp_path / "foreign")
+    (tmp_path / "foreign" / "mtrain.json").unlink()
+    for name in ("imported", "foreign"):
+        start = {"model": model, "checkpoint": {"initialize_from": str(tmp_path / name)}}
+        code, text = call("check", _file(place, start), "--world-size", 1)
+        assert code == 0, text
+        deeper = {**start, "model": {**model, "num_layers": 2 * model["num_layers"]}}
+        code, text = call("check", _file(place, deeper), "--world-size", 1)
+        assert (code, "use the model that it was saved from" in text) == (3, True), text

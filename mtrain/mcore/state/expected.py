@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import product
+from operator import add
+from pathlib import Path
+
+import torch
+
 from mtrain.base.errors import DataError
-from mtrain.base.tensor_slice import Sizes
+from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
 from mtrain.config import Config
 from mtrain.hf.schema.exportable import family_of_run
+from mtrain.hf.schema.table import Table
+from mtrain.mcore.state.import_megatron import (
+    STACKED_EXPERTS,
+    STACKED_LAYERS,
+    canonical,
+    in_their_words,
+    keys_by_our_names,
+)
 from mtrain.mcore.state.load import Naming, check_entry
 from mtrain.mcore.state.reader import check_keys, check_shapes
 from mtrain.plan.parameters import padded_vocab_size
@@ -30,22 +47,57 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
     """
     check_entry(entry, config)
     saved = CheckpointTensors(entry.path)
-    shapes = None if config.model.num_labels is not None else _shapes(config)
-    if shapes is None:
+    table = None if config.model.num_labels is not None else _table(config)
+    if table is None:
         return
     naming = Naming(saved, main=True)
-    wanted = {naming.key_of(key): shape for key, shape in shapes.items()}
+    wanted = {naming.key_of(key): shape for key, shape in _padded(table, config).items()}
     check_keys(saved, wanted.keys(), naming.may_be_left)
     padded = {naming.key_of(key) for key in _TABLES}
     check_shapes(saved, wanted, padded, config.model.vocab_size)
 
 
-def _shapes(config: Config) -> dict[str, Sizes] | None:
-    """Global name -> shape of every parameter."""
-    model = config.model
+def check_megatron_weights(folder: Path, config: Config) -> None:
+    """The same of another program's checkpoint, in which layers and experts may be spelled out.
+
+    Args:
+        folder: From `megatron_folder`.
+        config: Of the run.
+
+    Raises:
+        DataError: The checkpoint is damaged, or of another model.
+    """
+    check_run_config(folder, config.model)
+    saved = CheckpointTensors(folder)
+    table = None if config.model.num_labels is not None else _table(config)
+    if table is None:
+        return
+    theirs = keys_by_our_names(saved)
+    shards = [in_their_words(shard, theirs) for shard in _shards(table, _padded(table, config))]
+    wanted = {shard.key: shard.global_shape for shard in shards}
+    check_keys(saved, wanted.keys(), lambda key: canonical(key) is None)
+    check_shapes(saved, wanted, {shard.key for shard in shards if shard.may_be_padded}, config.model.vocab_size)
+
+
+def _shards(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
+    """Each layer and each expert by itself; without data."""
+    for filled in table.slices:
+        axes = sum(pattern.search(filled.key) is not None for pattern in (STACKED_LAYERS, STACKED_EXPERTS))
+        offset, size = filled.at.offset, filled.at.shape
+        for index in product(*map(range, offset[:axes], map(add, offset[:axes], size[:axes]))):
+            at = TensorSlice((*index, *offset[axes:]), (*[1] * axes, *size[axes:]))
+            yield Shard(filled.key, shapes[filled.key], at, torch.empty(0), filled.key in _TABLES)
+
+
+def _table(config: Config) -> Table | None:
+    """Of the model's parameters; None where no family describes it."""
     try:
-        shapes = family_of_run(config).table(model).shapes
+        return family_of_run(config).table(config.model)
     except DataError:
         return None
-    rows = padded_vocab_size(model, config.layout.tp)
-    return {key: (rows, *shape[1:]) if key in _TABLES else shape for key, shape in shapes.items()}
+
+
+def _padded(table: Table, config: Config) -> dict[str, Sizes]:
+    """Global name -> shape of every parameter."""
+    rows = padded_vocab_size(config.model, config.layout.tp)
+    return {key: (rows, *shape[1:]) if key in _TABLES else shape for key, shape in table.shapes.items()}

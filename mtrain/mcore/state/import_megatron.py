@@ -32,9 +32,9 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler)\.")
 _OBJECT = re.compile(r"(common_state|rng_state|rerun_state_machine_state)/shard_[\d.]+_[\d.]+")
 """Objects of their training loop, pickled; the first one is what used to be common.pt, since Megatron-Core 0.19."""
 _SCRATCH = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")
-_STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
+STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts|experts)\.")
-_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
+STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
 
 
 @torch.no_grad()
@@ -58,15 +58,15 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
     on_first_rank(lambda: check_run_config(folder, config.model))  # one small file: one rank reads it for all
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
     # Their names are brought to ours and not the reverse: they write the same weight in several ways.
-    theirs = {named: key for key in saved.tensors if (named := canonical(key)) is not None}
+    theirs = keys_by_our_names(saved)
     wanted: dict[Tensor, Wanted] = {}
     for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
         # Once for the spelling, by which the dtype is known, and once more for tensors of that dtype to read into.
-        found = [_theirs(shard, theirs) for shard in whole_of(place, place.key, place.data)]
+        found = [in_their_words(shard, theirs) for shard in whole_of(place, place.key, place.data)]
         known = next((shard.key for shard in found if shard.key in saved.tensors), None)
         # Unknown keys are refused below, with all other names.
         values = memory_for(place.data, torch.float32 if known is None else saved.tensors[known].dtype)
-        shards = [_theirs(shard, theirs) for shard in whole_of(place, place.key, values)]
+        shards = [in_their_words(shard, theirs) for shard in whole_of(place, place.key, values)]
         wanted[place.data] = Wanted(values, shards)
     fill = filler_of(optimizer)
 
@@ -88,7 +88,12 @@ def canonical(key: str) -> str | None:
     return _EXPERT.sub(".mlp.experts.", canonical_name(key[match.end() if match else 0 :]))
 
 
-def _theirs(shard: Shard, theirs: Mapping[str, str]) -> Shard:
+def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
+    """`canonical` name -> key of each weight."""
+    return {named: key for key in saved.tensors if (named := canonical(key)) is not None}
+
+
+def in_their_words(shard: Shard, theirs: Mapping[str, str]) -> Shard:
     """The same slice under the key, and with the axes, that the checkpoint has; unchanged where it has none."""
     return next((each._replace(key=theirs[each.key]) for each in _spellings(shard) if each.key in theirs), shard)
 
@@ -98,13 +103,13 @@ def _spellings(shard: Shard) -> Iterator[Shard]:
     name = canonical(shard.key)
     assert name is not None, shard.key
     stacked = shard._replace(key=name)
-    for layered in (stacked, _spelled(stacked, _STACKED_LAYERS, ".layers.", 0)):
+    for layered in (stacked, _spelled(stacked, STACKED_LAYERS, ".layers.", 0)):
         if layered is None:
             continue
         yield layered
-        depth = len(layered.global_shape) - len(shard.global_shape) + int(_STACKED_LAYERS.search(name) is not None)
+        depth = len(layered.global_shape) - len(shard.global_shape) + int(STACKED_LAYERS.search(name) is not None)
         # Behind the axis of layers, if that is still there: a spelled-out layer has taken its own away.
-        experts = _spelled(layered, _STACKED_EXPERTS, ".mlp.experts.", depth)
+        experts = _spelled(layered, STACKED_EXPERTS, ".mlp.experts.", depth)
         if experts is not None:
             yield experts
 

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
+from mtrain.mcore.state.expected import check_megatron_weights
 from mtrain.mcore.state.import_megatron import canonical
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
@@ -43,6 +45,13 @@ QWEN_MOE: dict[str, Any] = QWEN | {"model__tied_embeddings": False, "model__qk_n
 def sample(**changes: Any) -> Config:
     """A small model."""
     return config(**(SMALL | changes))
+
+
+def looked_at(folder: Path, **changes: Any) -> None:
+    """Compares names and shapes as `mtrain check` does."""
+    found = megatron_folder(folder)
+    assert found is not None
+    check_megatron_weights(found, sample(**changes))
 
 
 def loss(pool: Pool, folder: Path, num_ranks: int, **changes: Any) -> float:
@@ -76,6 +85,7 @@ def test_weights_of_megatron_lm_give_the_same_loss_on_another_layout(
     user = sample(**model, **saving)
     num_ranks = 2 if saving else 1
     theirs = pool.run(save_like_megatron_lm, Layout.from_config(user, num_ranks), user, tmp_path, prefix, stacked)
+    looked_at(tmp_path, **model)
     assert loss(pool, tmp_path, 2, **model, **loading) == pytest.approx(theirs[0], rel=2e-6)
 
 
@@ -97,6 +107,9 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool, llama: Path) -> None:
         with pytest.raises(DataError) as caught:
             loss(pool, llama, 1, **changes)
         assert all(word in str(caught.value) for word in words), caught.value
+        with pytest.raises(DataError) as without_ranks:
+            looked_at(llama, **changes)
+        assert str(without_ranks.value) == str(caught.value)
 
 
 def test_common_files_are_never_read_and_bridges_configuration_is_compared(
