@@ -254,6 +254,11 @@ def _twice(engine: Engine) -> None:
     engine.forward_backward([Datum([1, 2])])
 
 
+def _no_prompts(engine: Engine) -> None:
+    if engine.generate([]):
+        raise RuntimeError("answers to nothing")
+
+
 def _mean(inputs: TermInputs) -> Any:
     return inputs.logits.cross_entropy(inputs.labels).mean()
 
@@ -267,6 +272,11 @@ def _not_finite(engine: Engine) -> None:
 
 MISTAKES = {
     "empty": lambda engine: engine.forward_backward([]),
+    "nothing to look at": lambda engine: engine.forward([]),
+    "nothing to score": lambda engine: engine.scores([]),
+    "nothing to evaluate": lambda engine: engine.evaluate([]),
+    "empty batches": lambda engine: engine.evaluate(iter([[], []])),
+    "nothing to answer": _no_prompts,
     "no tokens": lambda engine: engine.forward_backward([Datum([1, 2]), Datum([])]),
     "too long": lambda engine: engine.forward_backward([Datum(range(34))]),
     "unknown id": lambda engine: engine.forward([Datum([1, 97])]),

@@ -291,7 +291,12 @@ def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path
 
 
 MISTAKES = {
-    "empty": "ValueError: a batch needs at least one sample",
+    "empty": "DataError: the batch has no sample, but at least one is needed; leave the call out",
+    "nothing to look at": "DataError: the batch has no sample",
+    "nothing to score": "DataError: the batch has no sample",
+    "nothing to evaluate": "DataError: the batches have no sample, but at least one is needed",
+    "empty batches": "DataError: the batches have no sample",
+    "nothing to answer": "$",
     "not a pair": "ConfigError: loss.function='_mean' returned a Tensor, but has to return a",
     "unknown loss": "ConfigError: loss.function='ppoo' is not known; choose next_token",
     "unknown option": r"ConfigError: loss.function='.*:raised' has the signature .* the options pover",

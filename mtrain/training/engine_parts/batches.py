@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.datum import Datum, sample_of
@@ -27,11 +28,10 @@ class GlobalBatches:
             extras: Names of what each sample has to carry.
 
         Raises:
-            ValueError: There is none.
-            DataError: A sample does not fit the configuration.
+            DataError: There is none, or a sample does not fit the configuration.
         """
         if not batch:
-            raise ValueError("a batch needs at least one sample")
+            raise _nothing_given("batch has")
         return self._given(batch, extras)
 
     def plan(self, samples: Given, size: int) -> RowPlan:
@@ -49,11 +49,17 @@ class GlobalBatches:
         return rows.microbatches(plan, samples, has_first)
 
     def passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
-        """This rank's part of each `train.global_batch_size` samples, of one pass at least."""
+        """This rank's part of each `train.global_batch_size` samples.
+
+        Raises:
+            DataError: There is no sample, or one does not fit the configuration.
+        """
         data, size = itertools.chain.from_iterable(batches), self._rows.global_batch_size
         for number in itertools.count():
             batch = list(itertools.islice(data, size))
-            if number and not batch:
+            if not batch:
+                if number == 0:
+                    raise _nothing_given("batches have")
                 return
             samples = self._given(batch, extras)
             # whole passes, so that the number of microbatches is that of a training step
@@ -61,3 +67,9 @@ class GlobalBatches:
 
     def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:
         return Given([sample_of(datum, f"sample {slot}", self._config, extras) for slot, datum in enumerate(batch)])
+
+
+def _nothing_given(what: str) -> DataError:
+    error = DataError(f"the {what} no sample, but at least one is needed; leave the call out where there is none")
+    error.on_every_rank = True  # all ranks are given the same
+    return error
