@@ -254,3 +254,12 @@ def test_scores_with_a_flipped_bit_are_refused(pool: Pool, folder: Path, notice:
     with notice, pytest.raises(DataError, match=r"holds other scores of the reference model .*; remove it"):
         pool.run(train_fresh, Layout(), broken)
     assert DataError.exit_code == notice.exit_code
+
+
+def test_side_terms_count_chosen_answers_alone(pool: Pool, folder: Path) -> None:
+    """Each of their tokens and the end; of the rejected ones, which have as many or more, none."""
+    terms = {name: {"function": name, "coefficient": 0.2} for name in ("next_token", "z_loss")}
+    pool.run(train_fresh, Layout(), config(folder, "side", "dpo", 8, loss__side_terms=terms, **ONE_STEP))
+    (first,) = records(folder / "side")
+    chosen = sum(len(f"{answer} yes".split()) + 1 for _, answer in TEXTS)
+    assert {name: first["terms"][name]["denominator"] for name in terms} == dict.fromkeys(terms, chosen)
