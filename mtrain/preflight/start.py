@@ -148,6 +148,8 @@ def _look_at_reference(config: Config, named: str, findings: Findings) -> None:
         _look_at_model(reference.config, "reference", findings)
         if reference.config.adapter is not None:
             _look_at_adapter(reference.config, findings, "reference")
+        if reference.saved is not None:
+            findings.fact("reference", f"{_entry(reference.saved).path}, adapters of a run")
     except DataError as error:
         raise DataError(f"loss.reference={named}: {error}") from error
 

@@ -14,8 +14,9 @@ from mtrain.verify.resume.faults import PLANTS
 def is_drawn_again(groups: Groups, config: Config) -> bool:
     """Whether the first shard has its initial weights again; memory that nothing fills is nan in this process."""
     torch.use_deterministic_algorithms(True)
-    run: Any = SimpleNamespace(config=config, groups=groups, chunks=build_model(config, groups))
-    first = next(run.chunks[0].parameters()).data
+    chunks = build_model(config, groups)
+    run: Any = SimpleNamespace(model=SimpleNamespace(config=config, groups=groups, chunks=chunks))
+    first = next(chunks[0].parameters()).data
     drawn = first.clone()
     first.fill_(7.0)
     PLANTS["stale-shard"].goes_on(run, {})
