@@ -99,6 +99,14 @@ def transformer_engine_wheel() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def transformers_4() -> list[Path]:
+    """Folders from which another process imports transformers 4, before all others."""
+    folders = wheels.transformers_4()
+    assert folders is not None, f"pip cannot bring {', '.join(wheels.TRANSFORMERS_4)}; give it a package index"
+    return folders
+
+
 @pytest.fixture
 def notice(request: pytest.FixtureRequest) -> Iterator[Notice]:
     """Measures how long the fault of this test takes to be noticed."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.slurm.cluster import missing
-from tests.tools.wheels import TRANSFORMER_ENGINE, unpacked
+from tests.tools.wheels import TRANSFORMER_ENGINE, TRANSFORMERS_4, transformers_4, unpacked
 
 REQUIRE_ALL = "MTRAIN_REQUIRE_ALL_TESTS"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -62,6 +62,11 @@ NEEDS = (
         "transformer_engine_wheel",
         f"the wheel of {TRANSFORMER_ENGINE}, which pip could not bring",
         lambda: unpacked(TRANSFORMER_ENGINE) is not None,
+    ),
+    Need(
+        "transformers_4",
+        f"the wheels of {', '.join(TRANSFORMERS_4)}, which pip could not bring",
+        lambda: transformers_4() is not None,
     ),
     Need("on_a_small_disk", "the right to mount in a namespace of one's own (unshare --map-root-user)", may_mount),
 )

@@ -33,6 +33,8 @@ from mtrain.hf.schema.generation import EOS_KEY, as_declared
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 
 _SHARD_BYTES = 5_000_000_000
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""Names of one field of config.json: of transformers 5, and of older versions."""
 
 
 def export_hf(
@@ -170,13 +172,11 @@ def _plan(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.
 
 
 def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, OutgoingFile]) -> None:
-    origin, template = target.origin, None
-    if origin is not None:
-        template = plain_config(read_json(origin / CONFIG_NAME))
+    origin = target.origin
     chats = put_side_files(folder, target.entry.path, origin, target.tokenizer)
     ending = put_ending(folder, origin) if chats and target.model.num_labels is None else None
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
-    config = _config(target, template, dtype)
+    config = _config(target, None if origin is None else read_json(origin / CONFIG_NAME), dtype)
     if ending is not None and ending.is_new:
         config[EOS_KEY] = as_declared(ending.ids)
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
@@ -188,12 +188,30 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
         _write_like(folder / INDEX_NAME, index, None if origin is None else origin / INDEX_NAME)
 
 
-def _config(target: ExportTarget, template: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
-    config = target.family.config(target.model, template)
-    if template is None and target.context_tokens is not None:
+def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the export.
+
+    Args:
+        target: What is exported.
+        said: config.json that the weights came with.
+        dtype: Of the embeddings.
+    """
+    config = target.family.config(target.model, None if said is None else plain_config(said))
+    if said is None and target.context_tokens is not None:
         config["max_position_embeddings"] = target.context_tokens
-    name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    return {**config, name: str(dtype).removeprefix("torch.")}
+    name = str(dtype).removeprefix("torch.")
+    given = [each for each in _DTYPE_FIELDS if each in config]
+    config |= dict.fromkeys(given or _DTYPE_FIELDS, name)
+    if target.is_import and config == said:
+        return config  # the folder comes back as it was
+    config = dict.fromkeys(_DTYPE_FIELDS, name) | target.family.for_all_versions(config)
+    if "rope_theta" not in config:
+        print(
+            f"note: transformers 4 has no words for the rotary embeddings of this {target.family.model_type} model and "
+            "would take its defaults; load the export with transformers 5",
+            flush=True,
+        )
+    return config
 
 
 def _write_like(path: Path, content: dict[str, Any], source: Path | None) -> None:

@@ -11,6 +11,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
 from mtrain.convert.merged import MergedTensors
@@ -44,6 +45,8 @@ class ExportTarget(NamedTuple):
     """As of its source."""
     main_weights: bool
     """Whether float32 main weights are wanted where they are there."""
+    is_import: bool
+    """Whether it is an import that goes back to its own folder, and not what a run has made of it."""
 
     def key(self, key: str) -> str:
         """Key in the table -> key in the checkpoint."""
@@ -93,6 +96,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         source.context_tokens,
         source.tokenizer if like is None else None,
         main_weights=dtype == torch.float32,
+        is_import=like is None and imported_model(entry.path) is not None,
     )
     _check_keys(target)
     return target

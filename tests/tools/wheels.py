@@ -13,6 +13,8 @@ FOLDER = "MTRAIN_TEST_WHEELS"
 """Environment variable: where they are kept from session to session (tests/conftest.py)."""
 TRANSFORMER_ENGINE = "transformer-engine==2.11.0"
 """The newest release that megatron-core 0.16.1 takes; 0.7 MB of pure Python, whose compiled part is a package apart."""
+TRANSFORMERS_4 = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
+"""The last release of the 4th version, and what it needs older than the suite's own."""
 
 
 @cache
@@ -34,3 +36,9 @@ def unpacked(requirement: str) -> Path | None:
         except OSError:  # another worker of this session was first
             assert folder.is_dir()
     return folder
+
+
+def transformers_4() -> list[Path] | None:
+    """Folders to import transformers 4 from, before all others; None where pip cannot bring them."""
+    found = [unpacked(each) for each in TRANSFORMERS_4]
+    return [each for each in found if each is not None] if all(found) else None

@@ -18,7 +18,7 @@ from mtrain.base.errors import DataError
 from mtrain.config.messages import readable
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
-from mtrain.hf.schema.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.schema.rope import ROPE_NAMES, older_rope, read_rope, written_rope
 from mtrain.hf.schema.sameness import differences, unsayable
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
@@ -60,6 +60,10 @@ class Entry(ABC):
     @abstractmethod
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         """Changes of the file that make it say what the model says."""
+
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What transformers 4 reads where the file has only words of transformers 5; empty where both read the same."""
+        return {}
 
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
         """Whether the file says what the model says."""
@@ -107,6 +111,10 @@ class Field(Entry):
         return {name: int(value) if whole else value for name in self.names if name in config} or {
             self.theirs: int(value) if whole else value
         }
+
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        # an alias is a name of one version, `theirs` is known to both
+        return {self.theirs: config[self.alias]} if self.alias in config else {}
 
     def _name(self, config: dict[str, Any]) -> str:
         return self.theirs if self.theirs in config or self.alias not in config else self.alias
@@ -166,6 +174,8 @@ class Rope(Entry):
     default_base: float = 10000.0
     default_scaling: Mapping[str, Any] | None = None
     """What the family has where the file gives no scaling, in its words."""
+    older_type: str = "rope_type"
+    """Name of the scaling's type in transformers 4."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -179,6 +189,9 @@ class Rope(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return written_rope(config, model.rope)
+
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        return older_rope(config.get("rope_parameters"), type_name=self.older_type)
 
 
 @final

@@ -60,6 +60,17 @@ class Family:
         start = {"architectures": [self.architecture], "model_type": self.model_type} if template is None else template
         return config_of(model, self.entries, start, template is not None)
 
+    def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json that transformers 4 reads as transformers 5 does: what is missing in the older words is added.
+
+        Args:
+            config: Of a model of this family.
+        """
+        given, found = dict(config), dict(config)
+        for entry in self.entries:
+            found |= {name: value for name, value in entry.older(given).items() if name not in given}
+        return found
+
     def table(self, model: ModelSection) -> Table:
         """Where each tensor of a model goes."""
         table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))

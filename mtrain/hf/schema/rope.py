@@ -7,8 +7,9 @@ from typing import Any
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import RopeSection
-from mtrain.hf.schema.values import needed_value, shown, shown_name, wrong_type
+from mtrain.hf.schema.values import needed_value, shown, shown_name, value_of, wrong_type
 
+_ORIGINAL = "original_max_position_embeddings"
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _FIELDS = {
     "none": {},
@@ -47,32 +48,58 @@ _NEEDED = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_fac
 """Our scaling -> fields that transformers has no default for."""
 
 
-def rope_parameters(config: dict[str, Any], default_base: float) -> dict[str, Any]:
+def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
     """The rotary fields of a config.json in the words of transformers 5.
+
+    Two versions of transformers read different fields: the 4th `rope_scaling` with `rope_theta`, the 5th the same
+    before `rope_parameters`. A file that has both, or that they read differently, has to say one thing.
 
     Args:
         config: Content of the file.
         default_base: What the family has where the file says nothing.
+        by_kind: Whether transformers 5 keeps these fields for each kind of layer, as in Gemma-3 and OLMo-3.
 
     Raises:
         DataError: They are said twice, and differently.
     """
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
-    # older versions read rope_scaling, transformers 5 rope_parameters: two that differ would be two models
-    if parameters and scaling:
-        _agree("rope_parameters", _normal(parameters), "rope_scaling", _normal(scaling))
     # one form, that of transformers 5; everything after this line is the same for both styles
     found = _normal(parameters or scaling or {})
+    if by_kind:
+        _drop_truncation(found, is_older=not parameters)
     base = needed_value(config, "rope_theta", float, default_base)
-    if "rope_theta" in config and "rope_theta" in found:
+    if scaling:
+        older = _normal(scaling)
+        if by_kind:
+            _drop_truncation(older, is_older=True)
+        if older.setdefault("rope_theta", base) != base:  # transformers 4 reads the outer one alone
+            _agree("rope_scaling", older, "config.json", {"rope_theta": base})
+        if parameters:
+            _agree("rope_parameters", {"rope_theta": base} | found, "rope_scaling", older)
+            _agree("rope_scaling", older, "rope_parameters", found)
+    elif "rope_theta" in config and "rope_theta" in found:
         _agree("rope_parameters", found, "config.json", {"rope_theta": base})
     found.setdefault("rope_theta", base)
-    if "original_max_position_embeddings" in config and found["rope_type"] in ("llama3", "yarn"):
-        outer = {"original_max_position_embeddings": config["original_max_position_embeddings"]}
-        # the inner value counts, and must then agree with the outer one
+    outer = {name: config[name] for name in (_ORIGINAL,) if name in config}
+    if outer and found["rope_type"] in ("llama3", "yarn"):
+        # the outer one fills in for the inner one in transformers 5 alone, and not where each kind has its own
+        if scaling or by_kind:
+            found.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
         found = outer | found
         _agree("rope_parameters", found, "config.json", outer)
     return found
+
+
+def _drop_truncation(found: dict[str, Any], is_older: bool) -> None:
+    """Takes `truncate` out where transformers 5 looks for it in vain, outside of the kinds of layers, and truncates."""
+    if found["rope_type"] != "yarn":
+        return  # refused as a field of another type
+    if is_older and value_of(found, "truncate", bool, True) is False:
+        raise DataError(
+            "config.json: truncate=False in rope_scaling counts in transformers 4 and is ignored by transformers 5, "
+            "which keeps these parameters for each kind of layer; remove it if the model truncates"
+        )
+    found.pop("truncate", None)
 
 
 def _object(config: dict[str, Any], name: str) -> dict[str, Any] | None:
@@ -83,9 +110,16 @@ def _object(config: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _normal(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Without nulls, which say nothing, and with the type under its newer name."""
+    """Without nulls, which say nothing, and with the type under its newer name.
+
+    Raises:
+        DataError: Both names of the type are there, and differ.
+    """
+    older, newer = parameters.get("type"), parameters.get("rope_type")
+    if older is not None and newer not in (None, older):  # transformers 4 prefers the one, transformers 5 the other
+        _agree("the newer name", {"rope_type": newer}, "the older name `type`", {"rope_type": older})
     found = {name: value for name, value in parameters.items() if value is not None and name != "type"}
-    return {"rope_type": parameters.get("type") or "default", **found}
+    return {"rope_type": older or "default", **found}
 
 
 def _agree(one: str, said: Mapping[str, Any], other: str, again: Mapping[str, Any]) -> None:
@@ -97,13 +131,18 @@ def _agree(one: str, said: Mapping[str, Any], other: str, again: Mapping[str, An
             )
 
 
-def read_rope(config: dict[str, Any], default_base: float) -> dict[str, Any]:
+def read_rope(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
     """Fields of `model.rope` that differ from its defaults.
+
+    Args:
+        config: Content of the file.
+        default_base: As `rope_parameters`.
+        by_kind: As `rope_parameters`.
 
     Raises:
         DataError: The scaling is one that is not supported.
     """
-    theirs = rope_parameters(config, default_base)
+    theirs = rope_parameters(config, default_base, by_kind)
     if needed_value(theirs, "rope_type", str) not in _TYPES:
         raise DataError(
             f"config.json: rope_type={shown_name(theirs['rope_type'])} is not supported, but one of "
@@ -159,17 +198,33 @@ def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": base, "rope_type": kind, **theirs}}
 
 
-def same_rope(one: RopeSection, other: RopeSection) -> bool:
-    """Whether two sections turn by the same angles: fields of other scalings do not count."""
-    if (one.base, one.scaling, one.interleaved, one.local_base) != (
-        other.base,
-        other.scaling,
-        other.interleaved,
-        other.local_base,
-    ):
-        return False
-    # fields that this scaling does not read may differ: no angle depends on them
-    return all(getattr(one, field) == getattr(other, field) for field in _FIELDS[one.scaling].values())
+def older_rope(
+    parameters: dict[str, Any] | None, by_kind: bool = False, type_name: str = "rope_type"
+) -> dict[str, Any]:
+    """What transformers 4 reads in place of `rope_parameters`, which it does not know: it would rotate by its defaults.
+
+    Args:
+        parameters: Of transformers 5; of layers without a window where each kind has its own.
+        by_kind: As `rope_parameters`.
+        type_name: Name of the scaling's type.
+    """
+    if not parameters:
+        return {}  # the file is in the older words, or both versions take their default
+    found = _normal(parameters)
+    if by_kind:
+        _drop_truncation(found, is_older=False)
+    base = {"rope_theta": found.pop("rope_theta")} if "rope_theta" in found else {}
+    kind = found.pop("rope_type")
+    return {**base, "rope_scaling": None if kind == "default" else {type_name: kind, **found}}
+
+
+def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
+    """Names of the fields by which two sections rotate by other angles; those of other scalings do not count."""
+    names = ["base", "scaling", "interleaved", "local_base"]
+    if one.scaling == other.scaling:
+        # fields that this scaling does not read may differ: no angle depends on them
+        names += _FIELDS[one.scaling].values()
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
 def _plain(value: float) -> float | int:

@@ -7,7 +7,7 @@ from typing import Any
 from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.rope import same_rope
+from mtrain.hf.schema.rope import rope_differences
 
 _NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
 """Fields of `model.*` that config.json has no word for, or that do not change what the weights mean."""
@@ -29,10 +29,13 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
             mine, theirs = one.query_groups, other.query_groups
         elif name == "head_dim":
             mine, theirs = one.head_size, other.head_size
-        elif (name == "rope" and same_rope(mine, theirs)) or (name == "mtp_depths" and 0 in (mine, theirs)):
+        elif name == "mtp_depths" and 0 in (mine, theirs):
             # without depths on one side nothing is said about the layers that both have
             continue
-        if name in ("experts", "mla") and mine is not None and theirs is not None:
+        if name == "rope":
+            names = rope_differences(one.rope, other.rope)
+            found += [(f"rope.{each}", getattr(one.rope, each), getattr(other.rope, each)) for each in names]
+        elif name in ("experts", "mla") and mine is not None and theirs is not None:
             found += _inside(name, _meant(one, name), _meant(other, name))
         elif name not in _NOT_ARCHITECTURE and mine != theirs:
             found.append((name, mine, theirs))

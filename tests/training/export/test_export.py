@@ -41,7 +41,8 @@ def test_a_sharded_run_exports_what_transformers_loads(tmp_path: Path) -> None:
     assert (model.dtype, model.config.vocab_size) == (torch.bfloat16, 57)
     assert not torch.equal(model.model.norm.weight, first.model.norm.weight), "nothing was trained"
     said, source = (json.loads((folder / "config.json").read_text()) for folder in (last, tmp_path / "hf"))
-    assert said == source
+    assert {name: value for name, value in said.items() if name in source} == source
+    assert said.keys() - source.keys() == {"rope_theta", "rope_scaling", "torch_dtype"}  # for transformers 4
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from mtrain.hf.schema.families.common import (
     windows,
 )
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.schema.rope import ROPE_NAMES, older_rope, read_rope, written_rope
 from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
@@ -66,10 +66,11 @@ class _Ropes(Entry):
         if "rope_local_base_freq" in config:
             windowed["rope_theta"] = config["rope_local_base_freq"]
         # each kind of layer has a default of its own: 1e4 with a window, 1e6 without
-        local = read_rope(windowed, 1e4)
+        local = read_rope(windowed, 1e4, by_kind=True)
         if local["scaling"] != "none":
             raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
-        return {f"rope.{name}": value for name, value in {**read_rope(wide, 1e6), "local_base": local["base"]}.items()}
+        found = {**read_rope(wide, 1e6, by_kind=True), "local_base": local["base"]}
+        return {f"rope.{name}": value for name, value in found.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         base = model.rope.base if model.rope.local_base is None else model.rope.local_base
@@ -78,6 +79,12 @@ class _Ropes(Entry):
             return written_rope(config, model.rope) | {"rope_local_base_freq": base}
         wide = written_rope({}, model.rope)["rope_parameters"]
         return {"rope_parameters": {_WIDE: wide, _WINDOWED: {"rope_theta": base, "rope_type": "default"}}}
+
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        said = config.get("rope_parameters") or {}
+        windowed = older_rope(said.get(_WINDOWED))
+        local = {"rope_local_base_freq": windowed["rope_theta"]} if "rope_theta" in windowed else {}
+        return older_rope(said.get(_WIDE), by_kind=True) | local
 
 
 GEMMA3 = Family(

@@ -18,7 +18,7 @@ from mtrain.hf.schema.families.common import (
     in_layer,
 )
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.rope import ROPE_NAMES, read_rope, written_rope
+from mtrain.hf.schema.rope import ROPE_NAMES, older_rope, read_rope, written_rope
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 _BASE = 500000.0
@@ -40,8 +40,13 @@ class _OlmoRopes(Entry):
             raise DataError(
                 f"config.json: rope_parameters must have {_WIDE} and {_WINDOWED} with an object each; correct the file"
             )
+        if said is None and "rope_theta" not in config:
+            raise DataError(
+                f"config.json: neither rope_theta nor rope_parameters is given: transformers 4 then takes 10000, and "
+                f"transformers 5 {_BASE:g}; add the one that the model was trained with"
+            )
         has_windows = _WINDOWS.read(config)["sliding_window"] is not None
-        wide = read_rope({**config, "rope_parameters": None if said is None else said.get(_WIDE)}, _BASE)
+        wide = read_rope({**config, "rope_parameters": None if said is None else said.get(_WIDE)}, _BASE, by_kind=True)
         found = {f"rope.{name}": value for name, value in wide.items()}
         return found | {"rope.local_base": self._local_base(config, said)} if has_windows else found
 
@@ -68,6 +73,13 @@ class _OlmoRopes(Entry):
         wide = written_rope({}, model.rope)["rope_parameters"]
         return {"rope_parameters": {_WIDE: wide, _WINDOWED: {"rope_theta": base, "rope_type": "default"}}}
 
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        said = config.get("rope_parameters") or {}
+        used = said.values() if _WINDOWS.read(config)["sliding_window"] is not None else [said.get(_WIDE)]
+        bases = {one["rope_theta"] for one in used if one and "rope_theta" in one}
+        # transformers 4 has one base for all layers
+        return older_rope(said.get(_WIDE), by_kind=True) if len(bases) < 2 else {}
+
 
 _ENTRIES = (
     *common(norm_epsilon=1e-5),
@@ -87,5 +99,6 @@ _RULES = (
     *FEED_FORWARD,
 )
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", (*_ENTRIES, Rope()), _RULES)
+# transformers 4 takes exactly `type` and `factor` there, of linear scaling, and refuses all others
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", (*_ENTRIES, Rope(older_type="type")), _RULES)
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", (*_ENTRIES, _WINDOWS, _OlmoRopes()), _RULES)
