@@ -30,6 +30,10 @@ class DataError(MtrainError):
     exit_code = 3
 
 
+class NothingToLearnError(DataError):
+    """No training sample has a token that the loss counts, so that no step would change the model."""
+
+
 class NumericError(MtrainError):
     """Training stopped because a number can no longer be trusted (non-finite loss, wrong denominator)."""
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.errors import ConfigError, NothingToLearnError
 from mtrain.config import Config
 from mtrain.config.rules import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
@@ -207,8 +207,8 @@ class Sources:
         """The training samples.
 
         Raises:
-            DataError: a source is missing, damaged, too small, or does not fit the model; or no sample of any source
-                has anything to learn.
+            DataError: a source is missing, damaged, too small, or does not fit the model.
+            NothingToLearnError: no sample of any source has anything to learn.
         """
         data, seed = self._config.data, self._config.train.seed
         match data:
@@ -259,7 +259,7 @@ class Sources:
             self._notes += [f"{name}: nothing in it is learned: {why}" for name, why in reasons.items()]
             return
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-        raise DataError(
+        raise NothingToLearnError(
             f"no training sample has anything to learn ({listed}), so no step would change the model; give records "
             "whose answers count, or raise data.seq_length where they are cut"
         )

@@ -18,6 +18,17 @@ def call(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def blocking(packages: tuple[str, ...]) -> str:
+    """First lines of a program in which importing one of these packages is an error, though they can be found."""
+    return f"""
+import sys
+def refuse(event, arguments):
+    if event == "import" and arguments[0].split(".")[0] in {packages}:
+        raise ImportError(arguments[0])
+sys.addaudithook(refuse)
+"""
+
+
 def command(*names: str) -> Any:
     """The verb of this name, as typer has built it."""
     found: Any = typer.main.get_command(app)

@@ -9,7 +9,7 @@ import pytest
 
 from mtrain.cli.arguments import split_arguments
 from mtrain.cli.main import VERBS
-from tests.cli.command_line import call
+from tests.cli.command_line import blocking, call
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -28,8 +28,7 @@ def mtrain_without(
 ) -> subprocess.CompletedProcess[str]:
     """Runs the program where importing these is an error."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({packages}))"
-    blocked += "; import runpy; runpy.run_module('mtrain', run_name='__main__')"
+    blocked = blocking(packages) + "import runpy; runpy.run_module('mtrain', run_name='__main__')"
     return subprocess.run(
         [sys.executable, "-c", blocked, *map(str, arguments)],
         capture_output=True,

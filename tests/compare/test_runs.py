@@ -25,6 +25,7 @@ from mtrain.metrics.record import StepRecord, TermRecord
 from mtrain.runs.changes import Change
 from mtrain.runs.folder import RunFolder
 from tests.browser import Browser
+from tests.cli.command_line import blocking
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.metrics.records import step_record, valid_record
 from tests.metrics.test_plot import BLUE, RED, colours
@@ -236,7 +237,7 @@ def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def compare_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command line, where importing torch is an error."""
-    blocked = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_module('mtrain', run_name='__main__')"
+    blocked = blocking(("torch",)) + "import runpy; runpy.run_module('mtrain', run_name='__main__')"
     command = [sys.executable, "-c", blocked, "compare", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 

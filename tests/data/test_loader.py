@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -263,13 +265,16 @@ def test_the_fingerprint_follows_the_data_and_not_the_ranks(make_config: MakeCon
     assert StepLoader(config, 0, 1).fingerprint != before
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(
+def test_a_tokenizer_larger_than_the_model_is_taken_and_an_id_beyond_it_refused(
     make_config: MakeConfig, write_jsonl: WriteJsonl, word_tokenizer: Path
 ) -> None:
-    path = write_jsonl([{"prompt": "a", "response": "b"}])
-    data = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer)}
-    with pytest.raises(DataError, match=r"tokenizer.json has 18 tokens, but model.vocab_size is 17"):
-        StepLoader(make_config(data, model={"vocab_size": 17}), 0, 1)
+    last = tokenizers.Tokenizer.from_file(str(word_tokenizer / "tokenizer.json")).id_to_token(17)
+    for response, is_beyond in (("b", False), (last, True)):
+        path = write_jsonl([{"prompt": "a", "response": response}])
+        data = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer)}
+        config = make_config(data, model={"vocab_size": 17})
+        with pytest.raises(DataError, match=r"token 17.*model.vocab_size is 17") if is_beyond else nullcontext():
+            StepLoader(config, 0, 1)
 
 
 def test_a_bad_token_comes_up_in_the_training_loop(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
         else:
             optimizer_state.set_adam_step(parts.model.optimizer.inner, 1)
         update(parts, groups, config)
-        found[name] = {int(state["step"]) for state in part.model.optimizer.state.values()}
+        found[name] = {int(state["step"]) for state in part.optimizer.state.values()}
     return found
 
 

@@ -26,6 +26,7 @@ from mtrain.verify.core.shrink import BATCH_SIZE, shrink
 from mtrain.verify.core.tolerances import forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
 from mtrain.verify.parity.run import refuse_without_reference
+from tests.cli.command_line import blocking
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -289,7 +290,7 @@ def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None
 
 def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs the program without torch, which must not be needed."""
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('mtrain', run_name='__main__')"
+    code = blocking(("torch",)) + "import runpy; runpy.run_module('mtrain', run_name='__main__')"
     command = [sys.executable, "-c", code, "verify", "parity", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
 
