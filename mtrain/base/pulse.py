@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtrain.base.signals import at_interrupt
+
 _SIZE = 4096
 _HEAD = struct.Struct("=8sIIIIQ")
 _PLACE = struct.Struct("=Qqq20s")
@@ -81,6 +83,8 @@ class Pulse:
         _CALL.pack_into(self._memory, _AT_CALL, 0, 0, _NO_CALL, False)
         self.enter("start", 0)
         self.beat()
+        # from here on: a reader who finds a pulse whose process has ended takes the rank for lost
+        at_interrupt(self.leave)
         new.rename(path)  # a reader finds a whole one
 
     def enter(self, phase: str, step: int) -> None:

@@ -6,9 +6,11 @@ step and at the end of every step, agree, save and leave.
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -65,7 +67,7 @@ class StopSignal:
         is_second_interrupt = number == signal.SIGINT and signal.SIGINT in self._sent
         self._sent.append(signal.Signals(number))
         if is_second_interrupt:
-            raise KeyboardInterrupt
+            _interrupt(number, frame)
 
 
 def leave_if_stopped(what: str) -> None:
@@ -80,6 +82,55 @@ def leave_if_stopped(what: str) -> None:
     owner = _enclosing()
     if owner is not None and owner.sent:
         raise StopRequestedError(f"stopped by a signal while {what}")
+
+
+def end_at_interrupt() -> None:
+    """From now on Ctrl-C ends this process wherever it is, as by Python's own handler, and `was_interrupted` knows."""
+    signal.signal(signal.SIGINT, _interrupt)
+    # where Python cannot raise it, as in a callback of its collector, it would print it and forget it
+    sys.unraisablehook = _raise_again
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C has asked this process to end at once, whatever exception a library has made of that."""
+    return bool(_interrupts)
+
+
+def at_interrupt(action: Callable[[str], object]) -> None:
+    """Calls the action when Ctrl-C ends this process, before anything else; it is given the reason.
+
+    Args:
+        action: What can be done between any two instructions, such as writing to memory.
+    """
+    _last_words.append(action)
+
+
+_interrupts: list[int] = []
+_last_words: list[Callable[[str], object]] = []
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupts.append(number)
+    for action in _last_words:
+        action(KeyboardInterrupt.__name__)
+    raise KeyboardInterrupt
+
+
+def _raise_again(unraisable: Any) -> None:
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Processes that are started inside the block never see Ctrl-C, which a terminal sends to all: we end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def hold_stop_signals() -> None:

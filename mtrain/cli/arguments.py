@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain.cli.messages import this_rank
-
 if TYPE_CHECKING:
     from mtrain.config import Config
 
@@ -36,12 +34,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     return [Path(text) for text in arguments if text not in overrides], overrides
 
 
-def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = ()) -> "Config":
+def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = (), rank: int = 0) -> "Config":
     """The configuration that a command line names; its old names are noted on the first rank.
 
     Args:
         arguments: Files and overrides, as `ConfigArguments`.
         last_overrides: Values that a verb sets itself, after those of the user.
+        rank: This rank, of a verb that runs as ranks of one world.
 
     Raises:
         ConfigError: A file or a value is wrong.
@@ -53,7 +52,7 @@ def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = ()) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RenamedKeyWarning)
         config = load_config(paths, [*overrides, *last_overrides])
-    if this_rank() == 0:
+    if rank == 0:
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr, flush=True)
     return config

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtrain.base.ground import require_ground
-from mtrain.cli.messages import one_message
+from mtrain.cli.messages import one_message, this_rank
 
 
 def generate(
@@ -43,7 +43,7 @@ def generate(
         raise typer.BadParameter("there is none; give --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"{top_p} must be above 0 and at most 1; 1: all tokens", param_hint="--top-p")
-    with one_message():
+    with one_message(this_rank()):
         require_ground()
         from mtrain.base.environment import RankEnvironment
         from mtrain.training.sampling.choice import SamplingParams  # loads torch

@@ -10,22 +10,28 @@ from contextlib import contextmanager, suppress
 import typer
 
 from mtrain.base.errors import MtrainError
+from mtrain.base.signals import was_interrupted
 
 
 @contextmanager
-def one_message() -> Iterator[None]:
-    """Ends the program with the error's exit code, and its message where this rank is the one to show it."""
+def one_message(rank: int = 0) -> Iterator[None]:
+    """Ends the program with the error's exit code, and its message where this rank is the one to show it.
+
+    Args:
+        rank: This rank, of a verb that runs as ranks of one world; any other verb speaks wherever it is called, be it
+            in an environment that a launcher has made.
+    """
     try:
         yield
     except MtrainError as error:
-        rank, text = this_rank(), _summary_of(error)
+        text = _summary_of(error)
         if text is None and (rank == 0 or not error.on_every_rank) and not error.is_shown_elsewhere:
             text = f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}\n"
         with suppress(OSError):  # nobody may read it any more
             sys.stdout.flush()  # what was printed before the error stands before it in a log of both
         print(text or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # else typer says so in its own way; the program's end says it in ours
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
@@ -37,6 +43,8 @@ def prefixed_traceback() -> Iterator[None]:
     except MtrainError:
         raise
     except Exception as error:
+        if was_interrupted():  # a library has made another exception of it
+            raise KeyboardInterrupt from None
         lines = traceback.format_exc().splitlines()
         print("\n".join(f"[rank {this_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
         print(_summary_of(error) or "", end="", file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ from mtrain.launch.watch import Failure, Heartbeats, Rank, RankWatch
 from mtrain.plan.layout import Layout
 from mtrain.runs.failure import FailureClass, FailureRecord, last_failure, last_summary, record_failure
 from mtrain.watch.place import node_folder
-from mtrain.watch.watchdog import ENDING
+from mtrain.watch.watchdog import ENDING, ORDERED
 
 MARK = "MTRAIN_LAUNCH"
 """Environment variable by which a launch finds every process that comes from its ranks."""
@@ -187,6 +187,9 @@ def _prepare(parent: int) -> None:
 
 def _kill(ranks: Sequence[Rank], mark: str) -> None:
     """Ends the ranks, their process groups, and every process that carries our mark in its environment."""
+    with suppress(OSError):  # first: the watchdog must not take a rank that is ended here for lost
+        (folder := node_folder({MARK: mark})).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / ORDERED).touch()
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)

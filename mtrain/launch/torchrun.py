@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from mtrain.base.errors import MachineError
 from mtrain.base.signals import STOP_SIGNALS
 from mtrain.launch.watch import exit_code_of
 from mtrain.runs.failure import REPORT_TO, last_failure, last_summary
@@ -61,8 +63,10 @@ def main() -> None:
     threading.Thread(target=_let_through, name="signals", daemon=True).start()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as run
 
     folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
@@ -79,8 +83,26 @@ def main() -> None:
         rank, failure = failed.get_first_failure()
         print(f"error: rank {rank} failed first on this node, with exit code {failure.exitcode}", file=sys.stderr)
         sys.exit(exit_code_of(failure.exitcode))
+    except (DistError, RendezvousError) as fault:
+        print(f"error: {_without_a_meeting_place(fault)}", file=sys.stderr)
+        sys.exit(MachineError.exit_code)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_a_meeting_place(fault: Exception) -> str:
+    """Why torchrun's nodes could not find each other; torch says it in many lines."""
+    lines = str(fault).splitlines() or [type(fault).__name__]
+    port = re.search(r"port: (\d+)", lines[0])
+    if "EADDRINUSE" in lines[0] and port is not None:
+        return (
+            f"port {port[1]} of this machine, at which torchrun's nodes meet, is in use; set --master-port "
+            "(MASTER_PORT for launch/torchrun.sh) to a free one on all nodes, or end what listens there"
+        )
+    return (
+        f"torchrun's nodes cannot meet: {lines[0]}; check --master-addr and --master-port (MASTER_ADDR and MASTER_PORT "
+        "for launch/torchrun.sh), and that node 0 has started"
+    )
 
 
 def _exit_code(file: Path) -> int | None:

@@ -66,6 +66,7 @@ class Loss:
     """A rank that the job waits for."""
 
     rank: int
+    """Its number; negative where only the node is known."""
     how: Lost
     place: str
     silent_s: float
@@ -74,8 +75,9 @@ class Loss:
     """On this node."""
 
     def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.rank >= 0 else "a rank of this node"
         return (
-            f"rank {self.rank} {self.how}"
+            f"{who} {self.how}"
             + (f", for {self.silent_s:.0f} s" if self.silent_s else "")
             + (f", in {self.place}" if self.place else "")
         )

@@ -28,6 +28,9 @@ from mtrain.watch.stacks import ask, dump, innermost
 ENDING = "ending"
 """File beside the pulses: the watchdog ends the job; the folder goes when it has said everything."""
 
+ORDERED = "ordered"
+"""File beside the pulses: who started the ranks ends them all now, so that none of them is lost."""
+
 _LOOKS_PER_TIMEOUT = 30
 _LOOK_S = (0.1, 0.5)
 _LONGEST_GAP = 4.0
@@ -110,6 +113,8 @@ class Watchdog:
 
     def _is_over(self) -> bool:
         """Whether nobody is left to be watched."""
+        if self._is_ordered():
+            return True
         states = self._states()
         if any(state.left_with is None and process_state(state.pid) is not None for state in states):
             return False
@@ -118,6 +123,9 @@ class Watchdog:
         if len(states) >= self._settings.local_world_size or process_state(self._settings.parent) is None:
             return True
         return time.monotonic() - self._began_s > max(_FIRST_S, self._settings.step_s)
+
+    def _is_ordered(self) -> bool:
+        return (self._node / ORDERED).exists()
 
     def _states(self) -> list[PulseState]:
         found = (read_pulse(path) for path in sorted(self._node.glob("rank_*")))
@@ -144,6 +152,8 @@ class Watchdog:
         time_s = time.time()
         time.sleep(_GONE_S)
         self._known_gone |= {state.pid for state in gone}
+        if self._is_ordered():
+            return
         kind, text = FailureClass.LOST_PEER, f"{loss}: killed, or crashed in a library"
         if memory_kills() > self._memory_kills:
             kind, text = FailureClass.OUT_OF_MEMORY, f"{loss}: the kernel killed a process for memory meanwhile"

@@ -16,9 +16,12 @@ import psutil
 import pytest
 
 from mtrain.base.pulse import Pulse, beating, read_pulse, tick
+from mtrain.watch.judge import Loss, Lost
 from mtrain.watch.place import node_folder
 from mtrain.watch.stacks import flight_recorder
+from mtrain.watch.watchdog import ORDERED
 from tests.fault_table import Notice
+from tests.paths import ROOT
 
 PROGRAM = """
 import os, signal, sys, time
@@ -107,6 +110,46 @@ def test_a_rank_that_never_begins_is_named(ranks: Callable[..., list[subprocess.
     (first,) = ranks("while True: time.sleep(0.01)", 1, 60)
     assert first.wait(60) == -signal.SIGKILL
     assert "error: rank 1 has never begun" in first.communicate()[1]
+
+
+def test_ranks_that_their_launcher_ends_are_not_lost(
+    ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    begun = ranks("while True: time.sleep(0.01)", 2, 60)
+    assert is_soon(lambda: len(list(folder_of(tmp_path).glob("rank_*"))) == 2)
+    (folder_of(tmp_path) / ORDERED).touch()
+    for process in begun:
+        process.kill()
+    errors = [process.communicate()[1] for process in begun]  # to their end, the watchdog's included
+    assert errors == ["", ""]
+
+
+@pytest.mark.parametrize("while_made", [False, True])
+def test_a_rank_that_two_interrupts_end_has_said_so(tmp_path: Path, while_made: bool) -> None:
+    """From the first moment at which a watchdog can see it; Python's own ways out may then be skipped."""
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from mtrain.base.pulse import Pulse\n"
+        "from mtrain.base.signals import hold_stop_signals\n"
+        "hold_stop_signals()\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+        "if sys.argv[2] == 'True': sys.addaudithook("
+        "lambda event, _: signal.raise_signal(signal.SIGINT) if event == 'os.rename' else None)\n"
+        "try:\n"
+        "    Pulse(pathlib.Path(sys.argv[1]), 0, 1, 1)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "finally:\n"
+        "    os._exit(130)\n"
+    )
+    path = tmp_path / "rank_00000"
+    command = [sys.executable, "-c", program, str(path), str(while_made)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 130
+    pulses = [read_pulse(each) for each in (path, *tmp_path.glob(".rank*")) if each.exists()]
+    assert [pulse.left_with for pulse in pulses if pulse is not None] == ["KeyboardInterrupt"]
+
+
+def test_a_rank_without_a_number_is_not_called_minus_one() -> None:
+    assert str(Loss(-1, Lost.ABSENT, "", 5.0, True)) == "a rank of this node has never begun, for 5 s"
 
 
 def test_ranks_that_load_for_long_but_live_are_left_alone(ranks: Callable[..., list[subprocess.Popen[str]]]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.base.signals import interrupts_blocked
 from mtrain.data.formats.corpus_writer import element_type, writing_corpus
 from mtrain.data.formats.documents import Document, documents, find_files
 from mtrain.data.preparation.fast_encoding import CheckedEncoding
@@ -153,6 +155,8 @@ def _tokenized(
     # import everything anew, which a server imports once
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "sentencepiece", "tokenizers"])
+    with interrupts_blocked():  # the workers' server, hence the workers
+        forkserver.ensure_running()
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(work,))
     under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]] = collections.deque()
     try:

@@ -25,6 +25,7 @@ from typing import Any
 
 from mtrain.base.environment import program_versions
 from mtrain.base.errors import MtrainError
+from mtrain.base.signals import interrupts_blocked
 from mtrain.plan.layout import Layout
 
 TIMEOUT_S = 120
@@ -110,7 +111,8 @@ class _Ranks:
     def start(self, context: Any, job: tuple[Any, ...]) -> None:
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there, job), daemon=True)
-        process.start()
+        with interrupts_blocked():  # a terminal sends Ctrl-C to all; who called ends them
+            process.start()
         there.close()
         self._processes.append(process)
         self._pipes.append(here)
