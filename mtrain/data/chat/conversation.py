@@ -9,6 +9,8 @@ from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
+from mtrain.data.formats.nulls import without_nulls
+from mtrain.data.numbers import whole_number
 
 LossOn = Literal["all_answers", "last_answer"]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -18,7 +20,7 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", "train", *_REASONING_KEYS}
 )
-_CALL_KEYS = frozenset({"id", "type", "function", "name", "arguments"})
+_CALL_KEYS = frozenset({"id", "index", "type", "function", "name", "arguments"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _SHOWN_KEYS = frozenset({"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
 """May be left out, and then the model would read another conversation."""
@@ -134,7 +136,8 @@ def _reasoning(present: dict[str, Any], place: str) -> str | None:
     return check_text(present[given[0]], f"{place}.{given[0]}") if given else None
 
 
-def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
+def _tool_calls(given: object, place: str) -> list[dict[str, Any]]:
+    calls = without_nulls(given)
     if not isinstance(calls, list) or not calls:
         raise DataError(f"{place} must be a list of at least one call; fix it, or remove it")
     for number, call in enumerate(calls):
@@ -149,6 +152,8 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
             check_keys(function, _FUNCTION_KEYS, frozenset(), f"{name}.function ")
         if not isinstance(function.get("arguments", {}), dict | str):
             raise DataError(f"{name} has arguments that are neither an object nor a text; fix them")
+        if whole_number(call.get("index", 0)) is None:
+            raise DataError(f"{name} has the index {call['index']!r:.40}, but must be a whole number; fix it")
     return calls
 
 
@@ -163,7 +168,7 @@ def _tools(tools: object) -> list[Any] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError("'tools' must be a list of objects, each the description of a function; fix it")
-    return tools
+    return list(map(without_nulls, tools))
 
 
 def _variables(variables: object) -> dict[str, Any]:
@@ -174,7 +179,7 @@ def _variables(variables: object) -> dict[str, Any]:
             f"'chat_template_kwargs' must be an object of switches of the template, none of them called "
             f"{', '.join(sorted(_RESERVED))}; fix it"
         )
-    return variables
+    return {key: value for key, value in variables.items() if value is not None}
 
 
 def _answer_weight(present: dict[str, Any], place: str) -> float:

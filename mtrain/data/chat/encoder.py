@@ -23,7 +23,7 @@ from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.tokenizer import EncodedText, Tokenizer
 
-_VERSION = 1
+_VERSION = 2
 """Counts the changes of this package that give other ids or weights for the same record."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 

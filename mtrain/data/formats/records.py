@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from mtrain.data.formats.jsonl import parsed_line, raw_lines
+from mtrain.data.formats.nulls import record_without_nulls
 from mtrain.data.formats.record_files import RecordFile
 from mtrain.data.formats.rows import records_of, tables
 
@@ -49,7 +50,9 @@ class LineChunk(Chunk):
         return len(self.lines)
 
     def record(self, index: int) -> dict[str, Any]:
-        return parsed_line(self.lines[index])
+        line = self.lines[index]
+        found = parsed_line(line)
+        return record_without_nulls(found) if b"null" in line else found
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class RowChunk(Chunk):
         return int(self.batch.num_rows)
 
     def record(self, index: int) -> dict[str, Any]:
-        return self._records[index]
+        return record_without_nulls(self._records[index])
 
     @cached_property
     def _records(self) -> list[dict[str, Any]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, assert_never
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.base.plain_files import parsed_json
 from mtrain.base.steady_files import TRANSIENT, steady
 from mtrain.data.formats.recognise import FileKind
 
-_NULL_SAYS_SOMETHING = frozenset({"content"})
-"""Keys that stay where they are null: an answer that is only a call of tools has such a content."""
+_JSON = "arrow.json"
+"""Name of the type whose values are JSON as text, as Json() of Hugging Face's `datasets` has it."""
 
 
 def pyarrow(path: Path, kind: FileKind) -> ModuleType:
@@ -68,20 +70,74 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
 
 
 def records_of(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a record batch. A table has no absent keys, so a null stands for one; see _NULL_SAYS_SOMETHING."""
-    return [_without_nulls(row) for row in batch.to_pylist()]
+    """The rows of a record batch as objects of JSON; what a null in them says, `mtrain.data.formats.nulls` decides.
+
+    Raises:
+        DataError: A column of JSON holds something else.
+    """
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    decoders = {field.name: decoder for field in batch.schema if (decoder := _decoder(field)) is not None}
+    for name, decode in decoders.items():
+        for row in rows:
+            row[name] = decode(row[name])
+    return rows
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _without_nulls(inner)
-            for key, inner in value.items()
-            if inner is not None or key in _NULL_SAYS_SOMETHING
-        }
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value
+Decoder = Callable[[Any], Any]
+
+
+def _decoder(field: Any) -> Decoder | None:
+    """What makes objects of JSON of a column's values; None where they are that already."""
+    kind = field.type
+    if _is_json(field):
+        return partial(_decoded, field.name)
+    inner = {each.name: _decoder(each) for each in map(kind.field, range(kind.num_fields))}
+    found = {name: decoder for name, decoder in inner.items() if decoder is not None}
+    # pyarrow's classes, whose module is imported where a file needs it
+    if type(kind).__name__ == "MapType":
+        return partial(_decoded_map, found.get(kind.item_field.name))
+    if not found:
+        return None
+    if type(kind).__name__ == "StructType":
+        return partial(_decoded_struct, found)
+    (decoder,) = found.values()
+    return partial(_decoded_list, decoder)
+
+
+def _is_json(field: Any) -> bool:
+    # without pyarrow's own type, which came with version 19, the name stands beside the field
+    name = getattr(field.type, "extension_name", None)
+    return bool(name == _JSON or (field.metadata or {}).get(b"ARROW:extension:name") == _JSON.encode())
+
+
+def _decoded(column: str, text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        value = parsed_json(text.encode())
+    except ValueError as fault:
+        if column == "content":
+            return text
+        raise DataError(
+            f"column {column!r} has the type JSON, but holds {text!r:.40} ({fault}); write it again"
+        ) from None
+    # `datasets` stores a text as it is where pandas' parser, which takes "1." too, reads JSON in it;
+    # and a content is nothing but a text or parts
+    return value if column != "content" or isinstance(value, str | list) else text
+
+
+def _decoded_struct(decoders: Mapping[str, Decoder], value: dict[str, Any] | None) -> Any:
+    if value is None:
+        return None
+    return {key: decoders[key](inner) if key in decoders else inner for key, inner in value.items()}
+
+
+def _decoded_list(decoder: Decoder, value: list[Any] | None) -> Any:
+    return None if value is None else [decoder(inner) for inner in value]
+
+
+def _decoded_map(decoder: Decoder | None, value: list[tuple[Any, Any]] | None) -> Any:
+    return None if value is None else {key: inner if decoder is None else decoder(inner) for key, inner in value}
 
 
 @contextmanager

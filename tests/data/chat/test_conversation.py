@@ -29,6 +29,12 @@ def test_what_a_template_reads() -> None:
     assert (found.tools, found.answer_weights, found.weight) == ([TOOL], {1: 2.0}, 0.5)
 
 
+def test_calls_may_be_numbered_as_answers_of_servers_are() -> None:
+    calls = [{**CALL, "index": 0}, {**CALL, "index": 1}]
+    record: dict[str, Any] = {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": calls}]}
+    assert conversation_of(record, frozenset(), "all_answers").messages[1]["tool_calls"] == calls
+
+
 def test_tools_may_be_json_in_a_text_as_in_a_column_of_parquet() -> None:
     record: dict[str, Any] = {"messages": CHAT, "tools": '[{"name": "f"}]'}
     assert conversation_of(record, frozenset(), "all_answers").tools == [{"name": "f"}]
@@ -73,6 +79,10 @@ def test_tools_may_be_json_in_a_text_as_in_a_column_of_parquet() -> None:
         ({"messages": [{**CHAT[0], "reasoning_content": "x"}, CHAT[1]]}, r"messages\[0\] has tool_calls or reasoning"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": {}}]}, "tool_calls must be a list"),
         ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"id": "x"}]}]}, r"tool_calls\[0\] names no function"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{**CALL, "index": "first"}]}]},
+            r"tool_calls\[0\] has the index 'first', but must be a whole number",
+        ),
         (
             {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f", "arguments": 3}]}]},
             "neither an object nor a text",

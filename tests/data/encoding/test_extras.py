@@ -124,7 +124,7 @@ def test_not_a_number_in_parquet_is_named(configured: Callable[..., Config], tmp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"old_logprobs": None}, r"'old_logprobs' is not made of numbers"),
+        ({"old_logprobs": None}, r"has no 'old_logprobs', which data.extras names"),
         ({"old_logprobs": [0.5] * 7}, r"'old_logprobs' has 7 numbers, but the sample has 4 tokens; give .* or 3"),
         ({"advantages": True}, r"'advantages' is not made of numbers"),
         ({"rewards": 1}, r"has the key 'rewards', which is not read"),
