@@ -110,7 +110,10 @@ def test_a_part_of_the_lines_is_read_alone(write_jsonl: WriteJsonl, word_tokeniz
         ({"prompt": "a"}, r"line 1: has no 'response'; a line needs prompt and response, or messages"),
         ({"response": "a"}, r"line 1: has no 'prompt'"),
         ({"prompt": 3, "response": "a"}, r"line 1: 'prompt' is a int, but must be a text"),
-        ({"prompt": "a", "response": None}, r"line 1: has no 'response'; a line needs prompt and response, or messages"),
+        (
+            {"prompt": "a", "response": None},
+            r"line 1: has no 'response'; a line needs prompt and response, or messages",
+        ),
         ({"prompt": "a", "response": ""}, r"line 1: 'response' is empty"),
         ({"prompt": "a", "response": "\ud800"}, r"line 1: holds half a surrogate pair"),
         ({"prompt": "a", "response": "b", "messages": []}, r"line 1: has messages beside prompt or response"),
