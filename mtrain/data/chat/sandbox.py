@@ -41,7 +41,9 @@ class RenderLimits:
     memory_bytes: int = 1 << 30
     """Address space of the process."""
     max_chars: int = 1 << 26
-    """Of all renderings together."""
+    """Of all renderings together, each without what it has in common with the beginning of the one before it."""
+    max_total_chars: int = 1 << 29
+    """Of all renderings together, as they stand in memory."""
 
 
 class Cut(NamedTuple):
@@ -127,7 +129,7 @@ class Sandbox:
             answer = self._answer(line)
         if "error" in answer:
             raise DataError(f"{self._name} does not render the conversation: {answer['error']}")
-        return [NotRendered(text["error"]) if isinstance(text, dict) else text for text in answer["texts"]]
+        return _whole_texts(answer["texts"])
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
@@ -154,6 +156,20 @@ class Sandbox:
     def _settings(self) -> bytes:
         limits = asdict(self.limits)
         return json.dumps({"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **limits}).encode()
+
+
+def _whole_texts(sent: Sequence[Any]) -> list[str | NotRendered]:
+    """The texts of which each came without its beginning where that is the beginning of the text before it."""
+    texts: list[str | NotRendered] = []
+    before = ""
+    for each in sent:
+        if isinstance(each, dict):
+            texts.append(NotRendered(each["error"]))
+            continue
+        common, rest = each
+        before = before[:common] + rest
+        texts.append(before)
+    return texts
 
 
 class _EndedError(Exception):

@@ -5,11 +5,13 @@ handler can interrupt. Limits of the operating system hold for both: the address
 processor time ends the process. It is started by its path, with the folders of what it imports as arguments, and
 imports nothing of ours; each line on its input is a JSON object, and so is each line that answers it.
 
-    first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars"}      -> {} or {"error"}
+    first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars", ...} -> {} or {"error"}
     other lines   {"messages", "tools", "variables", "cuts": [[number, prompt, marked]]}  -> {"texts"} or {"error"}
 
-A cut asks for the rendering of the first `number` messages, with or without the prompt for an answer and marks around
-`{% generation %}`; its text is {"error": ...} where the template refuses it.
+A text is [number of characters in common with the beginning of the text before it, the rest], so what is sent grows
+with the conversation and not with its square. A cut asks for the rendering of the first `number` messages, with or
+without the prompt for an answer and marks around `{% generation %}`; its text is {"error": ...} where the template
+refuses it.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class _Renderer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._environment = _environment(settings["date"])
         self._marks, self._max_chars = settings["marks"], settings["max_chars"]
+        self._max_total_chars = settings["max_total_chars"]
         self._template = self._environment.from_string(settings["template"])
 
     def answer(self, line: bytes) -> dict[str, Any]:
@@ -77,12 +80,18 @@ class _Renderer:
         try:
             asked = json.loads(line)
             texts: list[Any] = []
-            size = 0
+            sent, total, before = 0, 0, ""
             for number, prompt, marked in asked["cuts"]:
-                texts.append(self._rendered(asked, number, prompt, marked))
-                size += len(texts[-1])
-                if size > self._max_chars:
-                    return {"error": f"it writes more than {self._max_chars} characters"}
+                text = self._rendered(asked, number, prompt, marked)
+                if isinstance(text, dict):
+                    texts.append(text)
+                    continue
+                common = _common_prefix(before, text)
+                texts.append([common, text[common:]])
+                sent, total, before = sent + len(text) - common, total + len(text), text
+                for size, most in ((sent, self._max_chars), (total, self._max_total_chars)):
+                    if size > most:
+                        return {"error": f"it writes more than {most} characters"}
             return {"texts": texts}
         except Exception as fault:  # a conversation that is nested too deeply, or too large for the memory
             return {"error": _message(fault)}
@@ -100,6 +109,18 @@ class _Renderer:
             return self._template.render(given)
         except Exception as fault:
             return {"error": _message(fault)}
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Length of the longest common beginning; as in `spans`, which this program cannot import."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _compiled(settings: dict[str, Any]) -> _Renderer | dict[str, Any]:

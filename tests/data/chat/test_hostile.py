@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.sandbox import Cut, NotRendered, RenderLimits, Sandbox
+from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered, RenderLimits, Sandbox
 from mtrain.data.chat.spans import refused
 from tests.fault_table import Notice
 
@@ -112,6 +112,27 @@ def test_a_long_conversation_passes_through_the_pipes() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
     (found,) = sandbox.render([{"content": text}, {}], None, {}, [WHOLE])
     assert found == text
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_long_conversation_is_rendered_at_each_of_its_messages(marked: bool) -> None:
+    """200 turns of 1.7 KB: all renderings together are longer than what may be sent."""
+    messages = [{"role": "user", "content": f"{number} " + "x" * 850} for number in range(400)]
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    cuts = [Cut(400, False), *(Cut(n, prompt, marked) for n in range(400) for prompt in (True, False))]
+    found = Sandbox(template, "T", None, RenderLimits()).render(messages, None, {}, cuts)
+    marks = (OPEN, CLOSE) if marked else ("", "")
+    whole = [message["content"].join(marks) for message in messages]
+    assert found[0] == "".join(message["content"] for message in messages)
+    assert all(text == "".join(whole[: cut.num_messages]) for text, cut in zip(found[1:], cuts[1:], strict=True))
+    assert sum(map(len, found)) > RenderLimits().max_chars
+
+
+def test_renderings_that_fill_the_memory_together_are_refused() -> None:
+    limits = RenderLimits(max_chars=1 << 20, max_total_chars=1 << 21)
+    sandbox = Sandbox("{{ 'a' * 1000000 }}", "T", None, limits)
+    with pytest.raises(DataError, match="writes more than 2097152 characters"):
+        sandbox.render(MESSAGES, None, {}, [WHOLE] * 3)
 
 
 def test_nothing_of_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
