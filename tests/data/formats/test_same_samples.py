@@ -229,12 +229,6 @@ def same_samples(form: str, as_text: bool, data: st.DataObject, encoder: SampleE
         assert list(samples(FORMS[form](found, Path(folder)), encoder)) == expected
 
 
-@pytest.mark.fault(
-    "input",
-    "nulls that a table has filled in for keys that a tool, a call or a message lacks, and columns of the type Json()",
-    happens="the samples are those of the same records as JSON lines",
-    exit_code=0,
-)
 @pytest.mark.parametrize("as_text", [False, True], ids=["objects", "texts"])
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=4, deadline=None)
