@@ -111,7 +111,7 @@ def _found(package: str, part: str, version_in: Callable[[Mapping[str, Any]], ob
 
 
 def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
-    """As its package_info.py puts it together, without the commit of a checkout, which 0.19 adds."""
+    """Joins the version as its package_info.py does, without the commit of a checkout, which 0.19 adds."""
     parts = [constants.get(name) for name in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")]
     return None if None in parts else ".".join(map(str, parts[:3])) + str(parts[3])
 
@@ -135,7 +135,7 @@ def _constants(source: str) -> dict[str, Any]:
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would import the packages above the module."""
+    """Finds a spec as `importlib.util.find_spec` does, without importing the packages above the module."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__spec__", None)
     parent = name.rpartition(".")[0]

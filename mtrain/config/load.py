@@ -102,7 +102,7 @@ def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
 
     Args:
         paths: YAML files.
-        overrides: As for `read_given`.
+        overrides: The overrides, as `read_given` takes them.
 
     Raises:
         ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.

@@ -42,7 +42,7 @@ def put_ending(folder: Path, origin: Path | None) -> Ending | None:
 
     Args:
         folder: Holds the tokenizer and the chat templates that the run wrote conversations by.
-        origin: As `ModelSource.origin`: its generation_config.json is what the new one is made from.
+        origin: The folder `ModelSource.origin`, whose generation_config.json the new one is made from.
 
     Returns:
         None where the folder holds no tokenizer, or its template takes no conversation that would show an end.

@@ -194,7 +194,7 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
     Args:
         target: What is exported.
         said: config.json that the weights came with.
-        dtype: Of the embeddings.
+        dtype: The dtype of the embeddings.
     """
     config = target.family.config(target.model, None if said is None else plain_config(said))
     if said is None and target.context_tokens is not None:

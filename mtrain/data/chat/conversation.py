@@ -46,7 +46,7 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn |
     """Checks a record with `messages`.
 
     Args:
-        record: As it was read.
+        record: The record as it was read.
         ignored: Unknown keys that are dropped on purpose.
         loss_on: Which answers count; None: it is a question, which needs none.
 
