@@ -143,7 +143,7 @@ def test_the_resolved_configuration_says_the_architecture_and_repeats_itself(tmp
     ("override", "reported"),
     [
         ("model.num_layers=5", "model.num_layers=5 does not agree with"),
-        ("model.rope.base=1", "model.rope="),
+        ("model.rope.base=1", "model.rope.base=1.0 does not agree with"),
         ("model.num_layer=5", "model.num_layer"),
         ("model.mtp_depths=1", "model.mtp_depths=1 does not agree"),
         ("checkpoint.initialize_from=elsewhere", "both give the weights"),
