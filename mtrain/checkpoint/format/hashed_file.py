@@ -37,7 +37,11 @@ class HashedFile(io.RawIOBase):
         """
         super().__init__()
         # O_EXCL: a file that is there belongs to another attempt; O_CLOEXEC: no child process keeps the file open
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError:
+            super().close()  # else the collector closes what was never opened
+            raise
         self._digest, self._size_bytes = blake3(), 0
         # at most one hash is under way, so none waits for the worker
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-file")
