@@ -27,8 +27,8 @@ _PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS
 _JUDGED_KEYS = _PAIR_KEYS | {"margin"}
 _ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_VERSION = 2
-"""Counts the changes of this module that give other tokens for the same record."""
+_VERSION = 3
+"""Counts the changes of this module that give other tokens for the same record, or refuse other records."""
 
 
 class _Encoders(Protocol):
@@ -147,17 +147,20 @@ def _untrained(message: object) -> object:
 def _common(chosen: Any, rejected: Any) -> Any:
     """What two answers that hold their prompt begin with.
 
+    Where one goes on where the other ends, the last piece (character, message) of the shorter one is its answer.
+
     Raises:
         DataError: They begin with nothing in common.
+
+    Source: trl 1.16, data_utils.py, extract_prompt.
     """
-    if isinstance(chosen, str):
-        count = next((place for place, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
-        prompt = chosen[: min(len(chosen), len(rejected)) if count is None else count]
-        # a blank belongs to the word behind it, as tokenizers have it
-        prompt = prompt[:-1] if prompt.endswith(" ") else prompt
-    else:
-        alike = [ours == theirs for ours, theirs in zip(chosen, rejected)]
-        prompt = chosen[: alike.index(False) if False in alike else len(alike)]
+    shorter = min(len(chosen), len(rejected))
+    count = next((place for place, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
+    if count is None:
+        return chosen if chosen == rejected else chosen[: max(0, shorter - 1)]
+    prompt = chosen[:count]
+    # a blank belongs to the word behind it, as tokenizers have it
+    prompt = prompt[:-1] if isinstance(prompt, str) and prompt.endswith(" ") else prompt
     if not prompt:
         raise DataError("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'; give it")
     return prompt

@@ -91,7 +91,9 @@ def test_an_answer_carries_its_label_as_the_sign_of_its_weight(word_tokenizer: P
     [
         ("pairs", {"prompt": "a", "chosen": "b"}, "'rejected' must be a text or a list of messages, but is None"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty behind the prompt"),
-        ("pairs", {"chosen": "a b", "rejected": "a"}, "'rejected' is empty behind the prompt"),
+        ("pairs", {"chosen": "a b", "rejected": ""}, "'rejected' is empty behind the prompt"),
+        ("pairs", {"chosen": "a b", "rejected": "a b"}, "'chosen' is empty behind the prompt"),
+        ("pairs", {"chosen": [message("user", "a")], "rejected": []}, "'rejected' is empty behind the prompt"),
         ("pairs", {"chosen": "a", "rejected": "b"}, "begin with nothing in common, and there is no 'prompt'"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": [message("assistant", "b")]}, "must both be texts"),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, "has the key 'score', which is not"),
