@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from mtrain.base import signals
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.needs import NOT_RUN, leave_out, report_not_run
@@ -111,6 +112,15 @@ def transformers_4() -> list[Path]:
 def notice(request: pytest.FixtureRequest) -> Iterator[Notice]:
     """Measures how long the fault of this test takes to be noticed."""
     yield from measured(request)
+
+
+@pytest.fixture(autouse=True)
+def interrupts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forgets Ctrl-C that a test sent to this process: the command line, called here later, would end the worker."""
+    monkeypatch.setattr(signals, "_interrupts", [])
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
