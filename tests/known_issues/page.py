@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 
-from tests.known_issues.configs import megatron_core
 from tests.known_issues.rows import GROUPS, TABLE, VERSION, KnownIssue
-from tests.known_issues.rows.row import Place
 from tests.paths import DOCS
 
 COMMAND = "python -m tests.known_issues.page"
@@ -29,8 +25,8 @@ and what happens here:
 
 Every row names the tests that show the fault in plain Megatron-Core, on CPU ranks, and its absence here. Two kinds of
 row are read from the sources and not shown: those on schedules that are not built, and the one that says it needs a
-GPU. Their tests show that they are refused. A test also compares the named lines with the installed sources, so an
-upgrade shows what moved.
+GPU. Their tests show that they are refused. A test also looks for a line that each row quotes in the named function of
+the installed sources, so an upgrade shows what changed.
 """
 
 
@@ -62,33 +58,10 @@ def _sections() -> Iterator[str]:
 def _entry(row: KnownIssue) -> Iterator[str]:
     yield f"\n### {row.name[0].upper()}{row.name[1:]}\n"
     yield f"{row.fault}\n"
-    yield f"- Where: {_code(dict.fromkeys(_symbol(place) for place in row.places))}"
+    yield f"- Where: {_code(dict.fromkeys(map(str, row.places)))}"
     yield f"- When: {row.condition}"
     yield f"- Here: **{row.outcome}**. {row.here} ({_code(row.modules)})"
     yield f"- Shown by: {_code(row.tests)}"
-
-
-def _symbol(place: Place) -> str:
-    """`file::Class.function` around the lines: names outlive line numbers, which only the table's test compares."""
-    nodes: list[ast.AST] = [_parsed(place.path)]
-    names = []
-    while nodes:
-        node = nodes.pop()
-        for inner in ast.iter_child_nodes(node):
-            if isinstance(inner, ast.stmt | ast.excepthandler) and _is_around(inner, place.first, place.last):
-                nodes = [inner]
-                if isinstance(inner, ast.ClassDef | ast.FunctionDef):
-                    names.append(inner.name)
-    return f"{place.path}::{'.'.join(names)}" if names else place.path
-
-
-@cache
-def _parsed(path: str) -> ast.Module:
-    return ast.parse((megatron_core() / path).read_text())
-
-
-def _is_around(node: ast.stmt | ast.excepthandler, first: int, last: int) -> bool:
-    return node.lineno <= first and last <= (node.end_lineno or node.lineno)
 
 
 def _code(names: Iterable[object]) -> str:

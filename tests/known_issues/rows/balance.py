@@ -40,9 +40,17 @@ ROWS = (
         "too strong where a tenth has one. The z-loss is divided by tp x cp as well, the loss of sequences by the rows "
         "of a microbatch.",
         (
-            Place(_ROUTER, 451, 468, "num_tokens"),
-            Place(_ROUTER, 484, 500, "tp_cp_group"),
-            Place(_ROUTER, 348, 359, "bsz"),
+            Place(
+                _ROUTER,
+                "TopKRouter.attach_and_log_load_balancing_loss",
+                "num_tokens = valid_token_count if valid_token_count is not None else activation.shape[0]",
+            ),
+            Place(
+                _ROUTER,
+                "TopKRouter.apply_z_loss",
+                "moe_z_loss_coeff = self.config.moe_z_loss_coeff / self.tp_cp_group.size()",
+            ),
+            Place(_ROUTER, "TopKRouter._apply_seq_aux_loss", "/ bsz"),
         ),
         "losses of routers beside masked tokens, tp, cp or several rows",
         _has_losses,
@@ -60,7 +68,7 @@ ROWS = (
         "running auxiliary losses",
         "The loss on running counts is divided by the number of data-parallel ranks, and by its definition a "
         "microbatch weighs according to its place in the step.",
-        (Place(_ROUTER, 383, 394, "ga_steps"),),
+        (Place(_ROUTER, "TopKRouter._apply_global_aux_loss", "self.ga_steps += 1"),),
         "a balancing loss on running counts",
         _has_running_counts,
         "noted",
@@ -76,7 +84,13 @@ ROWS = (
         "masked counts of auxiliary losses",
         "Under a padding mask the tokens of a rank are counted after the counts were summed over ranks in place: every "
         "rank takes the tokens of all for its own.",
-        (Place("transformer/moe/moe_utils.py", 221, 229, "local_tokens_per_expert"),),
+        (
+            Place(
+                "transformer/moe/moe_utils.py",
+                "get_tokens_per_expert_and_token_count",
+                "local_tokens_per_expert = routing_map.sum(dim=0)",
+            ),
+        ),
         "losses of routers with padding, on several ranks",
         _has_losses,
         "fixed",
@@ -87,7 +101,7 @@ ROWS = (
     KnownIssue(
         "expert bias under a mask",
         "A mask of tokens is laid over the experts: an error, or silently wrong where both are as many.",
-        (Place(_ROUTER, 539, 543, "padding_mask"),),
+        (Place(_ROUTER, "TopKRouter._apply_expert_bias", "if padding_mask is not None:"),),
         "a moving bias of the choice with padding",
         _moves_biases,
         "fixed",
@@ -101,7 +115,13 @@ ROWS = (
     KnownIssue(
         "expert bias of steps that are skipped",
         "It moves when gradients are finalised, before anybody knows whether the step will be applied.",
-        (Place("distributed/finalize_model_grads.py", 476, 477, "bias"),),
+        (
+            Place(
+                "distributed/finalize_model_grads.py",
+                "finalize_model_grads",
+                "if config.moe_router_enable_expert_bias:",
+            ),
+        ),
         "a moving bias of the choice",
         _moves_biases,
         "fixed",
@@ -113,7 +133,13 @@ ROWS = (
         "padding masks behind the first stage",
         "Sequence parallelism cuts the padding mask on the first pipeline stage only: on all others routers get the "
         "mask of whole rows.",
-        (Place("models/gpt/gpt_model.py", 314, 322, "scatter_to_sequence_parallel_region"),),
+        (
+            Place(
+                "models/gpt/gpt_model.py",
+                "GPTModel._preprocess",
+                "tensor_parallel.scatter_to_sequence_parallel_region(",
+            ),
+        ),
         "padding with sequence and pipeline parallelism",
         _cuts_masks,
         "fixed",
@@ -124,7 +150,7 @@ ROWS = (
     KnownIssue(
         "padding masks of layers that are not recomputed",
         "Where only the first layers of a block are recomputed, the others get no padding mask.",
-        (Place("transformer/transformer_block.py", 528, 531, "rotary_pos_emb"),),
+        (Place("transformer/transformer_block.py", "TransformerBlock._checkpointed_forward", "rotary_pos_emb,"),),
         "padding with recompute_method=block",
         lambda config, layout: _counts_text(config, layout) and config.train.recompute == "full",
         "fixed",

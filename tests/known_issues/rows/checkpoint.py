@@ -12,8 +12,16 @@ ROWS = (
         "checkpoint form without metadata",
         "The distributed optimizer's default form of a checkpoint is one that its own checkpoints no longer accept.",
         (
-            Place("optimizer/distrib_optimizer.py", 1225, 1226, "fully_sharded_model_space"),
-            Place("dist_checkpointing/mapping.py", 133, 134, "flattened_range"),
+            Place(
+                "optimizer/distrib_optimizer.py",
+                "DistributedOptimizer.sharded_state_dict",
+                "'distrib_optim_sharding_type', 'fully_sharded_model_space'",
+            ),
+            Place(
+                "dist_checkpointing/mapping.py",
+                "ShardedTensor.validate_metadata_integrity",
+                "if self.flattened_range is not None:",
+            ),
         ),
         "the distributed optimizer, saved without metadata",
         lambda config, layout: config.train.distributed_optimizer,
@@ -29,7 +37,10 @@ ROWS = (
         "helper processes in a save",
         "A save spawns a manager on each rank, which imports the main script again, and forks writers, for whose end "
         "it waits for ever if one is killed.",
-        (Place(_WRITER, 51, 56, "Manager"), Place(_WRITER, 307, 308, "join")),
+        (
+            Place(_WRITER, "_get_write_results_queue", "_results_queue = ctx.Manager().Queue()"),
+            Place(_WRITER, "FileSystemWriterAsync.write_preloaded_data_multiproc", "count_queue.join()"),
+        ),
         "checkpoints",
         always,
         "fixed",
@@ -43,7 +54,13 @@ ROWS = (
     KnownIssue(
         "psutil",
         "The writers need psutil, which is not declared; without it they end with an error and the save hangs.",
-        (Place(_WRITER, 635, 642, "psutil"),),
+        (
+            Place(
+                _WRITER,
+                "_process_memory",
+                'raise RuntimeError("psutil is not installed, please install it with `pip install psutil`")',
+            ),
+        ),
         "checkpoints where psutil is absent",
         always,
         "fixed",
@@ -57,7 +74,13 @@ ROWS = (
     KnownIssue(
         "checkpoints run code",
         "The metadata and every object beside the tensors are unpickled, which runs whatever they name.",
-        (Place("dist_checkpointing/strategies/torch.py", 748, 760, "FileSystemReader"),),
+        (
+            Place(
+                "dist_checkpointing/strategies/torch.py",
+                "_get_filesystem_reader",
+                "return FileSystemReader(checkpoint_dir)",
+            ),
+        ),
         "checkpoints from elsewhere",
         always,
         "fixed",

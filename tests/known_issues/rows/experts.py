@@ -35,7 +35,18 @@ ROWS = (
     KnownIssue(
         "experts without TransformerEngine",
         "The router asks for a function of TransformerEngine that was never imported: a NameError.",
-        (Place(_UTILITIES, 1192, 1193, "te_general_gemm"), Place(_UTILITIES, 1225, 1225, "te_general_gemm")),
+        (
+            Place(
+                _UTILITIES,
+                "RouterGatingLinearFunction.forward",
+                "if te_general_gemm is not None and router_dtype != torch.float64:",
+            ),
+            Place(
+                _UTILITIES,
+                "RouterGatingLinearFunction.backward",
+                "if te_general_gemm is not None and ctx.router_dtype != torch.float64:",
+            ),
+        ),
         "experts without TransformerEngine",
         _has_experts,
         "fixed",
@@ -46,7 +57,13 @@ ROWS = (
     KnownIssue(
         "scores of experts in float32",
         "Scores are rounded to float32 whatever precision the router was asked for, float64 too.",
-        (Place(_UTILITIES, 711, 717, "torch.float32"),),
+        (
+            Place(
+                _UTILITIES,
+                "topk_routing_with_score_function",
+                "scores = torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)",
+            ),
+        ),
         "experts in a float64 model, as references are",
         _has_experts,
         "fixed",
@@ -58,7 +75,18 @@ ROWS = (
         "gradients of experts that are not summed over tp",
         "Experts are distinguished from dense parameters by ep > 1 alone: with ep = 1 and etp < tp each rank of tp "
         "has whole experts and a part of the tokens, but their gradients are not summed, and replicas part.",
-        (Place(_LINEARS, 886, 886, "allreduce"), Place(_LINEARS, 1209, 1209, "allreduce")),
+        (
+            Place(
+                _LINEARS,
+                "ColumnParallelLinear.__init__",
+                'setattr(self.weight, "allreduce", not (self.is_expert and self.expert_parallel))',
+            ),
+            Place(
+                _LINEARS,
+                "RowParallelLinear.__init__",
+                'setattr(self.weight, "allreduce", not (self.is_expert and self.expert_parallel))',
+            ),
+        ),
         "experts with ep = 1 and etp != tp",
         _is_apart,
         "fixed",
@@ -70,7 +98,13 @@ ROWS = (
         "biases of several experts added up",
         "The second bias of an expert is marked for sequence parallelism, so its gradient is summed over tp, where ep "
         "has put other experts.",
-        (Place(_LINEARS, 1227, 1228, "sequence_parallel"),),
+        (
+            Place(
+                _LINEARS,
+                "RowParallelLinear.__init__",
+                'setattr(self.bias, "sequence_parallel", self.sequence_parallel)',
+            ),
+        ),
         "experts with biases, tp > 1 and ep > 1",
         lambda config, layout: _is_tensor_parallel(config, layout) and config.model.linear_bias,
         "fixed",
@@ -82,7 +116,13 @@ ROWS = (
         "experts in the gradient norm",
         "A parameter without the mark of tensor parallelism counts on tensor-parallel rank 0 alone; experts that are "
         "not initialised, or TransformerEngine's with etp = 1, have none, and those of other ranks are left out.",
-        (Place(_LINEARS, 89, 98, "tp_group"),),
+        (
+            Place(
+                _LINEARS,
+                "param_is_not_tensor_parallel_duplicate",
+                "def param_is_not_tensor_parallel_duplicate(param, tp_group=None):",
+            ),
+        ),
         "experts with tp > 1",
         _is_tensor_parallel,
         "fixed",
@@ -94,7 +134,7 @@ ROWS = (
         "two loss scales",
         "Dense parameters and experts have an optimizer and a loss scale each; when gradients of one overflow, its "
         "scale alone falls, while the loss is multiplied by the other's.",
-        (Place("optimizer/optimizer.py", 1233, 1239, "found_inf_flag"),),
+        (Place("optimizer/optimizer.py", "ChainedOptimizer.prepare_grads", "found_inf_flag = False"),),
         "experts in fp16",
         _has_two_scales,
         "fixed",
@@ -105,7 +145,7 @@ ROWS = (
     KnownIssue(
         "split sizes on CPUs",
         "Split sizes of the all-to-all become numbers on a GPU only; on a CPU they stay a tensor: a TypeError.",
-        (Place(_UTILITIES, 1093, 1096, "is_cuda"),),
+        (Place(_UTILITIES, "maybe_move_tensor_to_cpu", "if torch.is_tensor(tensor) and tensor.is_cuda:"),),
         "experts on CPUs, dispatched by all-to-all",
         _has_experts,
         "fixed",
@@ -117,7 +157,13 @@ ROWS = (
         "checkpoint keys of expert layers",
         "Layers without TransformerEngine write the norm before experts under the name that it has in dense layers, "
         "which TransformerEngine's layers of experts do not read.",
-        (Place("models/gpt/gpt_layer_specs.py", 417, 420, "pre_mlp_layernorm"),),
+        (
+            Place(
+                "models/gpt/gpt_layer_specs.py",
+                "get_gpt_layer_local_spec",
+                '"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",',
+            ),
+        ),
         "experts without TransformerEngine, saved",
         _has_experts,
         "fixed",

@@ -13,7 +13,7 @@ ROWS = (
         "initial weights depend on the pipeline",
         "Each stage draws its weights from the start of the same sequence of random numbers, so a layer's weights "
         "depend on pp.",
-        (Place(_LAYERS, 174, 177, "init_method"),),
+        (Place(_LAYERS, "_initialize_affine_weight_cpu", "init_method(master_weight)"),),
         "pp > 1",
         lambda config, layout: layout.pp > 1,
         "fixed",
@@ -24,7 +24,7 @@ ROWS = (
     KnownIssue(
         "initial weights depend on tp on a GPU",
         "On a GPU each tensor-parallel rank draws its own part, so the whole weight depends on tp.",
-        (Place(_LAYERS, 134, 156, "get_cuda_rng_tracker"),),
+        (Place(_LAYERS, "_initialize_affine_weight_gpu", "with get_cuda_rng_tracker().fork():"),),
         "tp > 1 on GPUs",
         lambda config, layout: layout.tp > 1,
         "fixed",
@@ -39,7 +39,14 @@ ROWS = (
         "weights that are not initialised are not marked",
         "Without perform_initialization weights are not marked as split over tp, and the gradient norm leaves those of "
         "tensor-parallel rank > 0 out.",
-        (Place(_LAYERS, 855, 867, "perform_initialization"), Place(_LAYERS, 89, 98, "tensor_model_parallel")),
+        (
+            Place(_LAYERS, "ColumnParallelLinear.__init__", "if config.perform_initialization:"),
+            Place(
+                _LAYERS,
+                "param_is_not_tensor_parallel_duplicate",
+                'if hasattr(param, "tensor_model_parallel") and param.tensor_model_parallel:',
+            ),
+        ),
         "tp > 1 and perform_initialization=False",
         lambda config, layout: layout.tp > 1,
         "fixed",
@@ -51,7 +58,13 @@ ROWS = (
         "batched transfers at pp = 2",
         "With virtual stages a stage exchanges with both neighbours at once; at pp = 2 they are one rank, and batched "
         "transfers pair activations with gradients.",
-        (Place("pipeline_parallel/p2p_communication.py", 26, 48, "batch_isend_irecv"),),
+        (
+            Place(
+                "pipeline_parallel/p2p_communication.py",
+                "_batched_p2p_ops",
+                "reqs = torch.distributed.batch_isend_irecv(ops)",
+            ),
+        ),
         "vpp > 1 and pp = 2",
         lambda config, layout: layout.vpp > 1 and layout.pp == 2,
         "fixed",
@@ -66,7 +79,13 @@ ROWS = (
         "outputs freed while they are sent",
         "deallocate_pipeline_outputs frees an activation after its transfer was started; gloo reads it later, and the "
         "next stage gets other numbers.",
-        (Place("pipeline_parallel/schedules.py", 154, 165, "out.data"),),
+        (
+            Place(
+                "pipeline_parallel/schedules.py",
+                "deallocate_output_tensor",
+                "out.data = torch.empty((1,), device=out.device, dtype=out.dtype)",
+            ),
+        ),
         "pp > 1 on CPUs",
         lambda config, layout: layout.pp > 1,
         "fixed",
@@ -78,7 +97,13 @@ ROWS = (
         "sums of tensors with gaps",
         "Of a tensor that is not contiguous, such as the gradient of a part of a concatenation, a copy is summed over "
         "tp, and the tensor itself is handed on, not summed.",
-        (Place("tensor_parallel/mappings.py", 22, 33, "input_.contiguous()"),),
+        (
+            Place(
+                "tensor_parallel/mappings.py",
+                "_reduce",
+                "torch.distributed.all_reduce(input_.contiguous(), group=group)",
+            ),
+        ),
         "tp > 1, and a gradient that is a view: adapter.targets with output, without sequence parallelism",
         lambda config, layout: layout.tp > 1 and config.adapter is not None and "output" in config.adapter.parts,
         "fixed",
@@ -94,8 +119,16 @@ ROWS = (
         "The wrapper around torch's norms refuses sequence parallelism and does not mark its weights, whose gradients "
         "would not be summed over tp.",
         (
-            Place("transformer/torch_norm.py", 26, 36, "sequence_parallel"),
-            Place("distributed/finalize_model_grads.py", 354, 354, "sequence_parallel"),
+            Place(
+                "transformer/torch_norm.py",
+                "WrappedTorchNorm.__new__",
+                'assert not config.sequence_parallel, f"sequence parallel not supported by torch LayerNorm"',
+            ),
+            Place(
+                "distributed/finalize_model_grads.py",
+                "_allreduce_non_tensor_model_parallel_grads",
+                'elif (config.sequence_parallel and getattr(param, "sequence_parallel", False)) or (',
+            ),
         ),
         "layout.sp=true",
         lambda config, layout: layout.sp,
@@ -107,7 +140,10 @@ ROWS = (
     KnownIssue(
         "attention without context parallelism or packing",
         "Without TransformerEngine attention refuses context parallelism and packed rows.",
-        (Place(_DOT_PRODUCT, 57, 59, "context_parallel_size"), Place(_DOT_PRODUCT, 153, 156, "packed_seq_params")),
+        (
+            Place(_DOT_PRODUCT, "DotProductAttention.__init__", "self.config.context_parallel_size == 1"),
+            Place(_DOT_PRODUCT, "DotProductAttention.forward", "assert packed_seq_params is None, ("),
+        ),
         "cp > 1, or data.isolate_documents",
         lambda config, layout: layout.cp > 1 or config.data.isolate_documents,
         "fixed",
@@ -122,7 +158,13 @@ ROWS = (
         "documents and TransformerEngine",
         "TransformerEngine's attention passes over a mask beside its causal one, so attention would cross the "
         "documents of a row.",
-        (Place("extensions/transformer_engine.py", 1405, 1411, "attention_mask"),),
+        (
+            Place(
+                "extensions/transformer_engine.py",
+                "TEDotProductAttention.forward",
+                "core_attn_out = super().forward(query, key, value, attention_mask, **_fa_kwargs)",
+            ),
+        ),
         "model.backend=te and data.isolate_documents",
         lambda config, layout: any(known_issues.documents_need_torch_layers(config)),
         "refused",
@@ -136,7 +178,13 @@ ROWS = (
     KnownIssue(
         "llama3 rope with fixed constants",
         "llama3 scaling takes its factor, but has 1, 4 and 8192 for the bands and the original length written in.",
-        (Place("models/common/embeddings/rotary_pos_embedding.py", 92, 98, "8192"),),
+        (
+            Place(
+                "models/common/embeddings/rotary_pos_embedding.py",
+                "RotaryEmbedding._apply_scaling",
+                "original_max_position_embeddings=8192,",
+            ),
+        ),
         "model.rope.scaling=llama3 with other constants",
         lambda config, layout: config.model.rope.scaling == "llama3",
         "fixed",
@@ -148,8 +196,12 @@ ROWS = (
         "recomputed norms without TransformerEngine",
         "Selective recomputation of norms takes the absence of fp8 for fp8 and ends in a NameError.",
         (
-            Place("tensor_parallel/random.py", 635, 636, "is not None"),
-            Place("tensor_parallel/random.py", 588, 589, "FP8GlobalStateManager"),
+            Place("tensor_parallel/random.py", "CheckpointWithoutOutput.__init__", "self.fp8 = fp8 is not None"),
+            Place(
+                "tensor_parallel/random.py",
+                "CheckpointWithoutOutputFunction.forward",
+                "fp8 = FP8GlobalStateManager.is_fp8_enabled()",
+            ),
         ),
         "train.recompute=selective with those modules",
         lambda config, layout: config.train.recompute == "selective",
@@ -161,7 +213,7 @@ ROWS = (
     KnownIssue(
         "attention sinks are not marked",
         "Learnable attention sinks are not marked as split over tp: the gradient norm leaves those of rank > 0 out.",
-        (Place(_DOT_PRODUCT, 126, 138, "softmax_offset"),),
+        (Place(_DOT_PRODUCT, "DotProductAttention.__init__", '"softmax_offset",'),),
         "model.attention_sinks",
         lambda config, layout: config.model.attention_sinks,
         "fixed",
@@ -176,8 +228,14 @@ ROWS = (
         "float32 residuals between stages",
         "A float32 residual stream is handed on as float32, but the next stage receives it into pipeline_dtype.",
         (
-            Place("models/common/embeddings/language_model_embedding.py", 131, 132, "float"),
-            Place("pipeline_parallel/p2p_communication.py", 309, 323, "pipeline_dtype"),
+            Place(
+                "models/common/embeddings/language_model_embedding.py",
+                "LanguageModelEmbedding.forward",
+                "embeddings = embeddings.float()",
+            ),
+            Place(
+                "pipeline_parallel/p2p_communication.py", "P2PCommunicator._communicate", "dtype=config.pipeline_dtype,"
+            ),
         ),
         "fp32_residual_connection in half precision",
         breaks(known_issues.RESIDUAL),
@@ -191,8 +249,12 @@ ROWS = (
         "fields that nothing reads",
         "Some fields are accepted and then read by no layer, so the model is another one than was asked for.",
         (
-            Place("transformer/transformer_config.py", 147, 147, "apply_residual_connection_post_layernorm"),
-            Place("optimizer/qk_clip.py", 8, 37, "clip_qk"),
+            Place(
+                "transformer/transformer_config.py",
+                "TransformerConfig",
+                "apply_residual_connection_post_layernorm: bool = False",
+            ),
+            Place("optimizer/qk_clip.py", "clip_qk", "def clip_qk(model, log_max_only=False) -> float:"),
         ),
         "apply_residual_connection_post_layernorm, or qk_clip without a caller of clip_qk",
         breaks(known_issues.UNREAD),
@@ -205,7 +267,7 @@ ROWS = (
     KnownIssue(
         "fields of replaced layers",
         "Fields of norms, attention and rope take effect in megatron-core's own layers only.",
-        (Place(_DOT_PRODUCT, 89, 91, "apply_query_key_layer_scaling"),),
+        (Place(_DOT_PRODUCT, "DotProductAttention.__init__", "if self.config.apply_query_key_layer_scaling:"),),
         "a field that a replaced layer would have read",
         breaks(known_issues.REPLACED),
         "refused",
@@ -218,7 +280,7 @@ ROWS = (
         "fp8 and fp4 without TransformerEngine",
         "Without TransformerEngine fp8 and fp4 are passed over without a word; with it, their scales depend on the "
         "layout.",
-        (Place("fp8_utils.py", 660, 664, "nullcontext"),),
+        (Place("fp8_utils.py", "get_fp8_context", "return nullcontext()"),),
         "fp8 or fp4",
         breaks(known_issues.LOW_PRECISION),
         "refused",
@@ -230,7 +292,18 @@ ROWS = (
     KnownIssue(
         "dropout",
         "Which numbers dropout draws depends on tp, sp, cp, pp, dp and the micro-batch size.",
-        (Place(_DOT_PRODUCT, 111, 116, "Dropout"), Place("tensor_parallel/random.py", 411, 426, "tp_rank")),
+        (
+            Place(
+                _DOT_PRODUCT,
+                "DotProductAttention.__init__",
+                "# Dropout. Note that for a single iteration, this layer will generate",
+            ),
+            Place(
+                "tensor_parallel/random.py",
+                "model_parallel_cuda_manual_seed",
+                "tensor_model_parallel_seed = offset + tp_rank",
+            ),
+        ),
         "model.hidden_dropout or model.attention_dropout above 0",
         lambda config, layout: known_issues.DROPOUT.applies(config),
         "noted",

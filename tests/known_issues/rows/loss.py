@@ -13,7 +13,7 @@ ROWS = (
         "mean of means",
         "By default each microbatch is divided by its own tokens, then by the number of microbatches and ranks: the "
         "gradient depends on how the batch is split, while the logged loss does not show it.",
-        (Place(_SCHEDULES, 259, 263, "num_microbatches"),),
+        (Place(_SCHEDULES, "forward_step_calc_loss", "output_tensor /= num_microbatches"),),
         "more than one microbatch or data-parallel rank, and masks",
         lambda config, layout: config.train.global_batch_size > config.train.micro_batch_size,
         "fixed",
@@ -24,7 +24,7 @@ ROWS = (
     KnownIssue(
         "two-part loss closures",
         "A closure that returns (loss, report) has its loss multiplied by cp / microbatches, in per-token mode too.",
-        (Place(_SCHEDULES, 264, 269, "cp_group_size"),),
+        (Place(_SCHEDULES, "forward_step_calc_loss", "output_tensor *= cp_group_size"),),
         "always, with that form of closure",
         always,
         "fixed",
@@ -40,9 +40,21 @@ ROWS = (
         "Token counts are added up in int32: a fractional count raises, and above 2^31 the sum wraps to a negative "
         "number, by which nothing is divided.",
         (
-            Place(_SCHEDULES, 596, 596, "torch.int"),
-            Place(_SCHEDULES, 983, 983, "torch.int"),
-            Place(_SCHEDULES, 2138, 2138, "torch.int"),
+            Place(
+                _SCHEDULES,
+                "forward_backward_no_pipelining",
+                'total_num_tokens = torch.zeros([], dtype=torch.int, device="cuda")',
+            ),
+            Place(
+                _SCHEDULES,
+                "forward_backward_pipelining_with_interleaving",
+                'total_num_tokens = torch.zeros([], dtype=torch.int, device="cuda")',
+            ),
+            Place(
+                _SCHEDULES,
+                "forward_backward_pipelining_without_interleaving",
+                'total_num_tokens = torch.zeros([], dtype=torch.int, device="cuda")',
+            ),
         ),
         "weights that are not whole numbers, or more than 2^31 tokens a step",
         always,
@@ -54,7 +66,10 @@ ROWS = (
     KnownIssue(
         "reports that share memory with the loss",
         "The loss is divided in place, so a report that is a view of it is divided as well.",
-        (Place(_SCHEDULES, 262, 263, "/="), Place(_SCHEDULES, 268, 269, "*=")),
+        (
+            Place(_SCHEDULES, "forward_step_calc_loss", "output_tensor /= torch.clamp(num_tokens, min=1)"),
+            Place(_SCHEDULES, "forward_step_calc_loss", "output_tensor *= cp_group_size"),
+        ),
         "always, with a report that is not cloned",
         always,
         "fixed",
@@ -65,7 +80,7 @@ ROWS = (
     KnownIssue(
         "counts below one",
         "The count of a microbatch is raised to at least 1, so weights that add up to less shrink the loss.",
-        (Place(_SCHEDULES, 262, 262, "clamp"),),
+        (Place(_SCHEDULES, "forward_step_calc_loss", "output_tensor /= torch.clamp(num_tokens, min=1)"),),
         "weights that add up to less than 1",
         always,
         "fixed",
@@ -76,7 +91,7 @@ ROWS = (
     KnownIssue(
         "batches without loss tokens",
         "With 0 tokens gradients are not scaled at all: what other terms left there is applied raw.",
-        (Place("distributed/finalize_model_grads.py", 494, 497, "num_tokens > 0"),),
+        (Place("distributed/finalize_model_grads.py", "finalize_model_grads", "if num_tokens > 0:"),),
         "a global batch whose tokens are all masked",
         always,
         "fixed",
@@ -90,7 +105,13 @@ ROWS = (
     KnownIssue(
         "averages instead of sums over ranks",
         "By default gradients are multiplied by 1 / (dp x cp) before they are summed, or averaged in the collective.",
-        (Place("distributed/distributed_data_parallel.py", 254, 288, "gradient_scaling_factor"),),
+        (
+            Place(
+                "distributed/distributed_data_parallel.py",
+                "DistributedDataParallel.__init__",
+                "gradient_scaling_factor = 1.0",
+            ),
+        ),
         "dp x cp > 1",
         lambda config, layout: layout.dp * layout.cp > 1,
         "fixed",
@@ -101,7 +122,7 @@ ROWS = (
     KnownIssue(
         "label smoothing under tensor parallelism",
         "Each rank smooths over its own part of the vocabulary, so loss and gradient differ from rank to rank.",
-        (Place(_CROSS_ENTROPY, 164, 182, "mean_log_probs"),),
+        (Place(_CROSS_ENTROPY, "_VocabParallelCrossEntropy.forward", "mean_log_probs = log_probs.mean(dim=-1)"),),
         "tp > 1 and label smoothing",
         lambda config, layout: layout.tp > 1,
         "fixed",
@@ -116,8 +137,12 @@ ROWS = (
         "gathered logits with labels",
         "A model that gathers its logits still computes the loss as if they were split: it is too large by log(tp).",
         (
-            Place("models/gpt/gpt_model.py", 248, 248, "gather_output"),
-            Place("models/common/language_module/language_module.py", 166, 167, "vocab_parallel_cross_entropy"),
+            Place("models/gpt/gpt_model.py", "GPTModel.__init__", "gather_output=not self.parallel_output,"),
+            Place(
+                "models/common/language_module/language_module.py",
+                "LanguageModule.compute_language_model_loss",
+                "loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels)",
+            ),
         ),
         "tp > 1 and parallel_output=False",
         lambda config, layout: layout.tp > 1,
@@ -129,7 +154,7 @@ ROWS = (
     KnownIssue(
         "fused cross entropy in bf16",
         "The native fused cross entropy rounds its gradient to bf16, whatever the precision of the model.",
-        (Place("fusions/fused_cross_entropy.py", 82, 82, "bfloat16"),),
+        (Place("fusions/fused_cross_entropy.py", "calculate_gradients", "grad_input = grad_input.to(torch.bfloat16)"),),
         "cross_entropy_loss_fusion with the native implementation",
         has_field("cross_entropy"),
         "refused",
@@ -141,7 +166,13 @@ ROWS = (
     KnownIssue(
         "padded vocabulary in the softmax",
         "Columns that only pad the vocabulary take part in the softmax, and how many there are depends on tp.",
-        (Place(_CROSS_ENTROPY, 127, 158, "sum_exp_logits"),),
+        (
+            Place(
+                _CROSS_ENTROPY,
+                "_VocabParallelCrossEntropy.forward",
+                "(target_mask, masked_target_1d, predicted_logits, sum_exp_logits, exp_logits) = (",
+            ),
+        ),
         "a vocabulary that is no multiple of vocab_multiple x tp",
         lambda config, layout: padded_vocab_size(config.model, layout.tp) != config.model.vocab_size,
         "fixed",
@@ -152,7 +183,7 @@ ROWS = (
     KnownIssue(
         "sums overflow in fp16",
         "In per-token mode sums are differentiated, and dynamic loss scaling starts above what fp16 can hold of them.",
-        (Place("optimizer/grad_scaler.py", 86, 88, "min_scale"),),
+        (Place("optimizer/grad_scaler.py", "DynamicGradScaler.__init__", "assert min_scale > 0.0"),),
         "train.precision=fp16",
         lambda config, layout: config.train.precision == "fp16",
         "fixed",

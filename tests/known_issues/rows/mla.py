@@ -25,7 +25,10 @@ ROWS = (
         "latent attention believes in TransformerEngine",
         "It takes an import that yields None for a TransformerEngine that is there, and then compares with None as a "
         "class: a TypeError.",
-        (Place(_MODULE, 52, 65, "HAVE_TE"), Place(_MODULE, 183, 186, "isinstance")),
+        (
+            Place(_MODULE, "", "TEColumnParallelLinear, TELinear, Linear, set_save_original_input = None"),
+            Place(_MODULE, "MultiLatentAttention.__init__", "and isinstance(self.linear_proj, TELinear)"),
+        ),
         "multi-head latent attention without TransformerEngine",
         _has_latents,
         "fixed",
@@ -38,8 +41,12 @@ ROWS = (
         "Latent attention tells its core the sizes of keys and values, which the core attention of the local layers "
         "does not take: a TypeError.",
         (
-            Place(_MODULE, 155, 166, "k_channels"),
-            Place("transformer/dot_product_attention.py", 44, 54, "pg_collection"),
+            Place(_MODULE, "MultiLatentAttention.__init__", "k_channels=self.q_head_dim,"),
+            Place(
+                "transformer/dot_product_attention.py",
+                "DotProductAttention.__init__",
+                "pg_collection: Optional[ProcessGroupCollection] = None,",
+            ),
         ),
         "multi-head latent attention without TransformerEngine",
         _has_latents,
@@ -52,7 +59,13 @@ ROWS = (
         "gradient of the shared rotary key",
         "The rotary key is gathered over tensor-parallel ranks by an operation whose backward takes each rank's own "
         "part, but every rank has the gradient of its own heads only: the rows that project to it miss the others'.",
-        (Place(_MODULE, 605, 614, "gather_from_tensor_model_parallel_region"),),
+        (
+            Place(
+                _MODULE,
+                "MLASelfAttention.get_query_key_value_tensors",
+                "kv_combined = gather_from_tensor_model_parallel_region(kv_combined)",
+            ),
+        ),
         "multi-head latent attention with tp > 1, without TransformerEngine",
         _latents_are_copied,
         "fixed",
@@ -68,7 +81,13 @@ ROWS = (
         "norms of latents taken for norms of heads",
         "With qk_layernorm the gradients of all parameters called q_layernorm are summed over tp, but the norm of a "
         "latent sees all heads on every rank: without sequence parallelism its gradient comes out tp times too large.",
-        (Place("distributed/finalize_model_grads.py", 353, 356, "q_layernorm"),),
+        (
+            Place(
+                "distributed/finalize_model_grads.py",
+                "_allreduce_non_tensor_model_parallel_grads",
+                'config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)',
+            ),
+        ),
         "multi-head latent attention with tp > 1 and qk_layernorm",
         _latents_are_copied,
         "fixed",

@@ -21,7 +21,7 @@ ROWS = (
         "depths divided by the tokens of the main loss",
         "In per-token mode the loss of each depth is divided by the tokens of the main loss, though fewer tokens have "
         "another one so far ahead.",
-        (Place(_MODEL, 653, 656, "mtp_loss_scale * mtp_loss"),),
+        (Place(_MODEL, "GPTModel._postprocess", "hidden_states, mtp_loss_scale * mtp_loss"),),
         "model.mtp_depths > 0",
         _has_depths,
         "fixed",
@@ -36,7 +36,7 @@ ROWS = (
         "depths of a microbatch without loss tokens",
         "By default the loss of a depth is divided by its tokens in the microbatch, with nothing against 0: one "
         "microbatch without loss tokens makes the gradient of the step NaN.",
-        (Place(_MODEL, 658, 660, "/ num_tokens"),),
+        (Place(_MODEL, "GPTModel._postprocess", "hidden_states, mtp_loss_scale * mtp_loss / num_tokens"),),
         "model.mtp_depths > 0 and a microbatch whose tokens are all masked",
         _has_depths,
         "fixed",
@@ -52,7 +52,10 @@ ROWS = (
         "Packed rows are rolled between the unpadded lengths of their documents: where documents are padded, all but "
         "the first get tokens and labels of other places. Rows whose documents only the attention knows are rolled "
         "over every edge.",
-        (Place(_DEPTHS, 236, 248, "cu_seqlens"), Place(_DEPTHS, 157, 160, "torch.roll")),
+        (
+            Place(_DEPTHS, "_roll_tensor_packed_seq", "cu_seqlens = packed_seq_params.cu_seqlens_q"),
+            Place(_DEPTHS, "roll_tensor", "rolled_tensor = torch.roll(tensor, shifts=shifts, dims=dims)"),
+        ),
         "model.mtp_depths > 0 and several documents in a row",
         _has_depths,
         "fixed",
@@ -67,7 +70,7 @@ ROWS = (
         "depths without a loss mask",
         "A model that is called without its loss mask, which only the depths ask for, trains them on every token, "
         "prompts and padding too.",
-        (Place(_MODEL, 615, 617, "ones_like"),),
+        (Place(_MODEL, "GPTModel._postprocess", "loss_mask = torch.ones_like(mtp_labels)"),),
         "model.mtp_depths > 0, where the caller masks the main loss alone",
         _has_depths,
         "fixed",
@@ -83,8 +86,12 @@ ROWS = (
         "With a pipeline and tied embeddings the last stage also allocates an output table that nothing uses, and no "
         "checkpoint can be described: an AssertionError that names dictionary keys.",
         (
-            Place(_MODEL, 249, 250, "skip_weight_param_allocation"),
-            Place("models/common/language_module/language_module.py", 336, 343, "mtp_process"),
+            Place(_MODEL, "GPTModel.__init__", "skip_weight_param_allocation=self.pre_process"),
+            Place(
+                "models/common/language_module/language_module.py",
+                "LanguageModule.tie_embeddings_and_output_weights_state_dict",
+                "if getattr(self, 'mtp_process', False):",
+            ),
         ),
         "model.mtp_depths > 0, model.tied_embeddings=true and pp > 1",
         lambda config, layout: config.model.mtp_depths > 0 and config.model.tied_embeddings and layout.pp > 1,

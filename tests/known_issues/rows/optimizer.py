@@ -13,8 +13,8 @@ ROWS = (
         "norm without clipping",
         "With clip_grad = 0 a single optimizer reports a gradient norm of 0.0, or none.",
         (
-            Place(_OPTIMIZER, 605, 607, "grad_norm = 0.0"),
-            Place(_OPTIMIZER, 975, 977, "grad_norm = None"),
+            Place(_OPTIMIZER, "MixedPrecisionOptimizer.step", "grad_norm = 0.0"),
+            Place(_OPTIMIZER, "FP32Optimizer.step", "grad_norm = None"),
         ),
         "optimizer.clip_grad=0",
         lambda config, layout: config.optimizer.clip_grad == 0,
@@ -26,7 +26,13 @@ ROWS = (
     KnownIssue(
         "epsilon in clipping",
         "Gradients are multiplied by clip_grad / (norm + 1e-6), as in torch: for a tiny limit that is far too little.",
-        (Place("optimizer/clip_grads.py", 172, 172, "1.0e-6"),),
+        (
+            Place(
+                "optimizer/clip_grads.py",
+                "clip_grad_by_total_norm_fp32",
+                "clip_coeff = max_norm / (total_norm + 1.0e-6)",
+            ),
+        ),
         "optimizer.clip_grad below 0.001",
         lambda config, layout: known_issues.CLIPPING.applies(config),
         "noted",
@@ -39,7 +45,13 @@ ROWS = (
         "one step counter for all parameters",
         "After a load all parameters share one step tensor, which each of them advances: Adam's bias correction runs "
         "away.",
-        (Place(_DISTRIBUTED, 818, 825, "step"),),
+        (
+            Place(
+                _DISTRIBUTED,
+                "DistributedOptimizer.load_state_dict",
+                'steps = list(set([g["step"] for g in state_dict["optimizer"]["param_groups"]]))',
+            ),
+        ),
         "the distributed optimizer with torch's Adam, resumed",
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
@@ -50,7 +62,7 @@ ROWS = (
     KnownIssue(
         "loading before the first update",
         "An optimizer that has not stepped cannot tell its state, which loading starts with.",
-        (Place(_DISTRIBUTED, 640, 642, "len(steps) == 1"),),
+        (Place(_DISTRIBUTED, "DistributedOptimizer.state_dict", "assert len(steps) == 1"),),
         "the distributed optimizer with torch's Adam, resumed",
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
@@ -61,7 +73,13 @@ ROWS = (
     KnownIssue(
         "loading visits Adam's step",
         "Loading copies every state that Adam holds, its step too, which was not saved: a KeyError, or a stale value.",
-        (Place(_DISTRIBUTED, 936, 940, "copy_"),),
+        (
+            Place(
+                _DISTRIBUTED,
+                "DistributedOptimizer._set_main_param_and_optimizer_states",
+                "dst_tensors[key].copy_(tensors[key])",
+            ),
+        ),
         "the distributed optimizer with torch's Adam, resumed",
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
@@ -73,7 +91,18 @@ ROWS = (
         "states shifted by padding",
         "The form that fits every layout takes buckets together without their padding, but looks parameters up in the "
         "padded buffer: states behind the first padding are those of other parameters.",
-        (Place(_DISTRIBUTED, 1112, 1118, "numel_unpadded"), Place(_DISTRIBUTED, 1501, 1501, "param_world_start")),
+        (
+            Place(
+                _DISTRIBUTED,
+                "DistributedOptimizer.get_parameter_state_dp_zero",
+                "end = offset_in_world_tensors + gbuf_world_numel_unpadded",
+            ),
+            Place(
+                _DISTRIBUTED,
+                "DistributedOptimizer.sharded_param_state_fully_reshardable",
+                "state_ten = world_tensors[state_key][param_world_start:param_world_end]",
+            ),
+        ),
         "the distributed optimizer with more than one gradient bucket, saved",
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",

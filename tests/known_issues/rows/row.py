@@ -23,19 +23,17 @@ SPEC_TESTS = "tests/known_issues/test_whole_steps.py"
 
 
 class Place(NamedTuple):
-    """Where megatron-core does it."""
+    """Where megatron-core does it: code that another release may move, but not change, while the fault is there."""
 
     path: str
-    """Below megatron/core."""
-    first: int
-    last: int
-    """Lines."""
-    sign: str
-    """A word of the code that stands there: tells when the lines have moved."""
+    """File below megatron/core."""
+    symbol: str
+    """Function, method or class around the code, with dots; empty at the level of the module."""
+    quote: str
+    """Part of one line that stands there."""
 
     def __str__(self) -> str:
-        lines = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
-        return f"{self.path}:{lines}"
+        return f"{self.path}::{self.symbol}" if self.symbol else self.path
 
 
 @dataclass(frozen=True)

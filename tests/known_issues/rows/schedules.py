@@ -32,7 +32,13 @@ ROWS = (
     _refused(
         "hybrid context parallelism",
         "Its schedule passes an argument in the place of the context-parallel size, so a two-part loss becomes 0.",
-        (Place("pipeline_parallel/hybrid_cp_schedule.py", 585, 598, "collect_non_loss_data"),),
+        (
+            Place(
+                "pipeline_parallel/hybrid_cp_schedule.py",
+                "hybrid_context_parallel_forward_backward",
+                "collect_non_loss_data,",
+            ),
+        ),
         ("hybrid_context_parallel",),
         True,
     ),
