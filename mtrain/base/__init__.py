@@ -1,1 +1,1 @@
-"""What every package may use: errors, files, signals, the environment. No torch, no configuration."""
+"""Foundations that every package may use: errors, files, signals, the environment. No torch, no configuration."""

@@ -1,4 +1,4 @@
-"""Work in threads; what runs beside training runs in threads that nothing waits for at the end of the process."""
+"""Daemon threads for work that runs next to training; the end of the process waits for none of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Result = TypeVar("Result")
 
 
 def started(action: Callable[[], Result], name: str) -> Future[Result]:
-    """Runs the action in a thread of its own.
+    """Runs an action in a daemon thread of its own and returns a future of its result.
 
-    A thread that a dead disk holds for ever keeps neither the program nor a later action from going on; an executor's
-    would, as Python waits for those.
+    A thread that a dead disk holds for ever stops neither the end of the program nor a later action. The threads of an
+    executor would: Python waits for them.
     """
-    from concurrent.futures import Future  # with logging; the command line imports this module before all others
+    from concurrent.futures import Future  # imports logging; the command line imports this module before all others
 
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
@@ -28,13 +28,13 @@ def started(action: Callable[[], Result], name: str) -> Future[Result]:
     def run() -> None:
         try:
             result = action()
-        except BaseException as fault:  # whatever it is, it belongs to the one who asks for the result
+        except BaseException as fault:  # whatever it is, it belongs to the caller who asks for the result
             future.set_exception(fault)
         else:
             future.set_result(result)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    _threads.add(thread)  # dropped with its last reference, which is its own
+    _threads.add(thread)  # dropped with its last reference, which the thread itself holds while it runs
     thread.start()
     return future
 
@@ -43,19 +43,19 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def is_anything_running() -> bool:
-    """Whether a thread of `started` is still at work; a program that ends must then leave by os._exit.
+    """Says whether a thread of `started` is still at work; a program that ends must then leave by os._exit.
 
-    The interpreter's own end would wait for the pools that such a thread has opened, and abort the process where the
-    thread comes back from an operation of torch.
+    Otherwise the interpreter would wait for the pools that such a thread has opened, and would abort the process when
+    the thread returns from an operation of torch.
     """
     return any(thread.is_alive() for thread in list(_threads))
 
 
 def mapped(action: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
-    """The action on every item, in order.
+    """Applies the action to every item and returns the results in order.
 
-    One thread is the caller's own: Python waits for those of a pool when the program ends, so work that a stop may
-    abandon must not start any.
+    With one thread the caller does the work: Python waits for the threads of a pool when the program ends, so work that
+    a stop may abandon must start none.
     """
     if num_threads <= 1:
         return [action(item) for item in items]

@@ -1,4 +1,4 @@
-"""Environment of this process: who it is among the ranks (from torchrun, srun, or alone), and what it runs on."""
+"""Environment of this process: its rank (from torchrun, srun, or alone), its cores, and the software it runs on."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 _GIT_TIMEOUT_S = 10
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _BETWEEN_STEPS = 3571
-"""Prime to the number of ports, so that neighbouring steps and neighbouring jobs of a node do not get the same one."""
+"""Stride between the ports of a job's steps; prime to the number of ports, so that steps and jobs next to each other
+differ."""
 
 
 def program_versions() -> dict[str, str]:
-    """Versions of this program, of Python and of PACKAGES, without importing any; those not installed are left out."""
+    """Returns the versions of this program, of Python and of the installed PACKAGES, without importing any."""
     return dict(_versions())
 
 
 @cache
 def _versions() -> Mapping[str, str]:
-    import importlib.metadata  # reads e-mail, since that is how metadata are written
+    import importlib.metadata  # imports the e-mail parser, since metadata have that format
 
     found = {"mtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:
@@ -39,13 +40,13 @@ def _versions() -> Mapping[str, str]:
             found[name] = distribution.version
             break
     megatron = found_megatron()
-    if megatron is not None and megatron.version is not None:  # what is imported, which may not be what was installed
+    if megatron is not None and megatron.version is not None:  # what is imported may not be what was installed
         found["megatron-core"] = megatron.version
     return found
 
 
 class GitCheckout(NamedTuple):
-    """The source that this program runs from."""
+    """Git checkout that this program runs from."""
 
     commit: str
     dirty: bool
@@ -53,7 +54,7 @@ class GitCheckout(NamedTuple):
 
 
 def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
-    """The commit that this program's source lies in; None where git does not know it, as in an installed package."""
+    """Returns the commit of this program's source; None where git does not track it, as in an installed package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source.parent), *arguments]
@@ -68,7 +69,7 @@ def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a launcher says to a rank."""
+    """Rank, world size and rendezvous address, as the launcher gives them."""
 
     rank: int
     world_size: int
@@ -76,7 +77,7 @@ class RankEnvironment:
     local_world_size: int
     master_addr: str
     master_port: int
-    """0 where there is one rank and no launcher: any free port will do."""
+    """Port on which the ranks meet; 0 where there is one rank and no launcher: any free port will do."""
 
     def __post_init__(self) -> None:
         """Refuses numbers that contradict each other.
@@ -92,7 +93,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RankEnvironment:
-        """Reads torchrun's variables, else those of a step of srun; without either this process is alone.
+        """Reads torchrun's variables, else those of an srun step; without either this process is alone.
 
         Raises:
             MachineError: a variable is missing or is no number.
@@ -105,24 +106,24 @@ class RankEnvironment:
 
 
 def cores_of_rank(environ: Mapping[str, str], allowed: int | None = None) -> int:
-    """Cores that a rank may keep busy beside the other ranks of its machine, while it starts and nothing else runs.
+    """Counts the cores that a rank may keep busy during its start, next to the other ranks of its machine.
 
-    A task of srun has SLURM_CPUS_PER_TASK of its own; else the ranks of a machine share what they may run on. The
-    number is at most OMP_NUM_THREADS where that is more than 1: launchers set 1 whatever the machine has.
+    A task of srun has SLURM_CPUS_PER_TASK cores of its own; otherwise the ranks of a machine share the cores that the
+    process may run on. The result is at most OMP_NUM_THREADS where that is more than 1: launchers set 1 on any machine.
 
     Args:
         environ: The environment variables.
-        allowed: Cores that the process may run on; by default as the system says.
+        allowed: Number of cores that the process may run on; by default the operating system is asked.
 
     Raises:
-        MachineError: As `RankEnvironment.from_environ`.
+        MachineError: A launcher's variable is missing, is no number, or contradicts another.
     """
     cores = len(os.sched_getaffinity(0)) if allowed is None else allowed
     of_task, threads = (environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS"))
     if of_task.isdecimal():
         cores = min(cores, int(of_task))
     is_own = of_task.isdecimal() and "RANK" not in environ and "WORLD_SIZE" not in environ
-    if not is_own:  # of torchrun's, the task is the launcher, and its cores are those of all its ranks
+    if not is_own:  # under torchrun the task is the launcher, and its cores are shared by all its ranks
         cores //= RankEnvironment.from_environ(environ).local_world_size
     if threads.isdecimal() and int(threads) > 1:
         cores = min(cores, int(threads))
@@ -142,10 +143,10 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankEnvironment:
-    """The address is that of the step's first node, where rank 0 runs; MASTER_ADDR and MASTER_PORT take precedence.
+    """Reads srun's variables; the address is the step's first node, where rank 0 runs, unless MASTER_ADDR is set.
 
-    Each step has a port of its own, so that two steps of one job do not meet; the first one's follows from the job
-    alone.
+    Each step has a port of its own, unless MASTER_PORT is set, so that two steps of one job do not meet; the first
+    step's port follows from the job number alone.
     """
     return RankEnvironment(
         rank=_number(environ, "SLURM_PROCID"),
@@ -163,12 +164,12 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """The script of sbatch has SLURM_PROCID=0 and the job's task count, but it is one process, not a step of srun."""
+    """Says whether this is the script of sbatch: it has SLURM_PROCID=0 and the job's task count, but is one process."""
     return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """Reads Slurm's list of tasks for each node: `2(x3),1` means 2, 2, 2, 1."""
+    """Returns the number of tasks on this node, from Slurm's list: `2(x3),1` means 2, 2, 2, 1."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
     if name not in environ:
         return _number(environ, "SLURM_NTASKS")
@@ -187,7 +188,7 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """The first of Slurm's list of nodes (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node that srun was called on."""
+    """Returns Slurm's first node (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node on which srun was called."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ[name])

@@ -1,4 +1,4 @@
-"""What can go wrong for a user, one class for each exit code.
+"""Errors that a user can meet, one class for each exit code.
 
 A message says what was given, what is needed and what to change. `cli` prints it without a traceback, once, and
 leaves with `exit_code`.
@@ -12,9 +12,9 @@ class MtrainError(Exception):
 
     exit_code = 1
     on_every_rank = False
-    """Whether rank 0 raises this error too, so that it alone shows it; may be set on a single error."""
+    """Whether rank 0 raises this error too, so that it alone shows it; may be set on a single instance."""
     is_shown_elsewhere = False
-    """Whether another rank of the same launch shows this single error, so that this one is silent."""
+    """Whether another rank of the same launch shows this instance, so that this rank is silent."""
 
 
 class ConfigError(MtrainError):
@@ -42,13 +42,13 @@ class NumericError(MtrainError):
 
 
 class BadStepError(NumericError):
-    """The gradient of a step must not be applied; weights and optimizer state are those before it.
+    """The gradient of a step must not be applied; weights and optimizer state are as they were before the step.
 
     Raised on all ranks alike, so that train.on_nonfinite and train.on_spike decide alike.
     """
 
     totals: Any = None
-    """The step's `StepTotals`, where they were summed up."""
+    """`StepTotals` of the step; None where they had not been summed up."""
 
 
 class NonFiniteError(BadStepError):
@@ -64,8 +64,9 @@ class SpikeError(BadStepError):
 
 
 class StopRequestedError(MtrainError):
-    """A stop signal has come while something long was done that a later start does again. The trainer leaves the marker
-    REQUEUE and ends with 0; other programs are ended by the signal itself."""
+    """A stop signal came during long work that a later start repeats.
+
+    The trainer leaves the marker REQUEUE and ends with 0; other programs are ended by the signal itself."""
 
 
 class RankLostError(MtrainError):

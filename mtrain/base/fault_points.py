@@ -19,43 +19,46 @@ REACHED = "MTRAIN_TEST_REACHED"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1}
 _POLL_S = 0.05
 _HEARTBEAT_S = 1.0
-"""In which the phase has reached the heartbeat's file."""
+"""Time in which a heartbeat with the new phase is surely written."""
 
 
 class InjectedFault(NamedTuple):
-    """What is to happen where."""
+    """A fault that a test asks for, and where it happens."""
 
     kind: str
-    """gil: the thread never gives the interpreter's lock back. loop: it runs in circles.
-    kill: SIGKILL to this process. stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread
-    stops for ever. slow: it takes a second longer, every time. await_stop: the thread makes the file that the
-    environment variable REACHED names, and waits until this process is sent a stop signal. full: the disk has no space
-    left. nan, huge, flip: a number of the training state becomes nan or 3e38, or its lowest bit another one."""
+    """Kind of the fault.
+
+    gil: the thread never releases the interpreter's lock. loop: it loops for ever. kill: SIGKILL to this process.
+    stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread sleeps for ever. slow: it takes a
+    second longer, every time. await_stop: the thread creates the file that the environment variable REACHED names, and
+    waits until this process receives a stop signal. full: the disk has no space left. nan, huge, flip: one element of
+    the training state becomes nan or 3e38, or its lowest bit flips."""
     rank: int
     step: int
     phase: str
-    """Of a save; of nan, huge and flip: key of a tensor in checkpoints and index in this rank's part, as `key:-1`."""
+    """Phase of a save; for nan, huge and flip: key of a tensor in checkpoints and index in this rank's part, as
+    `key:-1`."""
 
     def __str__(self) -> str:
         return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"
 
     @classmethod
     def parsed(cls, text: str) -> "InjectedFault":
-        """Reads what `str` writes."""
+        """Reads the text that `str` writes."""
         kind, *rest = text.split()
         values = dict(item.split("=", 1) for item in rest)
         return cls(kind, int(values["rank"]), int(values["step"]), values["phase"])
 
 
 def wanted_fault(rank: int, step: int) -> InjectedFault | None:
-    """What a test asks for at this rank and step, in any phase."""
+    """Returns the fault that a test asks for at this rank and step, in any phase; None without one."""
     text = os.environ.get(VARIABLE)
     fault = None if text is None else InjectedFault.parsed(text)
     return fault if fault is not None and (fault.rank, fault.step) == (rank, step) else None
 
 
 def fault_point(phase: str, rank: int, step: int) -> None:
-    """Fails here if a test asks for it.
+    """Fails here if a test asks for it; otherwise returns at once.
 
     Raises:
         OSError: ENOSPC, where the fault is a full disk.

@@ -14,13 +14,13 @@ from mtrain.base.errors import MachineError
 
 @contextmanager
 def disk_faults(doing: str) -> Iterator[None]:
-    """Turns what the operating system refuses inside the block into one message.
+    """Turns an OSError of the block into a MachineError with one readable message.
 
     Args:
-        doing: What was attempted, as it follows "could not": "write the run folder /a/b".
+        doing: Action that was attempted, as it follows "could not": "write the run folder /a/b".
 
     Raises:
-        MachineError: for any OSError of the block.
+        MachineError: The block raised an OSError.
     """
     try:
         yield
@@ -52,10 +52,10 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a new file to write; when the block ends it takes the place of `path` in one move.
+    """Yields the path of a new file to write; at the end of the block it takes the place of `path` in one move.
 
     After a crash at any point `path` is the old file or the new one, never a part. If the block raises, the old file
-    stays. A crash can leave a file named `.new-*` behind.
+    stays. A crash can leave a file named `.new-*`.
     """
     new = path.with_name(f".new-{path.name}-{os.urandom(4).hex()}")
     try:
@@ -74,7 +74,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file, a folder with all that is in it, or a link: never what a link names."""
+    """Deletes a file, a folder with all its content, or a link, but never the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -82,24 +82,24 @@ def remove(path: Path) -> None:
 
 
 class LockOutcome(enum.Enum):
-    """What came of asking for a file lock."""
+    """Outcome of asking for a file lock."""
 
     TAKEN = enum.auto()
     BUSY = enum.auto()
-    """Somebody else holds it."""
+    """Another process holds the lock."""
     UNSUPPORTED = enum.auto()
-    """The file system has no such locks (some NFS and Lustre mounts): nobody is kept out."""
+    """The file system has no such locks (some NFS and Lustre mounts), so nobody is kept out."""
 
 
 def try_lock(descriptor: int, kind: int) -> LockOutcome:
-    """Asks for flock's lock on an open file, without waiting.
+    """Asks for a `flock` lock on an open file, without waiting.
 
     Args:
-        descriptor: Of the file; the lock ends when it is closed.
+        descriptor: Descriptor of the file; the lock ends when it is closed.
         kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
 
     Raises:
-        OSError: The disk refuses for another reason.
+        OSError: The operating system refuses for another reason.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""What every number stands on: torch and megatron-core, as an import would take them, at versions that are proven.
+"""Supported versions of torch and megatron-core, checked as an import would find them.
 
-megatron-core is compared with one version, since what is promised depends on how that one sums, splits and marks
-things; others train, and give another run without a word. Names of distributions say what was installed, but what is
-imported can be a source tree or an unpacked wheel on PYTHONPATH. So the source is found as an import finds it, and
-read, not run.
+megatron-core must have one exact version, since results depend on how it sums, splits and marks tensors; other
+versions train, too, and silently give another run. The metadata of a distribution say what was installed, but an
+import may take a source tree or an unpacked wheel on PYTHONPATH. So the source is located as an import would do it,
+and is read, not run.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ OLDEST_TORCH, TOO_NEW_TORCH = (2, 9), (2, 16)
 
 
 class Found(NamedTuple):
-    """A package that an import would take."""
+    """Package that an import would take."""
 
     place: str
-    """Its folder."""
+    """Folder of the package."""
     version: str | None
-    """None where its source does not say it."""
+    """Version that the package's source states; None where it states none."""
 
 
 def require_ground(is_another_machine: bool = False) -> None:
-    """Refuses what nothing has been proven on; imports neither package.
+    """Refuses versions that this program is not proven with; imports neither package.
 
     Args:
-        is_another_machine: Whether the run is for another machine, where what is missing here may be installed. What is
-            here is compared all the same: names of fields are read from its source.
+        is_another_machine: Whether the run is for another machine, where a package that is missing here may be
+            installed. A package that is here is checked all the same: names of fields are read from its source.
 
     Raises:
-        MachineError: torch or megatron-core is not there, or of another version; the first rank of a machine shows it.
+        MachineError: torch or megatron-core is missing, or of another version; the first rank of each machine shows it.
     """
     found = (_fault_of_torch, found_torch()), (_fault_of_megatron, found_megatron())
     faults = [fault_of(package) for fault_of, package in found if package is not None or not is_another_machine]
     if any(faults):
         error = MachineError("; ".join(filter(None, faults)))
-        # not rank 0 alone: each machine has an installation of its own
+        # not rank 0 alone: each machine has its own installation
         error.on_every_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
         raise error
 
 
 def found_megatron() -> Found | None:
-    """The megatron-core that this process has imported or would import."""
+    """Locates the megatron-core that this process has imported or would import; None without one."""
     return _found("megatron.core", "package_info", _version_of_megatron)
 
 
 def found_torch() -> Found | None:
-    """The torch that this process has imported or would import."""
+    """Locates the torch that this process has imported or would import; None without one."""
     return _found("torch", "version", lambda constants: constants.get("__version__"))
 
 
 def source_of(name: str) -> str | None:
-    """The source of a module that an import would take; None where there is none."""
+    """Reads the source of a module that an import would take; None where there is none."""
     spec = _spec_of(name)
     get_source: Any = getattr(spec.loader if spec is not None else None, "get_source", None)
     try:
@@ -102,7 +102,7 @@ def _named(name: str, found: Found) -> str:
 
 def _found(package: str, part: str, version_in: Callable[[Mapping[str, Any]], object]) -> Found | None:
     spec = _spec_of(package)
-    if spec is None or spec.origin is None:  # a folder without a module, such as an uninstalled package leaves behind
+    if spec is None or spec.origin is None:  # a folder without a module, such as an uninstalled package leaves
         return None
     place = next(iter(spec.submodule_search_locations or ()), spec.origin)
     loaded = getattr(sys.modules.get(package), "__version__", None)
@@ -111,13 +111,13 @@ def _found(package: str, part: str, version_in: Callable[[Mapping[str, Any]], ob
 
 
 def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
-    """Joins the version as its package_info.py does, without the commit of a checkout, which 0.19 adds."""
+    """Joins the version as megatron-core's package_info.py does, without the commit of a checkout, which 0.19 adds."""
     parts = [constants.get(name) for name in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")]
     return None if None in parts else ".".join(map(str, parts[:3])) + str(parts[3])
 
 
 def _constants(source: str) -> dict[str, Any]:
-    """Names that a module sets to plain values."""
+    """Returns the names that a module sets to constants, and these constants."""
     found: dict[str, Any] = {}
     try:
         body = ast.parse(source).body
@@ -142,7 +142,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
     path = None
     if parent:
         above = _spec_of(parent)
-        # a folder without __init__.py is a package, too; below the first one its path cannot be asked for unimported
+        # a folder without __init__.py is a package, too, but `path` of one below another needs an import: give up there
         if above is None or above.submodule_search_locations is None or (above.origin is None and "." in parent):
             return None
         path = list(above.submodule_search_locations)

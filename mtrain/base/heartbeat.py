@@ -1,8 +1,8 @@
-"""Heartbeats: what each rank is doing, in a small file of its own in the run folder, for those that wait for it.
+"""Heartbeats: a small file per rank in the run folder that says what the rank is doing, for the ranks that wait for it.
 
-A thread of each rank writes its file every few seconds and soon after a change of phase. Training waits for none of it,
-ranks send each other nothing, and a disk that is full costs the heartbeats alone. A rank whose file stands still is
-stopped or gone; a rank that beats but lies behind the others is the one that they wait for.
+A thread of each rank writes its file every few seconds and soon after a change of phase. Training never waits for it,
+ranks send each other nothing, and a full disk costs only the heartbeats. A rank whose file no longer changes is stopped
+or gone; a rank that beats but is at an earlier place than the others is the one that they wait for.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _BEATS_PER_TIMEOUT = 20
 _INTERVALS_S = (0.2, 1.0)
 """Shortest and longest time between two beats of a small run."""
 _MAX_BEATS_PER_S = 500
-"""Of all ranks together, so that a large run does not occupy a shared file system."""
+"""Beats per second of all ranks together, so that a large run does not overload a shared file system."""
 _CHANGES_PER_INTERVAL = 10
-"""How often a changed phase is written at most."""
+"""Number of times in an interval that a changed phase is written, at most."""
 _INTERVALS_OF_SILENCE = 2.5
-"""A rank that misses two beats is silent."""
+"""Number of intervals without a beat after which a rank counts as silent."""
 _SHORTEST_SILENCE_S = 1.0
 _NUM_BYTES = 512
-"""Of every file from the first beat on, so that a later one needs no more room on the disk."""
+"""Size of every file from the first beat on, so that a later beat needs no more room on the disk."""
 _MAX_NAMED = 8
 
 
 class Phase(StrEnum):
-    """What a rank does; in the order of a run and of a step."""
+    """Phase of a rank's work; in the order of a run and of a step."""
 
     START = "start"
     BUILD = "build"
-    """Model, data and what a checkpoint holds."""
+    """Building the model and the data, and loading a checkpoint."""
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"
     UPDATE = "update"
@@ -56,53 +56,54 @@ _ORDER = tuple(Phase)
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat."""
+    """One heartbeat of one rank."""
 
     rank: int
     pid: int
     step: int
-    """The step in work, counted from 1; 0 before the first."""
+    """Step in work, counted from 1; 0 before the first."""
     phase: Phase
     since_s: float
     """Unix time at which the phase began."""
     written_s: float
     """Unix time of the beat."""
     left_with: str | None = None
-    """Once the rank has left: the error that ended it, or `done`."""
+    """Error that ended the rank, or `done`; None while it runs."""
     memory_bytes: int | None = None
-    """What the rank needed in its last step: the peak on its GPU, or what is resident on a CPU; None before that."""
+    """Memory that the rank needed in its last step: the peak on its GPU, or what is resident on a CPU; None before
+    that."""
     pace_step: int = 0
-    """Last step of the window that `pace_s` is of; 0 before the first."""
+    """Last step of the window that `pace_s` was measured over; 0 before the first window."""
     pace_s: float = 0.0
-    """Seconds of a step in which the rank worked and did not wait for others."""
+    """Seconds per step in which the rank worked and did not wait for others."""
     stage: int = 0
-    """Of the pipeline, with `pace_s`."""
+    """Pipeline stage that `pace_s` was measured on."""
     start: int = 0
-    """Number of the run's start that the rank belongs to."""
+    """Number of the run's start that the rank belongs to; a resumed run has a higher one."""
     changed_s: float = 0.0
-    """Monotonic time of the rank's node at which it last did something: other ranks see whether it changes."""
+    """Monotonic time of the rank's node at which the rank last made progress; other ranks see whether it changes."""
     call: str | None = None
-    """The collective or message that the rank waits for, with its number in the rank's own count; None outside."""
+    """Collective or message that the rank waits for, with its number in the rank's own count; None outside of one."""
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Phase and step, and the collective that the rank waits in, as words for people."""
         inside = f"{self.phase} of step {self.step}" if self.step else self.phase
         return f"{inside}, waiting in {self.call}" if self.call else inside
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Larger is later."""
+        """Step and phase as a pair that sorts by time: larger is later."""
         return self.step, _ORDER.index(self.phase)
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Where the rank writes; `folder` is the run's `heartbeats`."""
+    """Returns the file that the rank writes; `folder` is the run's `heartbeats`."""
     return folder / f"rank_{rank:05d}.json"
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """The rank's latest beat; None where there is none or it is just being written."""
+    """Reads the rank's latest beat; None where there is none or it is just being written."""
     try:
         content = json.loads(heartbeat_file(folder, rank).read_bytes())
         return Beat(**(content | {"phase": Phase(content["phase"])}))
@@ -111,7 +112,7 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 
 class Heartbeat:
-    """Inside the `with` block a thread writes this rank's beats."""
+    """Writer of this rank's beats, in a thread that runs inside the `with` block."""
 
     def __init__(
         self,
@@ -124,12 +125,12 @@ class Heartbeat:
     ) -> None:
         """
         Args:
-            folder: The run's `heartbeats`.
-            rank: Of this process.
-            world_size: How many ranks beat there.
-            timeout_s: How long ranks wait for each other; beats are short against it.
-            start: Number of this start of the run; where a later one beats, this one falls silent.
-            on_beat: Called by the thread at every beat; may raise OSError.
+            folder: Folder `heartbeats` of the run.
+            rank: Rank of this process.
+            world_size: Number of ranks that write heartbeats there.
+            timeout_s: Time that ranks wait for each other at most; beats are short against it.
+            start: Number of this start of the run; when a later start beats there, this one stops writing.
+            on_beat: Function that the thread calls at every beat; may raise OSError.
         """
         self._folder, self._world_size, self._on_beat = folder, world_size, on_beat
         shortest, longest = _INTERVALS_S
@@ -149,17 +150,17 @@ class Heartbeat:
 
     @property
     def step(self) -> int:
-        """The step in work, counted from 1."""
+        """Step in work, counted from 1."""
         return self._beat.step
 
     @property
     def place(self) -> str:
-        """What this rank does, for people."""
+        """Phase and step of this rank, as words for people."""
         return self._beat.place
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds in each phase so far, since the block began."""
+        """Seconds in each phase so far, since this object was created."""
         now, phase = time.monotonic() - self._entered_s, self._beat.phase
         return {**self._phases_s, str(phase): self._phases_s.get(phase, 0.0) + now}
 
@@ -172,7 +173,7 @@ class Heartbeat:
         self._thread.join(self._interval_s)  # a disk that hangs must not keep the rank
 
     def enter(self, phase: Phase, step: int) -> None:
-        """This rank begins the phase; written by the thread, a moment later."""
+        """Notes that this rank begins a phase; the thread writes it a moment later."""
         if (own := pulse.current()) is not None:
             own.enter(phase, step)
         now, before = time.monotonic(), self._beat.phase
@@ -183,21 +184,21 @@ class Heartbeat:
         fault_point(phase, self._beat.rank, step)
 
     def note_memory(self, memory_bytes: int) -> None:
-        """What this rank's last step needed; goes with the next beat."""
+        """Notes the memory that this rank's last step needed; the next beat contains it."""
         self._beat = replace(self._beat, memory_bytes=memory_bytes)
 
     def note_pace(self, step: int, stage: int, seconds: float) -> None:
-        """What a step of this rank's own work takes, over a window that ends with a step."""
+        """Notes how many seconds per step this rank worked itself, over a window that ends with `step`."""
         self._beat = replace(self._beat, pace_step=step, stage=stage, pace_s=seconds)
 
     def of_all(self) -> list[Beat | None]:
-        """The beats of all ranks; this one's as it is now."""
+        """Returns the beats of all ranks; the last one is this rank's, as it is now."""
         return [*self._others(), self._beat]
 
     def missing(self) -> str:
-        """Names the ranks that the others have lost or wait for; empty where the heartbeats do not tell.
+        """Names the ranks that are lost or that the others wait for; empty where the heartbeats do not show it.
 
-        Takes as long as two beats, to see who still beats.
+        The call takes as long as two beats, to see which ranks still beat.
         """
         before = self._others()
         time.sleep(max(_SHORTEST_SILENCE_S, _INTERVALS_OF_SILENCE * self._interval_s))
@@ -223,10 +224,10 @@ class Heartbeat:
             self._changed.wait(self._interval_s * (1 - 1 / _CHANGES_PER_INTERVAL))
 
     def _write(self) -> None:
-        """Opened and closed each time, so that other nodes see it on a network file system."""
+        """Writes the beat; opens and closes the file each time, so that other nodes see it on a network file system."""
         before = read_beat(self._folder, self._beat.rank)
         if before is not None and before.start > self._beat.start:
-            return  # a later start of the run beats here, as this one was taken for dead
+            return  # a later start of the run beats here, as this one was thought to be dead
         text = json.dumps(asdict(replace(self._beat, written_s=time.time(), **_pulse_fields())))
         self._folder.mkdir(parents=True, exist_ok=True)
         file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -237,7 +238,7 @@ class Heartbeat:
 
 
 def _pulse_fields() -> dict[str, Any]:
-    """What this process's pulse knows beyond the phase."""
+    """Returns what this process's pulse knows beyond the phase, as fields of `Beat`."""
     if (own := pulse.current()) is None:
         return {}
     state = own.state
@@ -245,7 +246,7 @@ def _pulse_fields() -> dict[str, Any]:
 
 
 def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:
-    """Who is missing, in words: who is silent, else who left by itself, else who lies behind; else empty."""
+    """Describes the missing ranks: the silent ones, else those that left by an error, else the slowest; else ""."""
     now = time.time()
     if silent:
         return _listed(silent, lambda beat: f"silent for {now - beat.written_s:.1f} s, in {beat.place}")

@@ -1,4 +1,4 @@
-"""Imports: of a great deal of code at once, and of what may be installed and still be of no use."""
+"""Imports of torch, megatron-core and optional GPU packages: faster, silent, and with unusable packages hidden."""
 
 import gc
 import importlib
@@ -10,24 +10,24 @@ from importlib.util import find_spec
 
 _GPU_PACKAGES = {
     "transformer_engine": ("transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"),
-    "apex": ("amp_C", "apex.optimizers", "apex.multi_tensor_apply"),  # built without amp_C its Adam raises when made
+    "apex": ("amp_C", "apex.optimizers", "apex.multi_tensor_apply"),  # without amp_C its Adam raises when constructed
 }
-"""What megatron-core takes wherever it is found, and the modules that have to be importable for it to be of use."""
+"""Package that megatron-core uses wherever it is found -> modules that must be importable for it to be usable."""
 
 _OLDEST, _TOO_NEW = (2, 9), (2, 12)
-"""Of TransformerEngine, as megatron-core 0.16.1 names them (its extra `dev`)."""
+"""Versions of TransformerEngine that megatron-core 0.16.1 takes (its extra `dev`): oldest, first too new."""
 
 _faults: dict[str, str] | None = None
-"""Package -> why it was left out although a GPU is there; None: nobody has looked yet."""
+"""Package -> why it was left out although there is a GPU; None until `settle_gpu_packages` has looked."""
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Puts garbage collection off while a block imports, and leaves what it has made out of later collections.
+    """Suspends garbage collection while a block imports, and exempts the block's objects from later collections.
 
-    Importing torch and megatron-core makes a million objects that stay. The collector looks through them again and
-    again, and once more when the process ends: 2 of the 7 processor seconds of a rank that starts and ends. A step that
-    happens to be the collector's turn would look through them too.
+    Importing torch and megatron-core creates a million objects that stay. The collector would scan them again and
+    again, and once more when the process ends: 2 of the 7 processor seconds of a rank that starts and ends. Without the
+    exemption a training step in which a collection happens would scan them, too.
     """
     gc.disable()
     try:
@@ -39,10 +39,10 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def without_trackers() -> Iterator[None]:
-    """Hides packages of experiment trackers from a block that imports megatron-core; afterwards they are found again.
+    """Hides experiment trackers from a block that imports megatron-core; afterwards they can be found again.
 
-    Its timers and its inference engine import wandb and TensorBoard wherever these are installed. Nothing here calls
-    those parts, and wandb alone takes a ninth of the time in which a rank imports what it needs.
+    megatron-core's timers and inference engine import wandb and TensorBoard wherever these are installed. Nothing here
+    calls those parts, and wandb alone takes a ninth of the import time of a rank.
     """
     hidden = [name for name in ("wandb", "torch.utils.tensorboard") if name not in sys.modules]
     for name in hidden:
@@ -57,24 +57,24 @@ def without_trackers() -> Iterator[None]:
 def ignore_warnings_of_megatron() -> None:
     """Silences megatron-core and torch for this process; call before megatron-core is first imported.
 
-    What they warn about here is decided by this package (missing optional packages, names that are deprecated between
-    the two), not by the user, who would read it once for each rank.
+    This package decides about the causes of these warnings (missing optional packages, names that are deprecated
+    between the two), not the user, who would read them once per rank.
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    # of its source, as Python compiles it for the first time: the module is then the path of the file
+    # SyntaxWarning: Python compiles a source for the first time; the module is then the path of the file
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]core[/\\]")
 
 
 def settle_gpu_packages(has_gpu: bool) -> None:
     """Decides once, before megatron-core is first imported, whether it finds TransformerEngine and apex.
 
-    It asks for no more than that they can be imported, and only an ImportError counts as absence. Without a GPU its
-    optimizers would then be kernels for tensors that are not there; and a package that breaks in another way, as one
-    built for another CUDA does, would end every run. So both are hidden where they are of no use: an import says that
-    they are not there, to everything in this process.
+    megatron-core only tests whether they can be imported, and only an ImportError counts as absence. Without a GPU its
+    optimizers would then use kernels for tensors that do not exist; and a package that breaks in another way, as one
+    built for another CUDA does, would end every run. So both are hidden where they are unusable: an import anywhere in
+    this process then says that they are not installed.
 
     Args:
-        has_gpu: Whether torch can use one.
+        has_gpu: Whether torch can use a GPU.
     """
     global _faults
     if _faults is not None:
@@ -91,22 +91,22 @@ def settle_gpu_packages(has_gpu: bool) -> None:
 
 
 def faulty_gpu_packages() -> dict[str, str]:
-    """Name -> what is wrong with it, of those that were left out beside a GPU."""
+    """Returns, for each package that was left out although there is a GPU, what is wrong with it."""
     return dict(_faults or {})
 
 
 def _is_there(package: str) -> bool:
-    with suppress(ValueError):  # raised for a module that something has put in place by hand
+    with suppress(ValueError):  # raised for a module that something put into sys.modules by hand
         return find_spec(package) is not None
     return True
 
 
 def _fault_of(package: str, needed: tuple[str, ...]) -> str | None:
-    """Found out by importing it."""
+    """Imports the modules and returns what is wrong with the package; None where it is usable."""
     try:
         for name in needed:
             importlib.import_module(name)
-    except Exception as error:  # whatever it raises, it is of no use
+    except Exception as error:  # whatever it raises, the package is unusable
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     version = str(getattr(sys.modules[package], "__version__", ""))
     parts = version.split(".")[:2]
@@ -119,7 +119,7 @@ def _fault_of(package: str, needed: tuple[str, ...]) -> str | None:
 
 
 def _hide(package: str) -> None:
-    # a module that is loaded is found whatever its parent says, so parts of what broke halfway are hidden, too
+    # a loaded module is found whatever its parent says, so hide the loaded parts of a half-broken package, too
     loaded = [name for name in sys.modules if name.startswith(f"{package}.")]
     for name in (package, *loaded):
         sys.modules[name] = None  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""What the program prints, where standard output is a file on a disk that may be full.
+"""Standard output that survives a full disk.
 
-The logs of ranks and of Slurm jobs are such files, often in the run folder. A line that cannot be written is no reason
-to end a run, nor to lose its exit code, so it is left out, and a later line says how much is missing.
+The logs of ranks and of Slurm jobs are files, often in the run folder. A line that cannot be written must not end a
+run or change its exit code, so it is dropped, and a later line says how many bytes are missing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Output(io.FileIO):
-    """A descriptor whose disk may be full."""
+    """File descriptor that accepts writes while its disk is full."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._num_missing_bytes = 0
 
     def write(self, data: Any) -> int:
-        """Writes some of it, or counts all of it as missing."""
+        """Writes some of the data, or counts all of it as missing, and returns the number of bytes that are done."""
         try:
             if self._num_missing_bytes:
                 super().write(f"[{self._num_missing_bytes} bytes are missing here: the disk was full]\n".encode())
@@ -36,13 +36,13 @@ class _Output(io.FileIO):
 
 
 def survive_full_disks() -> None:
-    """Makes standard output and standard error go on where their disk is full; once in a process, at its start."""
+    """Makes standard output and standard error survive a full disk; call it once, at the start of a process."""
     sys.stdout = _replaced(sys.stdout)
     sys.stderr = _replaced(sys.stderr)
 
 
 def _replaced(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # it is no file, or closed: nothing to survive
+    if not isinstance(stream, io.TextIOWrapper):  # not a file, or closed: nothing to survive
         return stream
     stream.flush()
     return io.TextIOWrapper(

@@ -1,6 +1,6 @@
-"""Reading files that others wrote: with a limit, and nothing but plain files, plain JSON and plain YAML.
+"""Readers for files that others wrote: with a size limit, and for plain files, plain JSON and plain YAML only.
 
-A folder, a device or a pipe in the place of a file is refused; a pipe would be waited for.
+A folder, a device or a pipe in the place of a file is refused; reading a pipe would block.
 """
 
 import errno
@@ -20,9 +20,9 @@ from mtrain.base.steady_files import retried
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
 )
-"""Error numbers of `open_plain_file` and `read_plain_file` that say something of what lies there, not of the disk."""
+"""Error numbers of `open_plain_file` and `read_plain_file` that concern the file itself and not the disk."""
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-"""What may be one half of a surrogate pair without the other."""
+"""Escape sequence that may be one half of a surrogate pair without the other."""
 _MOST_DEPTH = 100
 
 
@@ -30,12 +30,12 @@ def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
     """Opens a file for reading, unbuffered.
 
     Args:
-        path: Of the file.
-        follow_link: Whether it may be a link.
+        path: Path of the file.
+        follow_link: Whether the path may be a symbolic link.
 
     Raises:
-        OSError: It cannot be opened; or, with a number of NOT_A_PLAIN_FILE, it is no plain file, which is not waited
-            for as one would wait for a pipe.
+        OSError: The file cannot be opened; or, with a number of NOT_A_PLAIN_FILE, it is no plain file. The call never
+            blocks, not even on a pipe.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     try:
@@ -55,15 +55,15 @@ def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
 
 
 def read_plain_file(path: Path, most_bytes: int, follow_link: bool = True) -> bytes:
-    """The whole content of a file that must not be large.
+    """Reads the whole content of a file that must not be large.
 
     Args:
-        path: Of the file.
-        most_bytes: What it may hold; of a larger one nothing is read.
-        follow_link: Whether it may be a link.
+        path: Path of the file.
+        most_bytes: Largest size of the file, in bytes; nothing is read of a larger one.
+        follow_link: Whether the path may be a symbolic link.
 
     Raises:
-        OSError: As `open_plain_file`, and where the file is larger.
+        OSError: The file is no plain file, cannot be read, is larger than `most_bytes`, or grows meanwhile.
     """
     return retried(lambda: _whole(path, most_bytes, follow_link), path)
 
@@ -83,11 +83,11 @@ def _whole(path: Path, most_bytes: int, follow_link: bool) -> bytes:
 
 
 def parsed_json(raw: bytes) -> Any:
-    """The content of JSON text that others wrote.
+    """Parses JSON text that others wrote.
 
     Raises:
-        ValueError: It is not JSON as the standard has it (NaN, names that stand there twice), is nested too deeply, or
-            holds a number or a text that nothing can be done with.
+        ValueError: The text is not standard JSON (NaN, a name twice in an object), is nested too deeply, or holds a
+            number or a text that cannot be used.
     """
     try:
         content = json.loads(
@@ -96,7 +96,7 @@ def parsed_json(raw: bytes) -> Any:
             parse_constant=_no_number,
             parse_float=_finite_number,
         )
-        if _HALF_OF_A_PAIR.search(raw):  # half of a surrogate pair can be neither printed nor part of a name
+        if _HALF_OF_A_PAIR.search(raw):  # half of a surrogate pair can neither be printed nor be part of a name
             json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -107,7 +107,7 @@ def parsed_json(raw: bytes) -> Any:
 
 
 def _check_depth(content: Any) -> None:
-    """So that a value can be shown in a message; the parser alone takes ten times as much."""
+    """Refuses deep nesting, so that a message can show the value; the parser alone accepts ten times as much."""
     level = [content]
     for _ in range(_MOST_DEPTH):
         held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
@@ -118,12 +118,12 @@ def _check_depth(content: Any) -> None:
 
 
 def parsed_yaml(raw: bytes) -> Any:
-    """The content of YAML text that others wrote.
+    """Parses YAML text that others wrote.
 
     Raises:
-        ValueError: It is not YAML, or holds what `read_yaml` refuses.
+        ValueError: The text is no YAML, or holds something that `read_yaml` refuses.
     """
-    from mtrain.base.yaml_text import read_yaml  # only here: a reader of YAML takes longer to load than all the rest
+    from mtrain.base.yaml_text import read_yaml  # only here: a YAML reader takes longer to load than all the rest
 
     return read_yaml(raw.decode("utf-8-sig")).content
 
@@ -148,12 +148,12 @@ def _finite_number(text: str) -> float:
 
 
 def read_ahead(content: mmap.mmap, start: int, stop: int) -> None:
-    """Asks the system to read these bytes of a mapped file, in large pieces, and does not wait for them.
+    """Asks the system to read these bytes of a mapped file ahead, in large pieces; does not wait for them.
 
-    Pages that are touched unread are read one small piece after another, and nothing else happens meanwhile.
+    Without it the first access to a page waits for one small read after another.
     """
     first = start - start % mmap.PAGESIZE
-    size = min(stop, len(content)) - first  # a damaged file may end early, which who reads it says
+    size = min(stop, len(content)) - first  # a damaged file may end early; its reader reports that
     if size > 0:
-        with suppress(OSError):  # a file system without it: what is read is the same
+        with suppress(OSError):  # where the file system does not support it, the content is the same
             content.madvise(mmap.MADV_WILLNEED, first, size)

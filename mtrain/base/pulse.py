@@ -1,7 +1,7 @@
-"""The pulse of a rank: where it is, in memory that it shares with the watchdog of its node.
+"""Pulse of a rank: its current place, in memory that it shares with the watchdog of its node.
 
-Writing it costs a microsecond, waits for no disk and needs no thread, so it tells the truth of a rank that is stopped,
-that runs in circles, or that holds the interpreter's lock in C. `mtrain.watch` reads it.
+Writing it costs a microsecond, waits for no disk and needs no thread, so it stays true for a rank that is stopped,
+that loops for ever, or that holds the interpreter's lock in C. `mtrain.watch` reads it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mtrain.base.signals import at_interrupt
 _SIZE = 4096
 _HEAD = struct.Struct("=8sIIIIQ")
 _PLACE = struct.Struct("=Qqq20s")
-"""Changed (ns), start number of the run, step, phase."""
+"""Format of the place: time of the change (ns), start number of the run, step, phase."""
 _CALL = struct.Struct("=QQi?")
-"""Changed (ns), number, kind, whether it is waited for."""
+"""Format of the last call: time of the change (ns), number, kind, whether the rank waits in it."""
 _NUMBER = struct.Struct("=QQ")
 _TEXT = struct.Struct("=64s")
 _AT_PLACE, _AT_CALL, _AT_TICK, _AT_BEAT, _AT_END = 64, 128, 192, 256, 320
-"""Apart, so that each has one writer: the thread that trains, whichever waits, any thread, the heartbeat's."""
+"""Offsets of the records: separate, so that each has one writer (training thread, waiting thread, any, heartbeat)."""
 _MAGIC = b"mtpulse1"
 _TRIES = 5
 
@@ -52,23 +52,23 @@ OPERATIONS = {
     17: "several operations",
     18: "all-reduce",
 }
-"""Kinds as torch numbers them (c10d::OpType), in words."""
+"""Kinds of operations, numbered as in torch (c10d::OpType) -> their names in messages."""
 _NO_CALL = -1
 
 
 class Pulse:
-    """This rank's own; one in a process."""
+    """Pulse of this rank; there is one in a process."""
 
     def __init__(self, path: Path, rank: int, world_size: int, local_world_size: int) -> None:
         """
         Args:
-            path: A file that is made anew; its folder is in memory (`mtrain.watch.place`).
-            rank: Of this process.
-            world_size: Of the run.
-            local_world_size: How many of its ranks are on this node.
+            path: Path of the file to create; its folder is in memory (`mtrain.watch.place`).
+            rank: Rank of this process.
+            world_size: World size of the run.
+            local_world_size: Number of the run's ranks on this node.
 
         Raises:
-            OSError: The file cannot be made.
+            OSError: The file cannot be created.
         """
         self.path, self.start_number = path, 0
         new = path.with_name(f".{path.name}-{os.getpid()}")
@@ -83,45 +83,45 @@ class Pulse:
         _CALL.pack_into(self._memory, _AT_CALL, 0, 0, _NO_CALL, False)
         self.enter("start", 0)
         self.beat()
-        # from here on: a reader who finds a pulse whose process has ended takes the rank for lost
+        # from here on a reader who finds a pulse whose process has ended considers the rank lost
         at_interrupt(self.leave)
-        new.rename(path)  # a reader finds a whole one
+        new.rename(path)  # a reader never finds a part of it
 
     def enter(self, phase: str, step: int) -> None:
-        """The rank begins a phase of a step."""
+        """Notes that the rank begins a phase of a step."""
         now = time.monotonic_ns()
         _PLACE.pack_into(self._memory, _AT_PLACE, now, self.start_number, step, phase.encode())
 
     def begin_wait(self, kind: int) -> None:
-        """The rank begins to wait for a collective or a message, of a kind of OPERATIONS."""
+        """Notes that the rank begins to wait for a collective or a message; `kind` is a key of OPERATIONS."""
         self._calls += 1
         _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, True)
 
     def end_wait(self, kind: int) -> None:
-        """It has come."""
+        """Notes that the collective or message has completed."""
         _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, False)
 
     def tick(self) -> None:
-        """Something was done inside the phase; from any thread."""
+        """Notes progress inside the phase; may be called from any thread."""
         _NUMBER.pack_into(self._memory, _AT_TICK, time.monotonic_ns(), next(self._ticks))
 
     def beat(self) -> None:
-        """The interpreter runs; from a thread that does nothing else."""
+        """Notes that the interpreter runs; called from a thread that does nothing else."""
         _NUMBER.pack_into(self._memory, _AT_BEAT, time.monotonic_ns(), 0)
 
     def leave(self, how: str) -> None:
-        """The rank ends by itself: `done`, or the error that ended it."""
+        """Notes how the rank ends by itself: `done`, or the error that ended it."""
         _TEXT.pack_into(self._memory, _AT_END, how.encode()[:63])
 
     @property
     def state(self) -> PulseState:
-        """What a reader sees now."""
+        """State that a reader of the pulse would see now."""
         return _parsed(bytes(self._memory[:_SIZE]))
 
 
 @dataclass(frozen=True)
 class PulseState:
-    """What one look at a pulse shows; times in seconds of the node's monotonic clock."""
+    """State of a pulse at one time; times are in seconds of the node's monotonic clock."""
 
     pid: int
     rank: int
@@ -129,24 +129,24 @@ class PulseState:
     local_world_size: int
     opened_s: float
     start_number: int
-    """Of the run, once the rank has a run folder; else 0."""
+    """Number of the run's start, once the rank has a run folder; else 0."""
     step: int
     phase: str
     phase_since_s: float
     calls: int
-    """Collectives and messages that the rank has waited for, the last one included."""
+    """Number of collectives and messages that the rank has waited for, including the last one."""
     call: str | None
-    """The last one."""
+    """Name of the last collective or message; None before the first."""
     is_waiting: bool
-    """For that one, still."""
+    """Whether the rank still waits for the last collective or message."""
     changed_s: float
-    """Of whatever shows progress."""
+    """Time of the last progress of any kind: phase, call or tick."""
     beat_s: float
     left_with: str | None
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Phase and step, and the last collective, as words for people."""
         inside = f"{self.phase} of step {self.step}" if self.step else self.phase
         if self.call is None:
             return inside
@@ -154,10 +154,10 @@ class PulseState:
 
 
 def read_pulse(path: Path) -> PulseState | None:
-    """One look; None where there is no pulse."""
+    """Reads the pulse once; None where there is no pulse."""
     try:
         data = path.read_bytes()
-        for _ in range(_TRIES):  # until it was not written meanwhile
+        for _ in range(_TRIES):  # read again until it was not written meanwhile
             again = path.read_bytes()
             if again == data:
                 break
@@ -196,12 +196,12 @@ def _parsed(data: bytes) -> PulseState:
 
 
 _current: list[Pulse] = []
-"""This process's pulse, while it has one. Like a log, it is written from wherever something happens."""
+"""Pulse of this process, while it has one; the last one counts. Like a log, it is written from anywhere."""
 
 
 @contextlib.contextmanager
 def beating(pulse: Pulse) -> Iterator[Pulse]:
-    """Makes it the pulse of this process inside the block; what the block ends with stands in it."""
+    """Makes `pulse` the pulse of this process inside the block, and notes in it how the block ended."""
     _current.append(pulse)
     how = "done"
     try:
@@ -215,12 +215,12 @@ def beating(pulse: Pulse) -> Iterator[Pulse]:
 
 
 def current() -> Pulse | None:
-    """This process's; None where nobody watches."""
+    """Returns the pulse of this process; None where nobody watches it."""
     return _current[-1] if _current else None
 
 
 def tick() -> None:
-    """Something was done: a microbatch, a file, a thousand samples."""
+    """Notes progress of this process: a microbatch, a file, a thousand samples."""
     if _current:
         _current[-1].tick()
 

@@ -1,6 +1,6 @@
-"""Being asked to stop: Slurm's and torchrun's signals, a closed terminal, and Ctrl-C.
+"""Requests to stop: Slurm's and torchrun's signals, a closed terminal, and Ctrl-C.
 
-A handler may run between any two instructions, so it notes the signal and nothing else. The ranks ask before the first
+A handler may run between any two instructions, so it only notes the signal. The ranks check for it before the first
 step and at the end of every step, agree, save and leave.
 """
 
@@ -20,30 +20,30 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopSignal:
-    """Inside the `with` block, a stop signal is remembered instead of ending the process.
+    """Block in which a stop signal is remembered instead of ending the process.
 
-    Blocks may be nested; the inner one sees what the outermost one was sent before and is sent now. Ctrl-C twice ends
-    the process at once, by KeyboardInterrupt. SIGHUP stays ignored where it was ignored before: that is how `nohup`
-    works. Signals that a launcher has blocked are let through once the handlers stand.
+    Blocks may be nested; the inner one sees all signals that the outermost one has received. A second Ctrl-C ends the
+    process at once, by KeyboardInterrupt. SIGHUP stays ignored where it was ignored before: that is how `nohup` works.
+    Signals that a launcher has blocked are unblocked once the handlers are installed.
 
     Only the main thread of a process can have handlers (Python's rule). In another thread the block installs none: it
-    sees what an outer block of the main thread is sent, else signals end the process as if there were no block.
+    sees the signals of an enclosing block of the main thread, if there is one; else signals end the process as usual.
     """
 
     def __init__(self) -> None:
-        """No signal has been seen."""
+        """Creates the block's state; no signal has been seen."""
         self._sent: list[signal.Signals] = []
         self._outer: StopSignal | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def sent(self) -> Sequence[signal.Signals]:
-        """Every stop signal that this process was sent, in order."""
+        """Stop signals that this process has received, in order."""
         return self._sent if self._outer is None else self._outer.sent
 
     @property
     def received(self) -> signal.Signals | None:
-        """The first stop signal that this rank was sent; other ranks may have been sent none."""
+        """First stop signal that this rank has received; None without one. Other ranks may have received none."""
         return next(iter(self.sent), None)
 
     def __enter__(self) -> StopSignal:
@@ -71,10 +71,10 @@ class StopSignal:
 
 
 def leave_if_stopped(what: str) -> None:
-    """To be called often by work that may take long before the first step, from any depth.
+    """Raises if a stop signal has come; long work before the first step calls it often, from any depth.
 
     Args:
-        what: Is being done, for people.
+        what: Work that is being done, as it follows "while" in the message.
 
     Raises:
         StopRequestedError: A StopSignal of this process has seen a signal.
@@ -85,22 +85,22 @@ def leave_if_stopped(what: str) -> None:
 
 
 def end_at_interrupt() -> None:
-    """From now on Ctrl-C ends this process wherever it is, as by Python's own handler, and `was_interrupted` knows."""
+    """Makes Ctrl-C end this process wherever it is, as Python's own handler does; `was_interrupted` is then true."""
     signal.signal(signal.SIGINT, _interrupt)
     # where Python cannot raise it, as in a callback of its collector, it would print it and forget it
     sys.unraisablehook = _raise_again
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C has asked this process to end at once, whatever exception a library has made of that."""
+    """Says whether Ctrl-C has asked this process to end at once, even if a library turned it into another exception."""
     return bool(_interrupts)
 
 
 def at_interrupt(action: Callable[[str], object]) -> None:
-    """Calls the action when Ctrl-C ends this process, before anything else; it is given the reason.
+    """Registers an action to call when Ctrl-C ends this process, before anything else; its argument is the reason.
 
     Args:
-        action: What can be done between any two instructions, such as writing to memory.
+        action: Action that is safe between any two instructions, such as a write to memory.
     """
     _last_words.append(action)
 
@@ -125,7 +125,7 @@ def _raise_again(unraisable: Any) -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes that are started inside the block never see Ctrl-C, which a terminal sends to all: we end them."""
+    """Hides Ctrl-C, which a terminal sends to all, from processes that are started inside the block: we end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -139,12 +139,12 @@ def hold_stop_signals() -> None:
 
 
 def ignore_stop_signals() -> None:
-    """At the end of the program: everything is saved, and the interpreter drops its handlers while it shuts down."""
+    """Ignores stop signals at the end of the program: all is saved, and the interpreter drops its handlers."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _enclosing() -> StopSignal | None:
-    """The block that handles signals now."""
+    """Returns the block whose handlers are installed now; None without one."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, StopSignal) else None

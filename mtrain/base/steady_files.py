@@ -1,7 +1,7 @@
 """Reading from disks that fail for a moment.
 
-A network disk that changes its server answers EIO, ESTALE or a timeout, and a second later the data. Such reads are
-tried again, with a line each time; what has failed for good ends in the error of before.
+A network disk that fails over to another server answers EIO, ESTALE or a timeout, and a second later the data. Such
+reads are tried again, with a warning each time; a fault that lasts is raised in the end.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ TRANSIENT = frozenset(
         errno.ESHUTDOWN,
     }
 )
-"""Error numbers that a later try may not meet."""
+"""Error numbers of faults that may be gone at the next try."""
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each further try; about what a file server takes to be taken over."""
+"""Pauses before each further try; together about the time in which a file server is taken over."""
 
 
 def retried(read: Callable[[], Result], what: object) -> Result:
-    """What `read` gives, which is called again where it fails for a moment.
+    """Returns the result of `read`, which is called again where it fails for a moment.
 
     Args:
-        read: Reads from the beginning whenever it is called.
-        what: It reads, for the lines that tell of it.
+        read: Function that reads from the beginning whenever it is called.
+        what: Name of what is read, for the warnings.
 
     Raises:
-        OSError: As `read`; of a fault that lasts, the last one.
+        OSError: `read` failed with another error, or with a transient one in every try; the last one is raised.
     """
     for number, pause_s in enumerate(PAUSES_S, start=1):
         try:
@@ -66,15 +66,15 @@ def retried(read: Callable[[], Result], what: object) -> Result:
 
 
 class SteadyFile(io.RawIOBase):
-    """A file to be read; after a fault it is opened again where it was."""
+    """Binary file for reading; after a fault it is opened again at the same position."""
 
     def __init__(self, path: Path) -> None:
         """
         Args:
-            path: Of the file.
+            path: Path of the file.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         super().__init__()
         self._path, self._at = path, 0
@@ -83,15 +83,15 @@ class SteadyFile(io.RawIOBase):
         retried(self._open, path)
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of files; reads nothing, so nothing can fail but an impossible place."""
+        """Moves the position and returns it; reads nothing, so only an impossible position can fail."""
         assert self._identity is not None, "it was opened"
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._identity[0]}[whence]
         if origin + offset < 0:
@@ -102,17 +102,16 @@ class SteadyFile(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """Where the next byte is read, in bytes."""
+        """Returns the position of the next byte to read."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """As of files; OSError where a fault lasts, or the file is another one now."""
+        """Fills the buffer and returns the number of bytes; OSError where a fault lasts or the file has changed."""
         count = retried(lambda: self._read(buffer), self._path)
         self._at += count
         return count
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

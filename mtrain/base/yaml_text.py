@@ -1,7 +1,7 @@
 """YAML text -> plain values with the line of each, and back.
 
 Values have the types of YAML 1.1, with the floats of 1.2 (`1e-3`), as version 0.1.0 read them; nothing is interpolated.
-What no configuration should hold is refused: depth, aliases that multiply, tags, and numbers that YAML 1.1 misreads.
+Anything that no configuration needs is refused: depth, aliases that multiply, tags, and numbers that YAML 1.1 misreads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ruamel.yaml.tag import Tag
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000
-"""Values and keys of a text, those that aliases repeat counted each time."""
+"""Number of values and keys of a text at most; those that aliases repeat count each time."""
 MAX_DEPTH = 50
 
 Location = tuple[int | str, ...]
@@ -48,9 +48,9 @@ _FORMS = {
     ),
     "merge": re.compile("<<"),
 }
-"""Plain scalars that are more than text."""
+"""Forms of plain scalars that are not text, by tag."""
 _OTHER_VERSIONS = (re.compile(r"[yYnN]|0o[0-7_]+|[-+]?[0-9_]+|[-+]?\.[0-9_]+([eE][-+]?[0-9]+)?|\d{4}-\d\d?-\d.*|="),)
-"""Text here, but more than text for readers of other versions of YAML."""
+"""Forms of plain scalars that are text here, but not for readers of other versions of YAML."""
 _TRUE = ("yes", "true", "on")
 _SHOWN = 20
 _LONG = re.compile(r"[-+]?(0x|0b)?[\da-fA-F_]{41,}")
@@ -67,38 +67,38 @@ _TAGS: dict[type[Node], tuple[str, ...]] = {
     SequenceNode: (_STANDARD + "seq",),
     MappingNode: (_STANDARD + "map",),
 }
-"""All that a configuration needs."""
+"""Tags that a configuration may use, by kind of node."""
 
 
 class YamlTextError(ValueError):
-    """The text holds what it should not."""
+    """The text holds something that no configuration should."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
         self.line = line
-        """Counted from 1."""
+        """Line of the fault, counted from 1; None where it is unknown."""
 
 
 class NotYamlError(YamlTextError):
-    """The text is no YAML."""
+    """The text is not YAML."""
 
 
 @dataclass(frozen=True)
 class YamlText:
-    """What a text says."""
+    """Content of a YAML text and the lines on which it stands."""
 
     content: Any
     """Dicts, lists, str, int, float, bool and None; None for an empty text."""
     lines: Mapping[Location, int]
-    """Where the key of a value stands, or the item of a list, counted from 1."""
+    """Line of each value's key, or of each list item, counted from 1."""
 
 
 def read_yaml(text: str) -> YamlText:
-    """Reads one document.
+    """Reads one document into plain values.
 
     Raises:
-        NotYamlError: It is no YAML.
-        YamlTextError: It holds what it should not.
+        NotYamlError: The text is not YAML.
+        YamlTextError: The text holds something that no configuration should.
     """
     read = _read(text)
     return YamlText(copy.deepcopy(read.content), read.lines)
@@ -106,12 +106,12 @@ def read_yaml(text: str) -> YamlText:
 
 @lru_cache(maxsize=4)
 def _read(text: str) -> YamlText:
-    """A start reads the configuration of a run several times, and a resolved one takes 40 ms."""
+    """Reads a text once: a start reads the configuration of a run several times, and a resolved one takes 40 ms."""
     yaml = _yaml()
     yaml.Composer = _LimitedComposer
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of anchors with the same name, which YAML allows
+            warnings.simplefilter("ignore")  # warns of anchors with the same name, which YAML allows
             root = yaml.compose(io.StringIO(text))
     except MarkedYAMLError as fault:
         line = fault.problem_mark.line + 1 if fault.problem_mark else None
@@ -123,13 +123,13 @@ def _read(text: str) -> YamlText:
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:
-    """Nested mappings, sequences and plain values as text that `read_yaml`, and any reader of YAML, reads back."""
+    """Writes nested mappings, sequences and plain values as text that any reader of YAML reads back."""
     yaml = _yaml()
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
     yaml.representer.sort_base_mapping_type_on_output = False
-    yaml.width = 2**20  # a line holds what it holds: a path is searched for by its whole text
+    yaml.width = 2**20  # never wraps: a path is searched for by its whole text
     stream = io.StringIO()
     yaml.dump(content, stream)
     return stream.getvalue()
@@ -146,7 +146,7 @@ def _line_at(text: str, position: int) -> int:
 
 
 class _Resolver(BaseResolver):
-    """Which plain scalars are more than text; a %YAML directive changes nothing."""
+    """Resolver that decides which plain scalars are not text; a %YAML directive changes nothing."""
 
     def __init__(self, version: object = None, loader: Any = None) -> None:
         super().__init__(loader)
@@ -163,7 +163,7 @@ class _Resolver(BaseResolver):
 
 
 class _LimitedComposer(Composer):
-    """Stops at the limits while it reads; what aliases repeat is counted later, when they are followed."""
+    """Composer that stops at the limits while it reads; repetitions by aliases are counted later, by `_Values`."""
 
     num_nodes = 0
 
@@ -182,13 +182,13 @@ def _refuse_excess(num_nodes: int, depth: int, line: int) -> None:
 
 @dataclass
 class _Values:
-    """Makes plain values of nodes, each alias a value of its own."""
+    """Builder of plain values from nodes; each alias becomes a value of its own."""
 
     lines: dict[Location, int] = field(default_factory=dict)
     num_values: int = 0
 
     def of(self, node: Node, location: Location, depth: int) -> Any:
-        """The value of a node; `depth` counts from 1."""
+        """Converts a node; `depth` counts from 1."""
         line = _line(node)
         self.num_values += 1
         _refuse_excess(self.num_values, depth, line)
@@ -220,7 +220,7 @@ class _Values:
         return merged | own
 
     def _merged(self, node: Node, location: Location, depth: int) -> dict[Any, Any]:
-        """What `<<` takes over: of a mapping, or of several, the first of which is the strongest."""
+        """Returns what `<<` takes over from one mapping, or from several, of which the first takes precedence."""
         merged: dict[Any, Any] = {}
         for each in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(each, MappingNode):
@@ -245,13 +245,13 @@ def _scalar(node: ScalarNode) -> str | bool | int | float | None:
         return _number(text, kind, _line(node))
     if kind == "str":
         return text
-    if not _FORMS[kind].fullmatch(text):  # of a text with a tag
+    if not _FORMS[kind].fullmatch(text):  # an explicit tag contradicts the text
         raise YamlTextError(f"{text[:_SHOWN]!r} is no {kind}", _line(node))
     return text.lower() in _TRUE if kind == "bool" else None
 
 
 def _number(text: str, kind: str, line: int) -> int | float:
-    """Raises YamlTextError where other readers take the text for another number than it looks like."""
+    """Converts a number; raises YamlTextError where readers of YAML take it for another number than it looks like."""
     for form, meaning in _MISREAD:
         if form.fullmatch(text):
             raise YamlTextError(meaning(text), line)
@@ -263,12 +263,12 @@ def _number(text: str, kind: str, line: int) -> int | float:
 
 
 class _Representer(SafeRepresenter):
-    """Writes in quotes what any version of YAML would not read back as text, and repeats what stands twice."""
+    """Representer that quotes texts which some version of YAML would not read back as text; it writes no aliases."""
 
     def represent_text(self, text: str) -> ScalarNode:
         style = None
         if not text.isprintable():
-            style = '"'  # the only one that escapes; with others, readers change some breaks of lines
+            style = '"'  # the only style that escapes; in others, readers change some line breaks
         elif any(form.fullmatch(text) for form in (*_FORMS.values(), *_OTHER_VERSIONS)):
             style = "'"
         node: ScalarNode = self.represent_scalar(_STANDARD + "str", text, style=style)
