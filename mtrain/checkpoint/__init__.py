@@ -1,1 +1,1 @@
-"""Checkpoints as folders: what is published, what is good, what is deleted. What lies inside is written elsewhere."""
+"""Checkpoints as folders: publishing, verifying and deleting them, and the format of their files."""

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as numpy arrays: no ranks, no model, no configuration."""
+"""Weights of a checkpoint as numpy arrays: no ranks, no model, no configuration."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mtrain.checkpoint.store.verification import verify_files
 
 _MAIN = "optimizer.state.param."
 _BESIDE = ("optimizer.", "rng")
-"""Beginnings of keys that are no weights."""
+"""Prefixes of keys that are no weights."""
 _TE_STATE = "._extra_state/"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tables whose rows may be padded to what tensor parallelism needs."""
+"""Tables whose rows may be padded as tensor parallelism requires."""
 
 
 class _Weights(Mapping[str, NDArray[np.float32]]):
-    """Global name -> array; each is read when it is asked for."""
+    """Global name -> array; each is read when it is accessed."""
 
     def __init__(self, tensors: CheckpointTensors, vocab_size: int, held: contextlib.ExitStack) -> None:
         self._tensors, self._vocab_size = tensors, vocab_size
-        # A caller has no `with` block around a mapping, and arrays are read for as long as he has it: so what keeps a
-        # run beside him from deleting the files ends with the mapping.
+        # A caller has no `with` block around a mapping, and may read arrays as long as it exists: so the lock that
+        # keeps other processes from deleting the files ends with the mapping.
         weakref.finalize(self, held.close)
         # _extra_state is TransformerEngine's, an object instead of numbers
         self._names = sorted(key for key in tensors.tensors if not key.startswith(_BESIDE) and _TE_STATE not in key)
@@ -39,11 +39,11 @@ class _Weights(Mapping[str, NDArray[np.float32]]):
     def __getitem__(self, name: str) -> NDArray[np.float32]:
         if name not in self._names:
             raise KeyError(name)
-        # the float32 main weights, where bf16 or fp16 weights compute: those are rounded from them
+        # prefer the float32 main weights: bf16 and fp16 weights are rounded from them
         key = _MAIN + name if _MAIN + name in self._tensors.tensors else name
         shape = self._tensors.tensors[key].shape
         if name in _VOCABULARY:
-            # the number of padding rows follows from tp, so keeping them would make the result depend on the layout
+            # the number of padding rows depends on tp, so keeping them would make the result depend on the layout
             shape = (min(shape[0], self._vocab_size), *shape[1:])
         values: NDArray[np.float32] = self._tensors.read(key, TensorSlice.whole(shape)).float().numpy()
         return values.copy()  # else a view of the mapped file, which must not be written to
@@ -56,28 +56,28 @@ class _Weights(Mapping[str, NDArray[np.float32]]):
 
 
 def read_weights(path: Path | str) -> Mapping[str, NDArray[np.float32]]:
-    """The weights of a checkpoint by global name, whatever layout has saved it.
+    """Returns the weights of a checkpoint by global name, whatever layout has saved it.
 
     No run deletes the checkpoint as long as the mapping exists.
 
     Args:
-        path: A checkpoint, or a run folder, whose newest whole one is taken.
+        path: Folder of a checkpoint, or of a run: then its newest whole checkpoint.
 
     Returns:
-        Name -> float32 array of the whole tensor, read when it is asked for: the main weights where the checkpoint has
-        them (bf16, fp16), else those that compute. Layers of one kind are one tensor: `decoder.layers.*` arrays begin
-        with an axis of layers. Rows of the vocabulary that only pad it are left out.
+        Mapping of names to float32 arrays of the whole tensors, read on access: the main weights where the checkpoint
+        has them (bf16, fp16), else the model's weights. Layers of one kind are one tensor: `decoder.layers.*` arrays
+        begin with an axis of layers. Padding rows of the vocabulary are left out.
 
     Raises:
-        DataError: There is no checkpoint, or a byte of it is not what was saved.
-        MachineError: It cannot be read.
+        DataError: There is no checkpoint, or a byte of it differs from what was saved.
+        MachineError: The checkpoint cannot be read.
     """
     entry = checkpoint_at(Path(path)).entry
     if entry is None:
         raise DataError(f"{path} holds no checkpoint")
     with contextlib.ExitStack() as held:
         held.enter_context(reading(entry))  # before the first byte is read
-        # all bytes, before the first array: what is read later is a view of the files, without a check of its own
+        # all bytes, before the first array: later reads are views of the files, without a check of their own
         verify_files(entry, entry.manifest.files, num_threads=1)
         tensors, vocab_size = CheckpointTensors(entry.path), read_state(entry.path).vocab_size
-        return _Weights(tensors, vocab_size, held.pop_all())  # where something has raised, it is let go of here
+        return _Weights(tensors, vocab_size, held.pop_all())  # after an error the lock is released here

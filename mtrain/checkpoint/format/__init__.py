@@ -1,1 +1,1 @@
-"""One checkpoint's bytes: tensors, metadata, training state; written and read without running what is inside."""
+"""Bytes of one checkpoint: tensors, metadata and training state, written and read without running code from them."""

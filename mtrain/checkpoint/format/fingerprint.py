@@ -1,7 +1,7 @@
-"""A number of 64 bits for the bits of many tensors, whoever holds which part of them.
+"""Fingerprint of 64 bits over the bits of many tensors, independent of which rank holds which part.
 
-Every element adds a hash of its bits, its tensor's name and its place in the whole tensor; sums of ranks, shards and
-files add up to the same number in any order. It tells other weights apart by accident, not by intent.
+Every element adds a hash of its bits, its tensor's name and its place in the whole tensor, so the sums of ranks, shards
+and files add up to the same number in any order. It detects accidental differences, not forgeries.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from mtrain.base.tensor_slice import TensorSlice
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_BITS, _OF_PLACE, _MIX = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x1B03738712FAD5C9
-"""Odd, so that multiplying loses nothing."""
+"""Odd factors, so that multiplying modulo 2**64 loses nothing."""
 _CHUNK = 1 << 20
-"""Elements at a time: each takes some 40 bytes while it is hashed."""
+"""Number of elements that are hashed at a time: each takes some 40 bytes meanwhile."""
 
 
 def hash_of(name: str, values: Tensor, at: TensorSlice, global_shape: Sequence[int]) -> Tensor:
-    """What a slice adds to the number: an int64 scalar, sums of which wrap around.
+    """Returns what a slice adds to the fingerprint: an int64 scalar; sums of such numbers wrap around.
 
     Args:
-        name: Of the whole tensor.
+        name: Name of the whole tensor.
         values: [elements] or of the slice's shape; of any dtype.
-        at: Where the slice lies in the whole.
-        global_shape: Of the whole.
+        at: Place of the slice in the whole tensor.
+        global_shape: Shape of the whole tensor.
     """
-    # bits, not numbers: nan has a place in the sum too, and -0 is not 0
+    # bits, not numbers: nan must count too, and -0 is not 0
     bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     # 63 bits, since a tensor of int64 takes no larger number
@@ -40,19 +40,19 @@ def hash_of(name: str, values: Tensor, at: TensorSlice, global_shape: Sequence[i
         own = bits[start : start + _CHUNK].to(torch.int64)
         places = _places(start, own.numel(), at, global_shape, bits.device)
         mixed = (own * _OF_BITS + salt) ^ (places * _OF_PLACE)
-        # shifts between products: a sum of products alone would not notice that two values have changed places
+        # shifts between products: a sum of products alone would not notice that two values were swapped
         mixed = (mixed ^ (mixed >> 31)) * _MIX
         total += (mixed ^ (mixed >> 29)).sum()
     return total
 
 
 def shown(total: int) -> str:
-    """16 hexadecimal digits."""
+    """Formats a fingerprint as 16 hexadecimal digits."""
     return f"{total % 2**64:016x}"
 
 
 def _places(start: int, count: int, at: TensorSlice, global_shape: Sequence[int], device: torch.device) -> Tensor:
-    """Places in the flattened whole of `count` elements of a slice from `start` on."""
+    """Returns the places, in the flattened whole tensor, of `count` elements of a slice from `start` on."""
     left = torch.arange(start, start + count, dtype=torch.int64, device=device)
     place = torch.zeros_like(left)
     # the last axis is the fastest in the slice and in the whole
@@ -60,5 +60,5 @@ def _places(start: int, count: int, at: TensorSlice, global_shape: Sequence[int]
         stride = math.prod(global_shape[axis + 1 :])
         place += (left % at.shape[axis] + at.offset[axis]) * stride
         left = left // at.shape[axis]
-    # what is left are numbers along the first axis; divisions cost more than all else here
+    # the rest are numbers along the first axis; divisions cost more than all else here
     return place + (left + at.offset[0]) * math.prod(global_shape[1:]) if global_shape else place

@@ -1,4 +1,4 @@
-"""Numbers that are not finite in what is about to be saved or was loaded: such a state is no checkpoint."""
+"""Search for nan and inf in a state that is about to be saved or was loaded: such a state is no checkpoint."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from mtrain.checkpoint.format.writer import Shard
 
 _MOST_RANKS = 8
-"""Named in a message."""
+"""Largest number of ranks that a message names."""
 
 
 class Finding(NamedTuple):
-    """What one rank has found in its shards."""
+    """Non-finite numbers in the shards of one rank."""
 
     place: str
-    """Of the first such number, with its value."""
+    """Place and value of the first non-finite number."""
     num_tensors: int
-    """Tensors that hold such numbers."""
+    """Number of tensors that hold such numbers."""
 
 
 @torch.no_grad()
 def non_finite(shards: Sequence[Shard]) -> Finding | None:
-    """The first number that is nan or inf; None where all are finite.
+    """Finds the first number that is nan or inf; None where all are finite.
 
-    Each shard is read once, where it lies; integers are left out. The host reads one vector of flags from each device.
+    Each shard is read once, on its device; integers are left out. The host reads one vector of flags from each device.
     """
     # aminmax of an empty shard raises; a rank may hold no element of a tensor
     floats = [shard for shard in shards if shard.data.is_floating_point() and shard.data.numel() > 0]
@@ -43,7 +43,7 @@ def non_finite(shards: Sequence[Shard]) -> Finding | None:
 
 
 def _read(flags: Sequence[Tensor]) -> list[bool]:
-    """Their values: one read of a device for all that lie there, not one each."""
+    """Returns the values of the flags; each device is read once, not once per flag."""
     read: dict[int, bool] = {}
     for device in {flag.device for flag in flags}:
         there = [number for number, flag in enumerate(flags) if flag.device == device]
@@ -52,10 +52,10 @@ def _read(flags: Sequence[Tensor]) -> list[bool]:
 
 
 def described(everyone: Sequence[Finding | None]) -> str | None:
-    """What the ranks have found, in one line; None where all numbers are finite.
+    """Describes what the ranks have found in one line; None where all numbers are finite.
 
     Args:
-        everyone: By rank.
+        everyone: Finding of each rank, in order; None for a rank without one.
     """
     found = {rank: finding for rank, finding in enumerate(everyone) if finding is not None}
     if not found:
@@ -72,7 +72,8 @@ def described(everyone: Sequence[Finding | None]) -> str | None:
 
 
 def _place(shard: Shard) -> str:
-    """Such as `decoder.final_layernorm.weight[3] is nan`, by its index in the global tensor."""
+    """Describes the first non-finite number, such as `decoder.final_layernorm.weight[3] is nan`, by its global
+    index."""
     # only for the message: this takes a mask as large as the shard
     values: Tensor = shard.data.detach().view(shard.at.shape)
     index = (~values.isfinite()).nonzero()[0].tolist()

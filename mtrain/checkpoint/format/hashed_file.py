@@ -1,7 +1,7 @@
-"""Files whose digest is known when they have been written.
+"""Files whose digest is known once they have been written.
 
-Hashing runs beside writing, in a thread of its own: both leave Python to others while they work. A third one asks the
-disk to take what has been written so far, so that little is left to wait for at the end.
+Hashing runs parallel to writing, in a thread of its own: both release the interpreter's lock while they work. A third
+thread asks the disk to take what has been written so far, so that little is left to wait for at the end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class HashedFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         """
         Args:
-            path: Must not exist.
+            path: Path of the new file; must not exist.
 
         Raises:
-            OSError: The disk refuses; so do the other methods.
+            OSError: The disk refuses; the other methods raise it, too.
         """
         super().__init__()
         # O_EXCL: a file that is there belongs to another attempt; O_CLOEXEC: no child process keeps the file open
@@ -48,15 +48,15 @@ class HashedFile(io.RawIOBase):
         self._behind = WriteBehind(self._descriptor)
 
     def writable(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Returns the number of bytes written."""
         return self._size_bytes
 
     def write(self, data: Any) -> int:
-        """Writes and hashes all of it."""
+        """Writes and hashes all of the data."""
         view = memoryview(data).cast("B")
         # small pieces are the headers of records: not worth a hop to another thread
         if view.nbytes <= _SMALL_BYTES:
@@ -74,13 +74,9 @@ class HashedFile(io.RawIOBase):
         return view.nbytes
 
     def finish(self) -> FileInfo:
-        """Waits until everything is on disk.
-
-        Returns:
-            What was written.
-        """
+        """Waits until everything is on disk and returns the file's size and digest."""
         self._behind.wait()
-        os.fsync(self._descriptor)  # the thread only began to write, and promises nothing
+        os.fsync(self._descriptor)  # the thread only started the writes and guarantees nothing
         return FileInfo(size_bytes=self._size_bytes, blake3=self._digest.hexdigest())
 
     def close(self) -> None:
@@ -92,7 +88,7 @@ class HashedFile(io.RawIOBase):
         super().close()
 
     def _write(self, view: memoryview) -> None:
-        # a write may take less than it was given, for instance what still fits on the disk
+        # a write may take less than it was given, for instance only what still fits on the disk
         while view.nbytes:
             written = os.write(self._descriptor, view)
             self._size_bytes += written
@@ -101,14 +97,14 @@ class HashedFile(io.RawIOBase):
 
 
 def write_hashed(path: Path, data: bytes) -> FileInfo:
-    """A whole small file, on disk when this returns."""
+    """Writes a whole small file, which is on disk when this returns."""
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
 
 
 def read_facts(path: Path, algorithm: DigestAlgorithm = DigestAlgorithm.SHA256) -> FileInfo:
-    """Size and digest of what lies there now; reads all of it."""
+    """Returns the size and digest of a file; reads all of it."""
     match algorithm:
         case DigestAlgorithm.SHA256:
             digest: Any = hashlib.sha256()
@@ -117,7 +113,7 @@ def read_facts(path: Path, algorithm: DigestAlgorithm = DigestAlgorithm.SHA256) 
         case _:
             assert_never(algorithm)
     buffer = memoryview(bytearray(_READ_BYTES))
-    # unbuffered: the piece that is hashed still lies in the processor's cache
+    # unbuffered: the piece that is hashed is still in the processor's cache
     with SteadyFile(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

@@ -1,10 +1,10 @@
 """Reads a pickle as plain data: nothing that it names is imported, called, built or changed.
 
 Python's unpickler makes real objects, and even where few classes are let through a pickle can set attributes of these
-classes for the whole process (opcode BUILD), or end the process by a number of a memo or a key nested too deeply. Here
-an object is a `Built`, which holds the class's name and what the pickle says of it, and does nothing; the caller takes
-the values out and checks them. Of the opcodes only those are known that lists of tensors consist of. Work and memory
-are proportional to the length of the pickle, and nothing recurses.
+classes for the whole process (opcode BUILD), or end the process by a huge memo number or a key nested too deeply. Here
+an object is a `Built`, which holds the class's name and the pickled description, and does nothing; the caller takes the
+values out and checks them. Only the opcodes that lists of tensors need are known. Work and memory are proportional to
+the length of the pickle, and nothing recurses.
 
 Opcodes: `pickletools` of Python's standard library describes each of them.
 """
@@ -16,24 +16,24 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 _SAME_MODULES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
-"""Where Python 3.13 and protocol 2 have the same classes."""
+"""Module names of Python 3.13 and of protocol 2 -> names under which other versions have the same classes."""
 _LONGEST_SHOWN = 100
-"""Most characters of a name in a message."""
+"""Number of characters of a name that a message shows at most."""
 
 
 class PickleError(ValueError):
-    """The pickle is damaged or asks for what is refused."""
+    """The pickle is damaged or asks for something that is refused."""
 
 
 class Named:
-    """A class or function that a pickle names; only a name here."""
+    """Class or function that a pickle names; only a name here."""
 
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
         """
         Args:
-            name: `module.name`.
+            name: Full name, as `module.name`.
         """
         self.name = name
 
@@ -46,46 +46,46 @@ class Built:
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         """
         Args:
-            name: `module.name` of its class, or of the function that would have made it.
-            arguments: What that would have been called with.
+            name: Full name of its class, or of the function that would have made it, as `module.name`.
+            arguments: Arguments that the class or function would have been called with.
         """
         self.name, self.arguments = name, arguments
         self.state: Any = None
-        """Its fields, once BUILD has given them."""
+        """Fields of the object, once BUILD has set them."""
 
 
 class Saved:
-    """What stands for the bytes of a tensor in a record of torch.save (a persistent id)."""
+    """Placeholder for the bytes of a tensor in a torch.save record (a persistent id)."""
 
     __slots__ = ("id",)
 
     def __init__(self, id_: Any) -> None:
         """
         Args:
-            id_: As the record has it.
+            id_: Persistent id as it stands in the record.
         """
         self.id = id_
 
 
 def read_inert(raw: bytes, allowed: Collection[str]) -> Any:
-    """The content of a pickle.
+    """Reads a pickle as plain data.
 
     Args:
-        raw: The pickle; what follows its end is an error.
-        allowed: `module.name` of all that it may name.
+        raw: Bytes of the pickle; anything after its end is an error.
+        allowed: Names that the pickle may use, as `module.name`.
 
     Returns:
         None, bool, int, float, str, bytes, tuple, list, dict (of text, whole numbers and `Built` as keys), `Built`,
         `Named` or `Saved`. A set is the list of its elements.
 
     Raises:
-        PickleError: It is damaged, or asks for a name or an opcode that is not allowed.
+        PickleError: The pickle is damaged, or asks for a name or an opcode that is not allowed.
     """
     return _Machine(raw, allowed).run()
 
 
 class _Machine:
-    """Stack, marks and memo of one pickle."""
+    """Interpreter of one pickle: its stack, marks and memo."""
 
     def __init__(self, raw: bytes, allowed: Collection[str]) -> None:
         self._raw, self._at, self._allowed = raw, 0, allowed
@@ -103,7 +103,7 @@ class _Machine:
             while (code := self._raw[self._at]) != _STOP:
                 self._at += 1
                 steps[code](self)
-        except IndexError:  # from the stack, the marks or the bytes: all mean that the pickle takes what is not there
+        except IndexError:  # from the stack, the marks or the bytes: the pickle takes something that is not there
             self._refuse("is cut or takes more from its stack than is there")
         except KeyError as fault:
             self._refuse(f"refers to {str(fault)[:_LONGEST_SHOWN]}, which it has not stored")
@@ -128,7 +128,7 @@ class _Machine:
         return int.from_bytes(self._take(size), "little")
 
     def _pop(self) -> Any:
-        # an opcode may not reach below an open mark: the C unpickler refuses that too
+        # an opcode may not reach below an open mark: the C unpickler refuses that, too
         if self._marks and len(self._stack) <= self._marks[-1]:
             raise IndexError
         return self._stack.pop()
@@ -149,41 +149,41 @@ class _Machine:
         return top
 
     def refuse_opcode(self) -> None:
-        """One that is not among those that lists of tensors consist of."""
+        """Refuses an opcode that lists of tensors do not need."""
         self._refuse(f"holds the opcode {self._raw[self._at - 1]:#04x}, which is refused")
 
     def skip(self, size: int) -> None:
-        """Bytes that change nothing here."""
+        """Skips bytes that change nothing here."""
         self._take(size)
 
     # values
 
     def push(self, value: Any) -> None:
-        """Any value."""
+        """Pushes a value."""
         self._stack.append(value)
 
     def push_number(self, size: int) -> None:
-        """An unsigned number."""
+        """Pushes an unsigned number of `size` bytes."""
         self._stack.append(self._number(size))
 
     def push_signed(self) -> None:
-        """Four bytes."""
+        """Pushes a signed number of four bytes."""
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
     def push_long(self) -> None:
-        """At most 255 bytes."""
+        """Pushes a signed number of at most 255 bytes."""
         self._stack.append(int.from_bytes(self._take(self._number(1)), "little", signed=True))
 
     def push_float(self) -> None:
-        """Eight bytes, big-endian."""
+        """Pushes a float of eight bytes, big-endian."""
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def push_text(self, size: int) -> None:
-        """UTF-8 with its length before it."""
+        """Pushes a UTF-8 text; its length, a number of `size` bytes, comes first."""
         self._stack.append(self._take(self._number(size)).decode())
 
     def push_bytes(self, size: int) -> None:
-        """With their length before them."""
+        """Pushes bytes; their length, a number of `size` bytes, comes first."""
         self._stack.append(self._take(self._number(size)))
 
     # collections
@@ -193,35 +193,35 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def pop(self) -> None:
-        """Drops the top."""
+        """Drops the topmost value."""
         self._pop()
 
     def tuple_of(self, count: int) -> None:
-        """Of the topmost values."""
+        """Joins the topmost values in a tuple."""
         values = [self._pop() for _ in range(count)]
         self._stack.append(tuple(reversed(values)))
 
     def tuple_to_mark(self) -> None:
-        """Of all values since the mark."""
+        """Joins all values since the mark in a tuple."""
         self._stack.append(tuple(self._pop_to_mark()))
 
     def append(self) -> None:
-        """One value to a list."""
+        """Appends the topmost value to the list below it."""
         value = self._pop()
         self._top(list).append(value)
 
     def extend(self) -> None:
-        """All values since the mark to a list."""
+        """Appends all values since the mark to a list."""
         values = self._pop_to_mark()
         self._top(list).extend(values)
 
     def set_item(self) -> None:
-        """One pair into a dict."""
+        """Sets one item of a dict."""
         value, key = self._pop(), self._pop()
         self._put(self._top(dict), [key, value])
 
     def set_items(self) -> None:
-        """All pairs since the mark into a dict."""
+        """Sets all pairs since the mark in a dict."""
         pairs = self._pop_to_mark()
         self._put(self._top(dict), pairs)
 
@@ -236,22 +236,22 @@ class _Machine:
     # memo
 
     def memoize(self) -> None:
-        """The top, under the next number."""
-        # numbered by how many there are, as Python's own unpickler does
+        """Stores the topmost value under the next number."""
+        # numbered by the memo's size, as in Python's own unpickler
         self._memo[len(self._memo)] = self._stack[-1]
 
     def put_memo(self, size: int) -> None:
-        """The top, under a given number."""
+        """Stores the topmost value under the number that follows."""
         self._memo[self._number(size)] = self._stack[-1]
 
     def get_memo(self, size: int) -> None:
-        """What was stored."""
+        """Pushes a stored value."""
         self._stack.append(self._memo[self._number(size)])
 
     # names and objects
 
     def name_in_text(self) -> None:
-        """Module and name, each on a line."""
+        """Pushes a name that is given as two lines: module and name."""
         ends = [self._raw.find(b"\n", self._at)]
         ends.append(self._raw.find(b"\n", ends[0] + 1) if ends[0] >= 0 else -1)
         if ends[1] < 0:
@@ -261,7 +261,7 @@ class _Machine:
         self._push_name(module, name)
 
     def name_on_stack(self) -> None:
-        """Module and name, from the stack."""
+        """Pushes a name whose module and name are on the stack."""
         name, module = self._pop(), self._pop()
         if type(name) is not str or type(module) is not str:
             self._refuse("names something by what is no text")
@@ -272,32 +272,32 @@ class _Machine:
         if full not in self._allowed:
             shown = full[:_LONGEST_SHOWN].encode("unicode_escape").decode()
             raise PickleError(f"it asks for {shown}, which is refused")
-        # one object for each name: a name that stands there a million times costs one
+        # one object per name: a name that occurs a million times costs as much as one
         self._stack.append(self._names.setdefault(full, Named(full)))
 
     def call(self) -> None:
-        """What a function would have made of a tuple of arguments."""
+        """Pushes what stands for the result of calling a function or class with a tuple of arguments."""
         arguments, function = self._pop(), self._pop()
         if type(function) is not Named or type(arguments) is not tuple:
             self._refuse("calls what is no name, or with what are no arguments")
         if function.name == "collections.OrderedDict" and not arguments:
-            self._stack.append({})  # as it is filled by what follows
+            self._stack.append({})  # filled by the opcodes that follow
         elif function.name == "builtins.set" and len(arguments) == 1 and type(arguments[0]) is list:
             self._stack.append(arguments[0])
         else:
             self._stack.append(Built(function.name, arguments))
 
     def give_state(self) -> None:
-        """Its fields to an object, once."""
+        """Gives an object its fields, once."""
         state = self._pop()
         target = self._top(Built)
-        # torch writes one; of two it would be open which is meant
+        # torch writes one; with two it would be unclear which counts
         if target.state is not None:
             self._refuse(f"describes a {target.name} twice")
         target.state = state
 
     def stand_in(self) -> None:
-        """What is kept outside of the pickle."""
+        """Pushes a placeholder for data that lies outside of the pickle."""
         self._stack.append(Saved(self._pop()))
 
 
@@ -311,7 +311,7 @@ def _pushing(value: Any) -> _Step:
 
 _KNOWN: dict[bytes, _Step] = {
     b"\x80": lambda machine: machine.skip(1),  # PROTO: all opcodes of protocol 2 and up are read alike
-    b"\x95": lambda machine: machine.skip(8),  # FRAME: of use only where one reads from a pipe
+    b"\x95": lambda machine: machine.skip(8),  # FRAME: useful only when reading from a pipe
     b"N": _pushing(None),
     b"\x88": _pushing(True),
     b"\x89": _pushing(False),

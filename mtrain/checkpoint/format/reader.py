@@ -1,7 +1,8 @@
-"""Global tensors of a checkpoint without ranks: files are mapped, and what is read is a view of them where it can be.
+"""Reader of a checkpoint's global tensors without ranks: files are mapped, and tensors are views of them where
+possible.
 
-A global tensor may lie there in any number of slices. What is read stays in the page cache and is no memory of its own,
-unless it has to be put together from several slices.
+A checkpoint may hold a global tensor in any number of slices. What is read stays in the page cache and takes no memory
+of its own, unless it has to be assembled from several slices.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from mtrain.checkpoint.format.torch_save_reader import FAULTS, mapped_tensor
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint, read slice by slice without copying where that is possible."""
+    """Tensors of a checkpoint, read slice by slice without copying where that is possible."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens a checkpoint; what is not a tensor (random states that Megatron-LM saves) is left out.
+        """Opens a checkpoint; objects that are not tensors (random states that Megatron-LM saves) cannot be read.
 
         Raises:
             DataError: The metadata is missing, damaged, or would run code.
@@ -33,29 +34,29 @@ class CheckpointTensors:
         self.tensors, self.others = read_metadata(folder)
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """One slice of a global tensor.
+        """Reads one slice of a global tensor.
 
         Args:
             key: Name of the tensor.
-            wanted: Which slice.
+            wanted: Slice to read.
 
         Returns:
-            Of its shape: a view of the mapped file where one saved slice holds all of it, else a copy. Not to be
-            written to.
+            Tensor of the slice's shape: a view of the mapped file where one saved slice holds all of it, else a copy.
+            It must not be written to.
 
         Raises:
-            DataError: A file is cut or damaged, or the saved slices do not cover the one that is asked for.
+            DataError: A file is cut or damaged, or the saved slices do not cover the wanted one.
         """
         tensor = self.tensors[key]
         found = [(saved, shared) for saved in tensor.slices if (shared := saved.at.intersect(wanted)) is not None]
-        # no copy, for instance on the layout that saved it: loading then needs no memory beside the model
+        # no copy, for instance under the layout that saved it: loading then needs no memory besides the model
         if len(found) == 1 and found[0][1] == wanted:
             return self._inside(key, found[0][0], wanted)
         # cheap, and before memory is taken for the result
         if sum(shared.num_elements for _, shared in found) != wanted.num_elements:
             raise DataError(f"{self.folder}: {key} is not whole: parts of {list(tensor.shape)} are missing")
         result = torch.empty(wanted.shape, dtype=tensor.dtype)
-        is_filled = torch.zeros(wanted.shape, dtype=torch.bool)  # slices that overlap would hide a gap from that sum
+        is_filled = torch.zeros(wanted.shape, dtype=torch.bool)  # overlapping slices could hide a gap from the sum
         for saved, shared in found:
             shared.within(wanted).of(result).copy_(self._inside(key, saved, shared))
             shared.within(wanted).of(is_filled).fill_(True)
@@ -64,7 +65,7 @@ class CheckpointTensors:
         return result
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Lets the system read the saved slices of one that will be asked for soon.
+        """Asks the system to read ahead the saved slices of one that will be read soon.
 
         Raises:
             DataError: A file cannot be read.
@@ -94,7 +95,7 @@ class CheckpointTensors:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Copy on write, so that torch may take it for writable memory; nothing is ever written."""
+    """Maps a file copy-on-write, so that torch may take it for writable memory; nothing is ever written."""
     try:
         with open_plain_file(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

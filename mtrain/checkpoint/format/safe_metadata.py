@@ -1,7 +1,7 @@
-"""Reads the metadata of a checkpoint without running or building anything that it names.
+"""Reader of a checkpoint's metadata that runs and builds nothing that they name.
 
-torch keeps it, `.metadata`, as a pickle, and a pickle can name any function to call. It is read as plain data
-(`inert_pickle`), and of that data every value that is used is checked here. The tensors themselves are mapped
+torch keeps them, `.metadata`, as a pickle, and a pickle can name any function to call. They are read as plain data
+(`inert_pickle`), and every value of that data that is used is checked here. The tensors themselves are mapped
 (`torch_save_reader`), and nothing else of a checkpoint is unpickled.
 """
 
@@ -21,14 +21,14 @@ from mtrain.checkpoint.format.inert_pickle import Built, Named, read_inert
 
 _METADATA = ".metadata"
 _MOST_BYTES = 1 << 28
-"""Of the metadata; about two million slices."""
+"""Largest size of the metadata; about two million slices."""
 _MOST_AXES = 64
-"""As torch allows."""
+"""Largest number of axes, as in torch."""
 _MOST_ELEMENTS = 1 << 63
 _LONGEST_NAME = 255
-"""Bytes of a file's name."""
+"""Largest number of bytes in a file's name."""
 _LONGEST_KEY = 1000
-"""Characters of a tensor's name."""
+"""Largest number of characters in a tensor's name."""
 _IN_TORCH = "torch.distributed.checkpoint."
 # every dtype that this torch has, under all names (torch.half and torch.float16)
 _DTYPES = {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
@@ -56,43 +56,44 @@ _ALLOWED = {
     f"{_IN_TORCH}planner.WriteItem",
     f"{_IN_TORCH}planner.WriteItemType",
 }
-"""What the metadata may name."""
+"""Names that the metadata may use."""
 
 
 class SavedSlice(NamedTuple):
-    """A slice of a global tensor and where its bytes lie."""
+    """Slice of a global tensor and the place of its bytes."""
 
     at: TensorSlice
     file: str
-    """A plain name in the checkpoint's folder."""
+    """Plain name of a file in the checkpoint's folder."""
     start_bytes: int
     """First byte in the file."""
     length_bytes: int
-    """With all that torch.save writes around the values."""
+    """Length of the record, including everything that torch.save writes around the values."""
 
 
 class GlobalTensor(NamedTuple):
-    """What the metadata says of one tensor."""
+    """Metadata of one tensor."""
 
     dtype: torch.dtype
     shape: Sizes
     slices: tuple[SavedSlice, ...]
-    """Of other offsets each, inside the shape."""
+    """Saved slices, all with distinct offsets and inside the shape."""
 
 
 class TensorMetadata(NamedTuple):
-    """Checked metadata."""
+    """Metadata of a checkpoint, checked."""
 
     tensors: dict[str, GlobalTensor]
     others: set[str]
-    """Names of what is saved and is not a tensor; it cannot be read."""
+    """Names of saved objects that are not tensors; these cannot be read."""
 
 
 def read_metadata(folder: Path) -> TensorMetadata:
-    """The tensors of a checkpoint in `torch_dist` format.
+    """Reads and checks the list of tensors of a checkpoint in `torch_dist` format.
 
     Raises:
-        DataError: The metadata is missing, damaged or too long, names code or files elsewhere, or contradicts itself.
+        DataError: The metadata are missing, damaged or too long, name code or files elsewhere, or contradict
+            themselves.
     """
     path = folder / _METADATA
     try:
@@ -131,7 +132,7 @@ _Places: TypeAlias = dict[tuple[str, Sizes], tuple[str, int, int]]
 
 
 def _places(storage: Mapping[Any, Any]) -> _Places:
-    """All files are checked, those that no tensor asks for too."""
+    """Collects the places of all slices; all files are checked, even those that no tensor refers to."""
     places: _Places = {}
     for index, said in storage.items():
         name, info = _fields(index, "metadata.MetadataIndex"), _fields(said, "filesystem._StorageInfo")
@@ -143,7 +144,7 @@ def _places(storage: Mapping[Any, Any]) -> _Places:
         if info.get("transform_descriptors"):
             raise ValueError(f"{file} is transformed, which is not a plain file of the checkpoint")
         begin, length = _whole_number(info.get("offset")), _whole_number(info.get("length"))
-        if offsets is not None:  # None: it is no tensor
+        if offsets is not None:  # None: not a tensor
             places[key, _sizes(offsets)] = file, begin, length
     return places
 
@@ -175,7 +176,7 @@ def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor
         is_inside = len(at.offset) == len(at.shape) == len(shape) and all(
             first + size <= whole for first, size, whole in zip(*at, shape, strict=True)
         )
-        if not is_inside or at.offset in slices:  # so there are no more slices than places, however often one is named
+        if not is_inside or at.offset in slices:  # so there are no more slices than places, however often one is listed
             raise ValueError(f"{key} of shape {list(shape)} has a slice of {list(at.shape)} at {list(at.offset)}")
         if (key, at.offset) not in places:
             raise ValueError(f"it names no file for a part of {key}")
@@ -184,7 +185,7 @@ def _tensor(key: str, facts: Mapping[str, Any], places: _Places) -> GlobalTensor
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """Of an object of one of torch's classes."""
+    """Returns the fields of an object of one of torch's classes."""
     if not isinstance(value, Built) or value.name != _IN_TORCH + name or not isinstance(value.state, dict):
         shown = value.name if isinstance(value, Built) else type(value).__name__
         raise ValueError(f"it holds {shown} instead of {name}")
@@ -192,7 +193,7 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _sizes(value: Any) -> Sizes:
-    """A `torch.Size`."""
+    """Returns the sizes of a `torch.Size`."""
     if not isinstance(value, Built) or value.name != "torch.Size" or len(value.arguments) != 1:
         raise ValueError("it has no shape where one is due")
     (sizes,) = value.arguments

@@ -1,8 +1,8 @@
-"""Runs of a flattened tensor as slices of the tensor.
+"""Ranges of a flattened tensor as slices of the tensor.
 
-A distributed optimizer cuts parameters wherever its flat buffer is cut. Such a run of elements is a few slices: the end
-of a first row, whole rows, the beginning of a last row, and so on inwards. Slices are what sharded checkpoints consist
-of, so each rank can write its own run without bringing whole tensors together first.
+A distributed optimizer cuts parameters wherever its flat buffer is cut. Such a range of elements is a few slices: the
+end of a first row, whole rows, the beginning of a last row, and so on inwards. Sharded checkpoints consist of slices,
+so each rank can write its own range without gathering whole tensors first.
 """
 
 import math
@@ -12,15 +12,15 @@ from mtrain.base.tensor_slice import TensorSlice
 
 
 def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[int, TensorSlice]]:
-    """The fewest slices, in order, that make up elements [start, end) of a row-major tensor.
+    """Yields the fewest slices, in order, that make up elements [start, end) of a row-major tensor.
 
     Args:
-        shape: Of the tensor; at most 2 x len(shape) - 1 slices result, and none where the run is empty.
+        shape: Shape of the tensor; at most 2 x len(shape) - 1 slices result, and none where the range is empty.
         start: First element.
-        end: One behind the last element.
+        end: Index after the last element.
 
     Yields:
-        The first element of a slice, counted in the flattened tensor, and the slice.
+        First element of the slice, counted in the flattened tensor, and the slice.
     """
     assert 0 <= start <= end <= math.prod(shape), (shape, start, end)
     if start == end:
@@ -31,8 +31,8 @@ def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row  # whole rows [first, last)
-    if first > last:  # within one row
-        # the run begins and ends inside one row, so there is no whole row between
+    if first > last:
+        # the range begins and ends inside one row, so there is no whole row between
         yield from _in_row(shape, last, start, end)
         return
     yield from _in_row(shape, first - 1, start, first * row)

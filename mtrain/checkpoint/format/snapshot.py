@@ -1,4 +1,4 @@
-"""A copy of what is to be saved, so that training goes on while it is written."""
+"""Copy of the state to be saved, so that training goes on while it is written."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 from mtrain.base.background import started
 from mtrain.checkpoint.format.writer import Shard
 
-# A cache line, and a multiple of every dtype's size: no element is unaligned.
+# A cache line, and a multiple of every dtype's size: every element is aligned.
 _ALIGNMENT_BYTES = 64
 
 
 class Snapshot:
-    """Memory on the host that is used again for each save; pinned where the state lies on a GPU."""
+    """Host memory that is reused for each save; pinned where the state is on a GPU."""
 
     def __init__(self) -> None:
-        """No memory is taken yet."""
+        """Creates a snapshot without memory."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._expected: Future[torch.Tensor] | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Of the memory."""
+        """Size of the memory, in bytes."""
         return self._buffer.nbytes
 
     def expect(self, shards: Sequence[Shard]) -> None:
-        """Takes the memory for such shards in a thread, so that the first copy need not wait for it.
+        """Allocates the memory for such shards in a thread, so that the first copy need not wait for it.
 
         The system hands out memory page by page, at a fraction of the speed of a copy.
         """
@@ -41,9 +41,9 @@ class Snapshot:
             self._expected = started(lambda: _touched(_memory(size_bytes, on_gpu)), "snapshot-memory")
 
     def take(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Copies all shards; when it returns they may change.
+        """Copies all shards; when it returns the originals may change.
 
-        The copies are overwritten by the next call.
+        The next call overwrites the copies.
         """
         if self._expected is not None:
             expected, self._expected = self._expected, None
@@ -51,19 +51,19 @@ class Snapshot:
         sizes, on_gpu = [_place_bytes(shard) for shard in shards], _is_on_gpu(shards)
         # grows and never shrinks: fresh pages cost several times the copy (docs/checkpoints.md, first save)
         if sum(sizes) > self._buffer.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = _memory(sum(sizes), on_gpu)
-        # numpy's slices hold the buffer alive as long as a copy is in use
+        # numpy's slices keep the buffer alive as long as a copy is in use
         memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
         for shard, size in zip(shards, sizes, strict=True):
             place = memory[start : start + shard.data.nbytes]
             copy = torch.frombuffer(place, dtype=shard.data.dtype) if shard.data.numel() else shard.data.detach().cpu()
-            # the same stream as training: the copy comes after the update that was queued before it
+            # the same stream as training: the copy comes after the update that was enqueued before it
             copy.copy_(shard.data.detach().flatten(), non_blocking=on_gpu)
             copies.append(shard._replace(data=copy))
             start += size
         if on_gpu:
-            # the caller trains on and changes the state as soon as this returns
+            # the caller continues training and changes the state as soon as this returns
             torch.cuda.current_stream().synchronize()
         return copies
 
@@ -73,7 +73,7 @@ def _place_bytes(shard: Shard) -> int:
 
 
 def _is_on_gpu(shards: Sequence[Shard]) -> bool:
-    """Into memory that is not pinned, a copy from a GPU is not asynchronous."""
+    """Says whether to pin the memory: a copy from a GPU to pageable memory is not asynchronous."""
     return any(shard.data.is_cuda for shard in shards)
 
 
@@ -82,24 +82,25 @@ def _memory(size_bytes: int, on_gpu: bool) -> torch.Tensor:
 
 
 def _touched(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, with a page of the system behind every part of it."""
-    # numpy leaves Python to other threads while it writes, and has no threads of its own that training would wait for
+    """Writes to every page of the memory, so that the system has allocated all of it, and returns it."""
+    # numpy releases the interpreter's lock while it writes, and has no threads that training would wait for
     memory.numpy()[:: mmap.PAGESIZE] = 0
     return memory
 
 
 def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
-    """Memory on the host to which a GPU copies by itself; plain memory, and a warning, where the driver refuses.
+    """Returns host memory for asynchronous copies from a GPU; pageable memory, with a warning, where the driver
+    refuses.
 
-    torch's own pinned memory comes in powers of two: of 70 GiB for a state each rank would take 128. So plain memory of
-    the very size is taken and pinned here, and given back to the driver before it is freed.
+    torch's own pinned memory comes in powers of two: for 70 GiB of state each rank would take 128. So pageable memory
+    of the exact size is allocated and pinned here, and unpinned before it is freed.
 
     Args:
-        size_bytes: Of the memory.
-        purpose: What it is for, in a warning: snapshots, for instance.
+        size_bytes: Size of the memory, in bytes.
+        purpose: Purpose that a warning names, such as "snapshots".
 
     Returns:
-        [size_bytes] uint8.
+        Memory as a tensor, [size_bytes] uint8.
     """
     memory = torch.empty(size_bytes, dtype=torch.uint8)
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -114,6 +115,6 @@ def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
             flush=True,
         )
     else:
-        # where the process ends, the driver ends with it
+        # at the end of the process the driver ends with it
         weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -1,7 +1,7 @@
-"""Finds a tensor inside the record that torch.save makes of it, without reading or copying it.
+"""Locates a tensor inside its torch.save record, without reading or copying it.
 
-A record is a zip file whose members are stored as they are: a pickle that describes the tensor, and its bytes. Of the
-pickle only the description of one plain tensor is accepted.
+A record is a zip file whose members are stored uncompressed: a pickle that describes the tensor, and its bytes. The
+pickle may only describe one plain tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAULTS = (
     *(ValueError, KeyError, IndexError, EOFError, TypeError, OverflowError, MemoryError),
     *(RuntimeError, struct.error, zipfile.BadZipFile),
 )
-"""What a damaged record raises, zipfile's and torch's own included."""
+"""Errors that a damaged record raises, including those of zipfile and torch."""
 _TENSOR, _NO_HOOKS = "torch._utils._rebuild_tensor_v2", "collections.OrderedDict"
 _DTYPES = {
     "torch.FloatStorage": torch.float32,
@@ -39,41 +39,41 @@ _DTYPES = {
 }
 _ALLOWED = {*_DTYPES, _TENSOR, _NO_HOOKS}
 _LONGEST_DESCRIPTION = 1 << 16
-"""Bytes of a tensor's description; torch writes about 200."""
+"""Largest size of a tensor's description in bytes; torch writes about 200."""
 
 
 def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: Sizes) -> Tensor:
-    """A view of the mapped file.
+    """Returns the tensor of a record as a view of the mapped file.
 
     Args:
-        content: The file.
-        place: Its bytes that torch.save wrote.
-        dtype: What the tensor must be.
-        sizes: Its shape must be.
+        content: Mapping of the file.
+        place: Range of bytes of the torch.save record.
+        dtype: Dtype that the tensor must have.
+        sizes: Shape that the tensor must have.
 
     Raises:
-        ValueError: Or another of `FAULTS`: the record is damaged or holds something else.
+        ValueError: The record is damaged or holds something else; another of `FAULTS` may be raised as well.
     """
     # slices of a mapping stop at its end without an error, so a cut file would look like a short record
     if place.stop > len(content):
         raise ValueError(f"the file ends after {len(content)} bytes")
-    # zipfile reads the directory at the end of the record alone, not the tensor
+    # zipfile only reads the directory at the end of the record, not the tensor
     with zipfile.ZipFile(_Slice(content, place.start, len(place))) as archive:
-        # torch puts all members below a folder, whose name depends on what it saved to
+        # torch puts all members below a folder, whose name depends on the file that it saved to
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     description = _member(content, place, members["data.pkl"])
     if len(description) > _LONGEST_DESCRIPTION:
         raise ValueError(f"its description has {len(description)} bytes")
-    # the bytes of data.pkl are copied, at most _LONGEST_DESCRIPTION of them; those of the tensor are not
+    # only the bytes of data.pkl are copied, at most _LONGEST_DESCRIPTION of them
     storage = _described(read_inert(content[description.start : description.stop], _ALLOWED))
     data = _member(content, place, members[f"data/{storage.key}"])
-    # the metadata and the record say it independently: a mismatch means that one of them is damaged
+    # the metadata and the record state these independently: a mismatch means that one of them is damaged
     if storage.dtype != dtype or storage.shape != sizes:
         raise ValueError(f"it holds {storage.dtype} {list(storage.shape)} instead of {dtype} {list(sizes)}")
     # frombuffer refuses a count of 0
     if math.prod(sizes) == 0:
         return torch.empty(sizes, dtype=dtype)
-    # the last element's place, in elements: with any strides that is the furthest byte that is read
+    # the last element's place, in elements: under any strides the furthest one that is read
     last = sum((size - 1) * stride for size, stride in zip(storage.shape, storage.stride))
     begin = data.start + storage.offset * dtype.itemsize
     if begin + (last + 1) * dtype.itemsize > data.stop:
@@ -84,7 +84,7 @@ def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: S
 
 
 def _member(content: mmap.mmap, place: range, info: zipfile.ZipInfo) -> range:
-    """Bytes of the file that a member of the zip file occupies."""
+    """Returns the range of bytes that a member of the zip file occupies in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is compressed")
     header = place.start + info.header_offset
@@ -99,7 +99,7 @@ def _member(content: mmap.mmap, place: range, info: zipfile.ZipInfo) -> range:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a mapped file as a file of its own."""
+    """Part of a mapped file as a file of its own."""
 
     def __init__(self, content: mmap.mmap, start: int, length: int) -> None:
         self._content, self._start, self._length, self._position = content, start, length, 0
@@ -122,18 +122,18 @@ class _Slice(io.RawIOBase):
 
 
 class _Storage(NamedTuple):
-    """What torch.save says of a tensor."""
+    """Description of a tensor in a torch.save record."""
 
     key: str
     dtype: torch.dtype
     offset: int
-    """In elements."""
+    """Offset into the storage, in elements."""
     shape: Sizes
     stride: Sizes
 
 
 def _described(content: Any) -> _Storage:
-    """What the description says; every number in it is 0 or more."""
+    """Checks the description and returns its values; every number in it is 0 or more."""
     if not isinstance(content, Built) or content.name != _TENSOR or len(content.arguments) != 6:
         raise ValueError("it is not a tensor")
     saved, offset, shape, stride, _, _ = content.arguments

@@ -1,4 +1,4 @@
-"""training_state.json: the counters of a run at a checkpoint, beside the tensors."""
+"""training_state.json: the counters of a run at a checkpoint, next to the tensors."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,24 +11,24 @@ from mtrain.base.plain_files import read_plain_file
 STATE_NAME = "training_state.json"
 _MOST_BYTES = 1 << 20
 _MOST_COUNT = 1 << 53
-"""More steps or samples than there will be, and what torch still counts."""
+"""Largest count: more steps or samples than there will be, and still exact in torch."""
 
 
 class LossScaler(BaseModel):
-    """The dynamic loss scale of fp16."""
+    """Dynamic loss scale of fp16."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     scale: float = Field(gt=0, allow_inf_nan=False)
     growth_tracker: int = Field(ge=0, le=_MOST_COUNT)
-    """Updates since the last change without an overflow."""
-    # megatron-core goes on counting below 0 while overflows go on (grad_scaler.py), so a negative one is no damage
+    """Number of updates since the last change, without an overflow."""
+    # megatron-core counts below 0 while overflows continue (grad_scaler.py), so a negative number is no damage
     hysteresis_tracker: int = Field(ge=-_MOST_COUNT, le=_MOST_COUNT)
-    """Overflows left before the scale goes down."""
+    """Number of overflows left before the scale goes down."""
 
 
 class RecentUpdates(BaseModel):
-    """The latest updates, by which train.on_spike judges the next step; the oldest first."""
+    """Latest updates, by which train.on_spike judges the next step; the oldest first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -37,31 +37,31 @@ class RecentUpdates(BaseModel):
 
 
 class TrainingState(BaseModel):
-    """What a checkpoint holds beside tensors."""
+    """State of a run in a checkpoint besides its tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     step: int = Field(ge=0, le=_MOST_COUNT)
-    """Optimizer updates completed, by the run's count."""
+    """Optimizer updates completed, as the run counts them."""
     consumed_samples: int = Field(ge=0)
     adam_step: int = Field(ge=0)
-    """Updates that changed the weights: an overflow of fp16 or an empty batch changes nothing."""
+    """Number of updates that changed the weights: after an overflow of fp16 or an empty batch it stays."""
     loss_scaler: LossScaler | None
-    """fp16 only."""
+    """Loss scaler of an fp16 run; else None."""
     layout: str
     device: str
-    """cpu or cuda: random states of one mean nothing to the other."""
+    """Kind of device, cpu or cuda: random states of one are meaningless to the other."""
     vocab_size: int = Field(gt=0)
-    """Rows of the embedding that are tokens; the rest is padding and follows the layout."""
+    """Number of embedding rows that are tokens; the others are padding, which depends on the layout."""
     recent: RecentUpdates | None = None
-    """Where train.on_spike is set."""
+    """Latest updates where train.on_spike is set; else None."""
 
 
 def write_state(folder: Path, state: TrainingState) -> None:
-    """Writes the state into a checkpoint's folder; OSError as the disk gives it."""
+    """Writes the state into a checkpoint's folder; raises OSError where the disk refuses."""
     # in place: the folder is published as a whole, and the manifest has the digest of this file
-    # left out where there is none: versions that do not know the key read the rest
+    # left out where it is None: versions that do not know the key can read the rest
     absent = {"recent"} if state.recent is None else set[str]()
     (folder / STATE_NAME).write_text(state.model_dump_json(indent=1, exclude=absent) + "\n", encoding="utf-8")
 
@@ -70,7 +70,7 @@ def read_state(folder: Path) -> TrainingState:
     """Reads the state of a checkpoint.
 
     Raises:
-        DataError: It is missing or cannot be understood.
+        DataError: The file is missing or cannot be understood.
     """
     path = folder / STATE_NAME
     try:
@@ -78,9 +78,9 @@ def read_state(folder: Path) -> TrainingState:
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     except ValidationError as fault:
-        # cut: pydantic repeats what it was given, which in a damaged file is anything
+        # cut: pydantic repeats its input, which can be anything in a damaged file
         raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault
-    # each value is valid alone; together they would give Adam a bias correction that no run had
+    # each value is valid alone, but together they would give Adam a bias correction that no run had
     if state.adam_step > state.step:
         raise DataError(
             f"{path} cannot be understood: adam_step={state.adam_step}, but only {state.step} steps were made"

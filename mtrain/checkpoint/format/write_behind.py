@@ -1,4 +1,4 @@
-"""Writing that the disk takes part in from the beginning."""
+"""Early writeback: the disk starts to write while a file is still being produced."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from types import TracebackType
 from typing import Self
 
 _BEGIN_BYTES = 1 << 24
-"""After so many bytes the disk is asked to begin."""
+"""Number of new bytes after which the disk is asked to begin."""
 _SYNC_FILE_RANGE_WRITE = 2
-"""Of Linux' `sync_file_range`: begins to write the range and waits for nothing."""
+"""Flag of Linux' `sync_file_range` that begins to write the range and waits for nothing."""
 _NOT_POSSIBLE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
-"""A kernel, file system or file that does not know it; then the end waits for all."""
+"""Error numbers of a kernel, file system or file without this call; then the final sync has to write everything."""
 
 
 class WriteBehind:
-    """Asks the disk, in a thread, to take what has been written to a file so far, so that little is left for the end.
+    """Asks the disk, in a thread, to write what a file has so far, so that little is left for the end.
 
-    The file is written from its beginning. Nothing is promised: what has to be on disk is synced when it is complete,
-    and that says what the disk refused meanwhile. A `with` block waits at its end.
+    The file is written from its beginning. Nothing is guaranteed: the caller syncs the complete file, which also
+    reports what the disk refused meanwhile. A `with` block waits at its end.
     """
 
     def __init__(self, descriptor: int) -> None:
         """
         Args:
-            descriptor: Of the file; open as long as this is.
+            descriptor: Descriptor of the file; must stay open as long as this object.
         """
         self._descriptor, self._begun_bytes, self._new_bytes = descriptor, 0, 0
         # at most one request is under way, so none waits for the worker
@@ -46,10 +46,10 @@ class WriteBehind:
             self.wait()
 
     def note(self, num_bytes: int) -> None:
-        """So many more have been written.
+        """Counts bytes that have been written to the file, and starts their writeback where enough have come.
 
         Raises:
-            OSError: The disk has refused earlier ones.
+            OSError: The disk has refused earlier bytes.
         """
         self._new_bytes += num_bytes
         if self._new_bytes >= _BEGIN_BYTES and (self._asking is None or self._asking.done()):
@@ -59,7 +59,7 @@ class WriteBehind:
             self._begun_bytes, self._new_bytes = self._begun_bytes + self._new_bytes, 0
 
     def wait(self) -> None:
-        """Until nothing is under way.
+        """Waits until no request is under way.
 
         Raises:
             OSError: The disk refuses.
@@ -68,19 +68,19 @@ class WriteBehind:
             self._asking.result()
 
     def close(self) -> None:
-        """Ends the thread; what is under way comes to its end first."""
+        """Ends the thread after the request that is under way."""
         self._worker.shutdown()
 
 
 def begin_writing(descriptor: int, start: int, num_bytes: int) -> None:
-    """The disk begins to write a range of a file; returns when its queue has room for all of it, not when it is there.
+    """Starts the writeback of a range of a file; returns once all of it is queued, not when it is on disk.
 
-    Unlike fdatasync it commits no journal and flushes no cache of the disk, which only the end needs.
+    Unlike fdatasync it commits no journal and flushes no cache of the disk; only the end needs these.
 
     Raises:
         OSError: The disk refuses.
     """
-    if sys.platform != "linux":  # others have no such call, and the end waits for all
+    if sys.platform != "linux":  # other systems have no such call, and the final sync writes everything
         return
     library = ctypes.CDLL(None, use_errno=True)
     if library.sync_file_range(

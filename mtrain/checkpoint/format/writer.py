@@ -1,8 +1,8 @@
-"""Global tensors in files of the `torch_dist` format, without a plan that ranks would have to agree on.
+"""Writer of global tensors in the `torch_dist` format, without a plan that ranks would have to agree on.
 
-Each rank writes the shards that it holds into one file, one `torch.save` record after the other. Where they lie is all
-that has to come together; the first rank lists it in `.metadata`, in torch's own classes, so that torch's and
-megatron-core's readers find any slice of any tensor.
+Each rank writes its shards into one file, one `torch.save` record after the other. Only their places have to be
+gathered; the first rank lists them in `.metadata`, in torch's own classes, so that torch's and megatron-core's readers
+find any slice of any tensor.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ from mtrain.checkpoint.store.manifest import FileInfo
 
 METADATA_NAME = ".metadata"
 METADATA_FILES = (METADATA_NAME, "common.pt", "metadata.json")
-"""What `write_metadata` writes."""
+"""Files that `write_metadata` writes."""
 _TORCH_FORMAT = "1.0.0"
-"""Of the metadata, as torch 2.9 to 2.13 write it."""
+"""Version of the metadata, as torch 2.9 to 2.13 write it."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""By which megatron-core knows the format."""
+"""Content of metadata.json, by which megatron-core recognizes the format."""
 
 
 class Shard(NamedTuple):
-    """What a rank holds of a global tensor."""
+    """Part of a global tensor that a rank holds."""
 
     key: str
     global_shape: Sizes
     at: TensorSlice
-    """Of the global tensor."""
+    """Slice of the global tensor."""
     data: Tensor
-    """Its elements, contiguous, in any shape."""
+    """Elements of the slice, contiguous, in any shape."""
     may_be_padded: bool = False
-    """Whether the tensor's last rows are padding, whose number follows the layout."""
+    """Whether the tensor's last rows are padding, whose number depends on the layout."""
 
 
 class Written(NamedTuple):
-    """What one rank has put on disk."""
+    """Files and tensors that one rank has put on disk."""
 
     files: dict[str, FileInfo]
     tensors: list[tuple[str, GlobalTensor]]
-    """Key and what lies where, for each shard."""
+    """Key and saved slice of each shard."""
 
 
 def write_shards(
     path: Path, shards: Sequence[Shard], before_each: Callable[[int], None] = lambda number: None
 ) -> Written:
-    """Writes one file; it is on disk when this returns. No file where there are no shards.
+    """Writes the shards into one file, which is on disk when this returns; no file where there are no shards.
 
     Args:
-        path: Must not exist.
-        shards: On any device; those on a GPU are copied one after the other.
-        before_each: Called with the number of each shard before it is written.
+        path: Path of the new file; must not exist.
+        shards: Shards on any device; those on a GPU are copied one after the other.
+        before_each: Function that is called with the number of each shard before it is written.
 
     Raises:
         OSError: The disk refuses.
@@ -89,7 +89,7 @@ def write_shards(
     with HashedFile(path) as file:
         for number, shard in enumerate(shards):
             before_each(number)
-            pulse.tick()  # a large save shows that it gets on
+            pulse.tick()  # shows that a large save makes progress
             # the place in the file is known only now: a record of torch.save is longer than its tensor
             start = file.tell()
             # view, not reshape: what is not contiguous would be copied silently. From a GPU one shard at a time is on
@@ -101,19 +101,19 @@ def write_shards(
 
 
 def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) -> dict[str, FileInfo]:
-    """Writes the metadata of all tensors and what megatron-core asks for beside it.
+    """Writes the metadata of all tensors and the other files that megatron-core needs.
 
     Args:
-        folder: Of the checkpoint.
-        tensors: Key and what lies where, of the shards of all ranks; together they must cover every tensor exactly.
+        folder: Folder of the checkpoint.
+        tensors: Key and saved slice of the shards of all ranks; together they must cover every tensor exactly.
 
     Raises:
-        DataError: They do not.
+        DataError: The shards do not cover a tensor exactly.
         OSError: The disk refuses.
     """
     by_key: dict[str, list[GlobalTensor]] = {}
     for key, tensor in tensors:
-        # the slices of one tensor come from many ranks; readers want them under one key
+        # the slices of one tensor come from many ranks; readers expect them under one key
         by_key.setdefault(key, []).append(tensor)
     listed: dict[str, STORAGE_TYPES] = {}
     lies: dict[MetadataIndex, _StorageInfo] = {}
@@ -124,12 +124,12 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
         for saved in whole.slices:
             index = MetadataIndex(key, torch.Size(saved.at.offset))
             lies[index] = _StorageInfo(saved.file, saved.start_bytes, saved.length_bytes)
-    # planner_data is empty, not None: torch's readers look keys up in it, and ours are flat names already
+    # planner_data is empty, not None: torch's readers look keys up in it, and our names are flat already
     metadata = Metadata(state_dict_metadata=listed, planner_data={}, storage_data=lies, version=_TORCH_FORMAT)
     common = io.BytesIO()
-    torch.save({}, common)  # megatron-core asks for it; nothing of ours is pickled
+    torch.save({}, common)  # megatron-core needs it; nothing of ours is pickled
     contents = {
-        # a pickle since torch's reader asks for one; our own reads it without building anything (`inert_pickle`)
+        # a pickle since torch's reader needs one; our own reads it without building anything (`inert_pickle`)
         METADATA_NAME: pickle.dumps(metadata),
         "common.pt": common.getvalue(),
         "metadata.json": json.dumps(_BACKENDS).encode(),
@@ -138,12 +138,12 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
 
 
 def save_record(tensor: Tensor, file: HashedFile) -> None:
-    """Appends one tensor on the CPU, contiguous; it is not copied."""
-    torch.serialization.set_crc32_options(False)  # the file's digest covers all of it
+    """Appends one contiguous CPU tensor to the file, without copying it."""
+    torch.serialization.set_crc32_options(False)  # the file's digest covers everything
     try:
         torch.save(_alone(tensor), file)  # type: ignore[arg-type]
-    except RuntimeError as fault:  # torch's writer says only that a position is not what it expected
-        # the disk's own OSError lies somewhere below, and its number says what the user has to do
+    except RuntimeError as fault:  # torch's writer only says that a position is not what it expected
+        # the disk's own OSError is somewhere in the chain, and its number says what the user has to do
         refusal = fault.__context__
         while refusal is not None and not isinstance(refusal, OSError):
             refusal = refusal.__context__
@@ -151,22 +151,22 @@ def save_record(tensor: Tensor, file: HashedFile) -> None:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same memory without neighbours: of a view, torch.save writes the whole storage."""
+    """Returns the same memory as a storage of its own: torch.save of a view would write the whole storage."""
     # the usual case: nothing to do, and no memory
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.numel() == 0:
         return tensor.clone()
-    # uint8, since numpy has no bfloat16; frombuffer takes the memory as a storage of its own, without a copy
+    # uint8, since numpy has no bfloat16; frombuffer uses the memory as a storage of its own, without a copy
     raw = tensor.view(-1).view(torch.uint8).numpy().data
     return torch.frombuffer(raw, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _joined(key: str, held: Sequence[GlobalTensor]) -> GlobalTensor:
-    """One tensor of all that was written of it.
+    """Joins the written parts of one tensor.
 
-    Equal dtypes and shapes, distinct offsets and the right number of elements: enough to notice a rank left out or
-    doubled.
+    It checks for equal dtypes and shapes, distinct offsets and the right number of elements: enough to notice a missing
+    or duplicate rank.
     """
     whole = held[0]._replace(slices=tuple(saved for tensor in held for saved in tensor.slices))
     elements = sum(saved.at.num_elements for saved in whole.slices)

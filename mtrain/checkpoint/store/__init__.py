@@ -1,1 +1,1 @@
-"""The folder of checkpoints: published whole, verified, kept and deleted."""
+"""Folder of checkpoints: published whole, verified, kept and deleted."""

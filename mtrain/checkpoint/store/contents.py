@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, from its lists alone: no tensor is read. Checkpoints of Megatron-LM and Bridge too."""
+"""Contents of a checkpoint, also of Megatron-LM's and Bridge's, from its lists alone: no tensor is read."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WEIGHTS = "weights"
 
 
 class Contents(NamedTuple):
-    """A checkpoint that was looked at."""
+    """Lists of a checkpoint that was opened."""
 
     folder: Path
     tensors: CheckpointTensors
     manifest: Manifest | None
-    """None of other programs' checkpoints."""
+    """Manifest; None for checkpoints of other programs."""
     state: TrainingState | None
     warnings: tuple[str, ...]
-    """Newer checkpoints that are not whole."""
+    """Reports of newer checkpoints that are not whole."""
 
 
 class Total(NamedTuple):
-    """A group of tensors."""
+    """Size of a group of tensors."""
 
     num_tensors: int
     num_elements: int
@@ -41,8 +41,8 @@ def contents_of(path: Path) -> Contents:
     """Opens a checkpoint, a run folder (its newest good checkpoint), or a checkpoint of Megatron-LM or Bridge.
 
     Raises:
-        DataError: There is none, or it is not whole: a list is damaged, a file is missing or has another size.
-        MachineError: It cannot be read.
+        DataError: There is no checkpoint, or it is not whole: a list is damaged, a file is missing or has another size.
+        MachineError: The checkpoint cannot be read.
     """
     # first: a folder of Megatron-LM has no manifest, and checkpoint_at would call it no checkpoint
     megatron = megatron_folder(path)
@@ -56,7 +56,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def group_of(key: str) -> str:
-    """WEIGHTS, OPTIMIZER or RANDOM."""
+    """Returns the group of a tensor: WEIGHTS, OPTIMIZER or RANDOM."""
     # `chained_N.` is how megatron-core's ChainedOptimizer names the states of several optimizers
     if key.startswith(("optimizer.", "chained_")):
         return OPTIMIZER
@@ -64,12 +64,12 @@ def group_of(key: str) -> str:
 
 
 def size_bytes(tensor: GlobalTensor) -> int:
-    """Of the values, without padding of files."""
+    """Returns the size of the tensor's values, without padding of files."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def totals(contents: Contents) -> dict[tuple[str, str], Total]:
-    """(group, dtype) -> how much there is of it."""
+    """Sums up the tensors of each (group, dtype)."""
     found: dict[tuple[str, str], Total] = {}
     for key, tensor in contents.tensors.tensors.items():
         kind = group_of(key), str(tensor.dtype).removeprefix("torch.")
@@ -83,7 +83,7 @@ def totals(contents: Contents) -> dict[tuple[str, str], Total]:
 
 
 def described(contents: Contents) -> dict[str, str]:
-    """What a checkpoint says of itself: name -> value, for people."""
+    """Describes a checkpoint for people, from its own statements: name -> value."""
     shown = {"checkpoint": str(contents.folder)}
     if contents.manifest is None:
         return shown | {"written by": "another program (torch_dist); no manifest, no checksums"}

@@ -1,4 +1,4 @@
-"""Two checkpoints against each other, one saved slice at a time; the layouts that saved them may differ."""
+"""Comparison of two checkpoints, one saved slice at a time; the layouts that saved them may differ."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Compared(NamedTuple):
-    """One tensor that both have."""
+    """Comparison of one tensor that both checkpoints have."""
 
     key: str
     num_elements: int
     num_differing: int
-    """As bits; of different dtypes, as numbers."""
+    """Number of elements whose bits differ; for different dtypes, whose numbers differ."""
     largest_difference: float
-    """Absolute; inf where only one of two elements is a number."""
+    """Largest absolute difference; inf where only one of two elements is a number."""
     largest: float
-    """Absolute value of the first checkpoint."""
+    """Largest absolute value in the first checkpoint."""
     dtypes: tuple[str, str]
 
     @property
     def relative(self) -> float:
-        """Largest difference in units of the largest element."""
+        """Largest difference, relative to the largest element."""
         if self.largest_difference == 0:
             return 0.0
         return self.largest_difference / self.largest if self.largest > 0 else math.inf
 
 
 class Differences(NamedTuple):
-    """Everything that is not the same."""
+    """Differences between two checkpoints, and how large they are."""
 
     missing: tuple[str, ...]
     """Keys that only the first has."""
@@ -46,21 +46,21 @@ class Differences(NamedTuple):
     """Keys that only the second has."""
     misshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     compared: tuple[Compared, ...]
-    """The worst first."""
+    """Tensors that both checkpoints have, the worst first."""
     left_out: tuple[str, ...]
-    """Random states of other numbers of ranks, which mean nothing to each other."""
+    """Random states of different numbers of ranks, which cannot be compared."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether every tensor is there twice with the same bits."""
+        """Says whether both checkpoints have the same tensors with the same bits."""
         differs = any(each.num_differing or each.dtypes[0] != each.dtypes[1] for each in self.compared)
         return not (self.missing or self.extra or self.misshaped or differs)
 
 
 def differences(a: Contents, b: Contents) -> Differences:
-    """Compares all tensors; memory is that of two slices.
+    """Compares all tensors; needs memory for two slices.
 
-    Rows of the padded vocabulary are left out where both say how many rows are tokens.
+    Padding rows of the vocabulary are left out where both checkpoints say how many rows are tokens.
 
     Raises:
         DataError: A file is cut or damaged.
@@ -69,7 +69,7 @@ def differences(a: Contents, b: Contents) -> Differences:
     both = [key for key in ours if key in theirs]
     shapes = {key: _shapes(key, a, b) for key in both}
     unlike = [key for key in both if shapes[key][0] != shapes[key][1]]
-    # (^ binds more tightly than |) keys that one alone has, and those of two shapes
+    # (^ binds more tightly than |) keys that only one has, and those whose shapes differ
     left_out = [key for key in ours.keys() ^ theirs.keys() | set(unlike) if group_of(key) == RANDOM]
     compared = [_compared(key, shapes[key][0], a, b) for key in both if key not in unlike]
     return Differences(
@@ -82,11 +82,11 @@ def differences(a: Contents, b: Contents) -> Differences:
 
 
 def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of both, without padding rows where these are known."""
+    """Returns the tensor's shape in both, without padding rows where their number is known."""
     shapes = (a.tensors.tensors[key].shape, b.tensors.tensors[key].shape)
     if not key.endswith(_VOCABULARY) or a.state is None or b.state is None:
         return shapes
-    # padding rows follow the layout that saved them and take part in no softmax, so they are no difference
+    # padding rows depend on the layout that saved them and take part in no softmax, so they are no difference
     first, second = ((min(state.vocab_size, shape[0]), *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
     return first, second
 
@@ -94,7 +94,7 @@ def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[
 def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Compared:
     ours, theirs = a.tensors.tensors[key], b.tensors.tensors[key]
     count, worst, largest = 0, 0.0, 0.0
-    # the first one's own slices: reading them copies nothing, and the second pays for another layout
+    # the first one's own slices: reading them copies nothing, and the second copies where its layout differs
     for wanted in _slices(ours, shape):
         own, other = (each.tensors.read(key, wanted) for each in (a, b))
         largest = max(largest, _largest(own))
@@ -109,14 +109,14 @@ def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Com
 
 
 def _slices(tensor: GlobalTensor, shape: Sizes) -> Iterator[TensorSlice]:
-    """The saved slices, cut to the shape."""
+    """Yields the saved slices, cut to the shape."""
     for saved in tensor.slices:
         if (shared := saved.at.intersect(TensorSlice.whole(shape))) is not None:
             yield shared
 
 
 def _differing(own: Tensor, other: Tensor) -> Tensor:
-    """[elements] bool."""
+    """Compares two tensors by element: [elements] bool, True where they differ."""
     if own.dtype != other.dtype:
         # float64 holds every number of the smaller dtypes exactly
         return (own.double() != other.double()).view(-1)
@@ -134,7 +134,7 @@ def _largest_difference(own: Tensor, other: Tensor, differing: Tensor) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
-    # nan and inf left out: as the largest element they would make every relative difference 0
+    # without nan and inf: as the largest element they would make every relative difference 0
     values = tensor.abs().double() if tensor.dtype != torch.bool else tensor.double()
     return _maximum(values.nan_to_num(nan=0.0, posinf=0.0))
 
@@ -144,5 +144,5 @@ def _maximum(values: Tensor) -> float:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Bytes, as not-a-number is not equal to itself."""
+    """Returns the tensor's bytes: nan is not equal to itself, but its bytes are."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run.
+"""Checkpoints folder of a run.
 
     checkpoints/
         step_00000010/                 published: complete, as mtrain.json inside says; never written to again
@@ -41,7 +41,7 @@ _ATTEMPT, _TRASH, _DAMAGED = ".tmp-", ".trash-", ".damaged-"
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A published checkpoint whose files are all there."""
+    """Published checkpoint whose files are all there."""
 
     path: Path
     manifest: Manifest
@@ -54,33 +54,33 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class StagingDir:
-    """One try at saving a step; nothing takes it for a checkpoint until it is published."""
+    """Attempt at saving a step; it is no checkpoint until it is published."""
 
     root: Path
     step: int
     path: Path
-    """The folder to write into."""
+    """Folder to write into."""
 
 
 class AfterPublishingError(MachineError):
-    """The checkpoint is there; something that follows did not succeed."""
+    """The checkpoint is published, but a later action failed."""
 
 
 class Newest(NamedTuple):
-    """What a resuming run finds."""
+    """Newest checkpoint that a resuming run finds."""
 
     entry: CheckpointEntry | None
-    """None where nothing was ever published."""
+    """Newest good checkpoint; None where nothing was ever published."""
     warnings: tuple[str, ...]
-    """Every newer checkpoint that was passed over, and why; to be shown to the user."""
+    """Reason for every newer checkpoint that was skipped; to be shown to the user."""
 
 
 def load_entry(path: Path) -> CheckpointEntry:
-    """The checkpoint in this folder, checked as `read_manifest` does.
+    """Loads the entry of the checkpoint in this folder, checked as `read_manifest` does.
 
     Raises:
-        DataError: it is not whole, or its name and its manifest disagree on the step.
-        MachineError: it cannot be read.
+        DataError: The checkpoint is not whole, or its name and its manifest disagree on the step.
+        MachineError: The checkpoint cannot be read.
     """
     with disk_faults(f"read the checkpoint {path}"):
         manifest = read_manifest(path)
@@ -91,19 +91,19 @@ def load_entry(path: Path) -> CheckpointEntry:
 
 
 def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest:
-    """The newest whole checkpoint; damaged ones are passed over and reported.
+    """Finds the newest whole checkpoint; damaged ones are skipped and reported.
 
     Args:
         root: The checkpoints folder.
-        unusable: Step -> why, of checkpoints that looked whole and turned out not to be.
+        unusable: Step -> reason, for checkpoints that looked whole and turned out not to be.
 
     Raises:
-        DataError: something was published here, but nothing good is left; a run does not start anew over that.
+        DataError: Something was published here, but nothing good is left; a run must not start anew over that.
     """
     warnings: list[str] = []
     for step in reversed(published_steps(root)):
         try:
-            # what reading all bytes has found (mtrain/mcore/state/verified.py): `load_entry` compares only sizes
+            # faults found by reading all bytes (mtrain/mcore/state/verified.py): `load_entry` only compares sizes
             if unusable is not None and step in unusable:
                 raise DataError(unusable[step])
             entry = load_entry(root / step_name(step))
@@ -123,14 +123,14 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
 
 
 def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newest:
-    """The checkpoint in this folder, or the newest good one where it is a run folder.
+    """Finds the checkpoint in this folder, or the newest good one where it is a run folder.
 
     Args:
-        path: Of a checkpoint or of a run.
-        unusable: As for `newest_good`.
+        path: Folder of a checkpoint or of a run.
+        unusable: Step -> reason, for checkpoints that turned out not to be whole, as in `newest_good`.
 
     Raises:
-        DataError: neither is there.
+        DataError: The path is neither, or nothing good is left there.
     """
     if (path / MANIFEST_NAME).exists():
         entry = load_entry(path)
@@ -146,29 +146,29 @@ def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newe
 
 
 def named_attempt(root: Path, step: int) -> StagingDir:
-    """A new name for saving the step; the disk is not touched."""
+    """Returns a new name for saving the step; does not touch the disk."""
     return StagingDir(root, step, root / _unique(_ATTEMPT, step))
 
 
 def open_attempt(attempt: StagingDir, check: Callable[[], None] = lambda: None) -> None:
-    """Makes the attempt's folder; several ranks may do so.
+    """Creates the attempt's folder; several ranks may do so.
 
     Args:
-        attempt: From `named_attempt`.
-        check: Called where the step is published already; raises where another run has done so.
+        attempt: Attempt from `named_attempt`.
+        check: Function that is called where the step is published already; raises where another run has done so.
 
     Raises:
-        RunFolderError: the step is published already.
-        MachineError: the folder cannot be made.
+        RunFolderError: The step is published already.
+        MachineError: The folder cannot be created.
     """
     _refuse_published(attempt.root, attempt.step, check)
     with disk_faults(f"begin {step_name(attempt.step)} in {attempt.root}"):
-        # every rank makes it when it begins to write, so nobody waits for the first one
+        # every rank creates it when it begins to write, so nobody waits for the first one
         attempt.path.mkdir(parents=True, exist_ok=True)
 
 
 def begin_staging(root: Path, step: int) -> StagingDir:
-    """Makes a new empty folder to save the step into.
+    """Creates a new empty folder to save the step into.
 
     Raises:
         RunFolderError, MachineError: as `open_attempt` does.
@@ -186,20 +186,21 @@ def publish(
 ) -> CheckpointEntry:
     """Makes the attempt the step's checkpoint; every rank must have finished writing.
 
-    A damaged folder of the same step, which a resumed run has passed over, is set aside as `.damaged-*`; so is a link.
+    A damaged folder of the same step, which a resumed run has skipped, is set aside as `.damaged-*`; so is a link.
 
     Args:
-        attempt: From `begin_staging`.
-        facts: What is known about it.
-        known: Of files that were hashed while they were written and are on disk; the others are read and synced.
-        check: Called immediately before the rename, before `latest` is written, and where the step is published;
-            raises where this run may not write here any more.
+        attempt: Attempt from `begin_staging`.
+        facts: Facts for the manifest, except the files.
+        known: Path -> facts, for files that were hashed while they were written and are on disk; others are read and
+            synced.
+        check: Function that is called immediately before the rename, before `latest` is written, and where the step is
+            published already; raises where this run may no longer write here.
 
     Raises:
-        DataError: the attempt holds no file, or not the files that are said to be known.
-        RunFolderError: the step was published in the meantime.
-        AfterPublishingError: the disk refuses what follows the rename; the checkpoint is there.
-        MachineError: the disk refuses; the attempt stays unpublished.
+        DataError: The attempt holds no file, or not the files in `known`.
+        RunFolderError: The step was published in the meantime.
+        AfterPublishingError: The disk refuses what follows the rename; the checkpoint is published.
+        MachineError: The disk refuses; the attempt stays unpublished.
     """
     assert facts.step == attempt.step, (facts.step, attempt.step)
     with disk_faults(f"publish the checkpoint of step {attempt.step} in {attempt.root}"):
@@ -214,10 +215,9 @@ def publish(
         write_manifest(attempt.path, manifest)
         final = attempt.root / step_name(attempt.step)
         _refuse_published(attempt.root, attempt.step, check)
-        # as late as possible: what remains between it and the rename is the only instant in which another run could
-        # take over
+        # as late as possible: only between this and the rename can another run take over unnoticed
         check()
-        # lexists: a link that leads nowhere is in the way as well; rename does not replace a folder that is not empty
+        # lexists: a dangling link is in the way as well; rename does not replace a folder that is not empty
         if os.path.lexists(final):
             set_aside(attempt.root, attempt.step)
         attempt.path.rename(final)
@@ -225,7 +225,7 @@ def publish(
         with disk_faults(f"write {attempt.root / LATEST_NAME}"):
             # the rename itself is on disk only with its folder, and `latest` must not name what a crash takes back
             sync_folder(attempt.root)
-            # again: a process that was stopped since the rename must not put its older name over a later one
+            # again: a process that was suspended since the rename must not put its older name over a later one
             check()
             write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
     except MachineError as fault:
@@ -234,15 +234,15 @@ def publish(
 
 
 def delete_checkpoint(root: Path, step: int) -> bool:
-    """Deletes a published checkpoint, unless someone is `reading` it; whether it is gone.
+    """Deletes a published checkpoint, unless someone is `reading` it; returns whether it is gone.
 
-    Killed in between, it is gone from the list and `clean_leftovers` ends the work.
+    If it is killed in between, the checkpoint is no longer listed and `clean_leftovers` completes the deletion.
 
     Raises:
-        MachineError: the disk refuses.
+        MachineError: The disk refuses.
     """
     path = root / step_name(step)
-    if _reading_here[path.absolute()]:  # where the file system has no locks
+    if _reading_here[path.absolute()]:  # needed where the file system has no locks
         return False
     with disk_faults(f"delete the checkpoint of step {step} in {root}"):
         # O_RDWR: NFS makes flock a byte-range lock, and an exclusive one needs a file that is open for writing
@@ -258,13 +258,13 @@ def delete_checkpoint(root: Path, step: int) -> bool:
 
 @contextmanager
 def reading(entry: CheckpointEntry) -> Iterator[None]:
-    """Inside the `with` block no process deletes the checkpoint; the lock ends with this one.
+    """Keeps every process from deleting the checkpoint inside the `with` block; the lock ends with this process.
 
     Where the file system has no locks, only this process is kept from deleting it.
 
     Raises:
-        DataError: It has been deleted meanwhile.
-        MachineError: It cannot be read.
+        DataError: The checkpoint has been deleted meanwhile.
+        MachineError: The checkpoint cannot be read.
     """
     place, manifest = entry.path.absolute(), entry.path / MANIFEST_NAME
     with disk_faults(f"read the checkpoint {entry.path}"):
@@ -276,7 +276,8 @@ def reading(entry: CheckpointEntry) -> Iterator[None]:
     _reading_here[place] += 1
     try:
         with disk_faults(f"read the checkpoint {entry.path}"):
-            # Between open and lock it may have been renamed to .trash-*: then the lock is on a file that is going.
+            # Between open and lock it may have been renamed to .trash-*: then the lock is on a file that is being
+            # deleted.
             if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY or not manifest.exists():
                 raise DataError(f"{entry.path} has been deleted meanwhile")
         yield
@@ -286,7 +287,7 @@ def reading(entry: CheckpointEntry) -> Iterator[None]:
 
 
 _reading_here: Counter[Path] = Counter()
-"""Checkpoints that this process is `reading`."""
+"""Number of blocks of this process that are `reading` each checkpoint."""
 
 
 def set_aside(root: Path, step: int) -> Path:
@@ -302,9 +303,9 @@ def abandon(attempt: StagingDir) -> None:
 
 
 def clean_leftovers(root: Path) -> list[str]:
-    """Deletes what dead attempts and interrupted deletions left; names of what was deleted.
+    """Deletes what failed attempts and interrupted deletions left; returns the deleted names.
 
-    To be called at the start of a run, by the holder of the run folder's lock: whatever is there then is of the dead.
+    The holder of the run folder's lock calls it at the start of a run: no live process owns anything there then.
     """
     with disk_faults(f"clean {root}"):
         # .damaged-* stay: they may be all that is left of a step, and people decide
@@ -321,12 +322,13 @@ def _refuse_published(root: Path, step: int, check: Callable[[], None]) -> None:
         load_entry(final)
     except DataError:
         return
-    check()  # another start has the folder: that is what the user has to know, not the step which it has saved
+    check()  # another start may own the folder: that is what the user has to know, not the step which it has saved
     raise RunFolderError(f"{final} exists and is whole; it is not overwritten. Move it away or set another run.dir")
 
 
 def _measured_files(folder: Path, known: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
-    """Every file below the folder, except the manifest; what is not known is read and synced."""
+    """Returns the facts of every file below the folder, except the manifest; files not in `known` are read and
+    synced."""
     files: dict[str, FileInfo] = {}
     for path in _files_below(folder):
         name = path.relative_to(folder).as_posix()
@@ -351,7 +353,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _unknown_folders(root: Path) -> list[Path]:
-    """Folders that are neither checkpoints nor ours to delete, such as another program's."""
+    """Returns folders that are neither checkpoints nor ours to delete, such as another program's."""
     with disk_faults(f"list {root}"):
         folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
     ours = {step_name(step) for step in published_steps(root)}
@@ -359,12 +361,12 @@ def _unknown_folders(root: Path) -> list[Path]:
 
 
 def _unique(prefix: str, step: int) -> str:
-    # random, so that a writer left behind by an earlier try of this step cannot write into this one
+    # random, so that a writer that survives from an earlier attempt at this step cannot write into this one
     return f"{prefix}{step_name(step)}-{secrets.token_hex(4)}"
 
 
 def _delete(path: Path) -> None:
-    """Takes the name away first, so that no reader and no late writer finds half of it; what a link names stays."""
+    """Renames before it deletes, so that no reader or late writer finds half a folder; the target of a link stays."""
     trash = path.with_name(_TRASH + path.name.removeprefix(_TRASH))
     if trash != path:
         path.rename(trash)

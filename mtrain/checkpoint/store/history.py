@@ -1,4 +1,4 @@
-"""What a checkpoint knows of the bad steps of its run."""
+"""Bad steps of a run, as a checkpoint keeps them."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from mtrain.checkpoint.store.manifest import SkippedInfo
 
 
 class BadStepHistory(NamedTuple):
-    """Those that were left out, and by what the next step is judged."""
+    """Skipped steps of a run, and the updates by which the next step is judged."""
 
     skipped: tuple[SkippedInfo, ...] = ()
-    """Ascending."""
+    """Steps that were left out, ascending."""
     recent: RecentUpdates | None = None
-    """Where train.on_spike is set."""
+    """Latest updates where train.on_spike is set; else None."""
 
 
 NO_BAD_STEPS = BadStepHistory()
-"""Of a run that begins."""
+"""History of a run that begins."""

@@ -1,4 +1,4 @@
-"""What an imported checkpoint says about the model that it holds; of a run, its config.yaml says it."""
+"""Description of the model in an imported checkpoint; a run's checkpoint has a config.yaml instead."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mtrain.config.renamed import current_names
 from mtrain.config.schema.model import ModelSection
 
 MODEL_NAME = "model.yaml"
-"""The part of a configuration that starts from the checkpoint."""
+"""Part of the configuration for runs that start from the checkpoint."""
 _MOST_BYTES = 1 << 20
 
 
 def imported_model(checkpoint: Path) -> ModelSection | None:
-    """The model of an import; None where the folder is none.
+    """Reads the model section of an import; None where the folder is not an import.
 
     Raises:
-        DataError: The file that says it cannot be understood.
+        DataError: The file cannot be understood.
     """
     path = checkpoint / MODEL_NAME
     if not path.exists():

@@ -1,7 +1,7 @@
-"""mtrain.json: what a checkpoint is and which files it consists of; written last, so its presence means complete.
+"""mtrain.json: facts and files of a checkpoint; written last, so its presence means that the checkpoint is complete.
 
-Its last line is the SHA-256 of all that stands before it. The bytes themselves are hashed, not what they mean, so that
-any changed bit is found, and a later version with more fields still knows what this one wrote.
+Its last line is the SHA-256 of everything before it. The bytes themselves are hashed, not their meaning, so that any
+changed bit is found, and a later version with more fields can still verify an old manifest.
 """
 
 import errno
@@ -31,43 +31,44 @@ from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
 
 MANIFEST_NAME = "mtrain.json"
 CONFIG_NAME = "config.yaml"
-"""The configuration that a run resolved."""
+"""Configuration that a run resolved."""
 _CONFIG_NAMES = (CONFIG_NAME, "model.yaml")
-"""Of the file whose SHA-256 is `config_hash`: of a run, or of an import, which knows a part only."""
+"""Files whose SHA-256 is `config_hash`: of a run, or of an import, which has only a part."""
 _MOST_BYTES = 1 << 26
-"""Of a manifest; one line a file."""
+"""Largest size of a manifest; it has one line per file."""
 _MOST_COUNT = 1 << 53
-"""More steps, tokens or bytes than there will be."""
+"""Largest count: more steps, tokens or bytes than there will be."""
 _SEAL = b',\n "sha256": "%s"\n}\n'
 # Only at the very end: the same text inside a value of the manifest is no seal.
 _SEALED = re.compile(re.escape(_SEAL).replace(b"%s", b"([0-9a-f]{64})") + rb"\Z")
 _DIGEST = r"^[0-9a-f]{64}$"
 _DELETED_ON_NFS = ".nfs"
-"""Begins the name of what another process holds open while it is deleted."""
+"""Prefix of files that NFS keeps because a process has them open while they are deleted."""
 
 
 class DigestAlgorithm(Enum):
-    """How the bytes of a file become a digest of 256 bits that nobody can aim at."""
+    """Cryptographic hash of a file's bytes, of 256 bits."""
 
     SHA256 = "sha256"
     BLAKE3 = "blake3"
 
     @property
     def shown(self) -> str:
-        """For messages."""
+        """Name of the algorithm in messages."""
         return {DigestAlgorithm.SHA256: "SHA-256", DigestAlgorithm.BLAKE3: "BLAKE3"}[self]
 
 
 class FileInfo(BaseModel):
-    """What is known about one file."""
+    """Size and digest of one file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     size_bytes: int = Field(ge=0, le=_MOST_COUNT)
     sha256: str | None = Field(None, pattern=_DIGEST)
-    """Of small files, and of all that format 3 and those before it name."""
+    """SHA-256 of small files, and of all files in formats up to 3."""
     blake3: str | None = Field(None, pattern=_DIGEST)
-    """Of what is hashed while it is written: 12 times as fast where the processor has no instructions for SHA-256."""
+    """BLAKE3 of files that are hashed as they are written: 12 times as fast where the CPU lacks SHA-256
+    instructions."""
 
     @model_validator(mode="after")
     def has_one_digest(self) -> Self:
@@ -81,12 +82,12 @@ class FileInfo(BaseModel):
 
     @property
     def algorithm(self) -> DigestAlgorithm:
-        """Of its digest."""
+        """Algorithm of the file's digest."""
         return DigestAlgorithm.SHA256 if self.blake3 is None else DigestAlgorithm.BLAKE3
 
 
 class GitState(BaseModel):
-    """Which state of the program's source was at work."""
+    """State of the program's source."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -96,83 +97,82 @@ class GitState(BaseModel):
 
 
 class ChangeInfo(BaseModel):
-    """A key that a start gave another value than its checkpoint had, with consent."""
+    """Configuration key that a start changed from its checkpoint's value, with consent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(ge=0, le=_MOST_COUNT)
-    """Updates made before it; those that follow are made with the new value."""
+    """Number of updates before the change; later ones use the new value."""
     key: str
-    """Dotted."""
+    """Dotted key."""
     old: str | None
-    """As JSON; None where the key was missing."""
+    """Old value as JSON; None where the key was missing."""
     new: str | None
 
 
 class SkippedInfo(BaseModel):
-    """A step whose batch is left out of the run."""
+    """Step whose batch is left out of the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(gt=0, le=_MOST_COUNT)
-    """Counted from 1; it may lie beyond the checkpoint, which a rollback went back to."""
+    """Number of the step, from 1; it may lie beyond the checkpoint, since a rollback went back to that."""
     reason: str
     is_margin: bool = False
-    """Whether it only lies near a bad one."""
+    """Whether the step is only near a bad one."""
 
 
 class BaseInfo(BaseModel):
-    """The frozen model that a checkpoint of adapters does not hold."""
+    """Frozen model that a checkpoint of adapters does not hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     origin: str
-    """What the run was given: a folder of Hugging Face, a checkpoint, or a sentence where it was drawn."""
+    """Source of the model: a Hugging Face folder, a checkpoint, or a sentence where it was randomly initialized."""
     fingerprint: str = Field(pattern=r"^[0-9a-f]{16}$")
-    """Of its bits (checkpoint/format/fingerprint.py), the same under every layout and from every origin."""
+    """Fingerprint of its bits (checkpoint/format/fingerprint.py), the same under every layout and from every origin."""
 
 
 class CheckpointInfo(BaseModel):
-    """What the program that saves knows about a checkpoint."""
+    """Facts of a checkpoint that the saving program knows."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(ge=0, le=_MOST_COUNT)
     """Optimizer updates completed."""
     tokens: int = Field(0, ge=0)
-    """Tokens of text that training has consumed; what version 0.1.0 counted of them has padding in it."""
+    """Tokens of text that training has consumed; counts of version 0.1.0 include padding."""
     layout: str
-    """The layout that saved it, for people and for messages."""
+    """Layout that saved the checkpoint, for people and for messages."""
     config_hash: str
-    """SHA-256 of the resolved configuration that saved it, which lies beside it as config.yaml (model.yaml of an
-    import)."""
+    """SHA-256 of the resolved configuration that saved it, stored with it as config.yaml (model.yaml of an import)."""
     versions: dict[str, str]
     """Package -> version."""
     dataset: str | None = None
     """Fingerprint of the training data; None where there were none, as in a conversion."""
     git: GitState | None = None
-    """None where the program did not run from a git checkout."""
+    """State of the program's source; None where the program did not run from a git checkout."""
     valid_loss: float | None = None
-    """Of a validation at this step, in nats; None where there was none."""
+    """Loss of a validation at this step, in nats; None where there was none."""
     changes: tuple[ChangeInfo, ...] = ()
-    """Of the run up to this step, in order."""
+    """Changes of the configuration up to this step, in order."""
     skipped: tuple[SkippedInfo, ...] = ()
-    """Steps that were left out of the run as train.on_nonfinite and train.on_spike say, ascending."""
+    """Steps that train.on_nonfinite and train.on_spike left out of the run, ascending."""
     base: BaseInfo | None = None
-    """None where the checkpoint holds a whole model."""
+    """Frozen model of an adapter checkpoint; None where the checkpoint holds a whole model."""
     reference: str | None = None
-    """What `loss.reference` named: the model that answers were compared with, whose scores are part of `dataset`. None
-    where that was the one the run began from, or where nothing was compared."""
+    """Value of `loss.reference`: the model that answers were compared with, whose scores are part of `dataset`. None
+    where that was the model that the run began from, or where nothing was compared."""
 
 
 class Manifest(CheckpointInfo):
-    """The facts of one checkpoint and its files."""
+    """Facts of one checkpoint and its files."""
 
     format: Literal[2, 3, 4] = 4
-    """Of this file; a program that does not know the number does not touch the checkpoint. 2, of version 0.1.0, has no
-    SHA-256 of itself; up to 3 every file has a SHA-256."""
+    """Format of this file; a program that does not know the number does not touch the checkpoint. 2, of version 0.1.0,
+    has no SHA-256 of itself; up to 3 every file has a SHA-256."""
     files: dict[str, FileInfo] = Field(min_length=1)
-    """Path inside the checkpoint, with forward slashes -> facts; this file left out."""
+    """Path inside the checkpoint, with forward slashes -> facts; the manifest itself is left out."""
 
     @field_validator("files")
     @classmethod
@@ -193,27 +193,27 @@ class Manifest(CheckpointInfo):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether its own bytes were compared with a SHA-256."""
+        """Whether the manifest's own bytes were compared with a SHA-256."""
         return self.format > 2
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes it with its own SHA-256, whole or not at all; OSError as the disk gives it."""
-    # not sorted or formatted anew: what is hashed are the very bytes that are written
+    """Writes the manifest with its own SHA-256, whole or not at all; raises OSError where the disk refuses."""
+    # not sorted or formatted anew: the bytes that are hashed are exactly those that are written
     body = manifest.model_dump_json(indent=1).encode()
     seal = _SEAL % hashlib.sha256(body).hexdigest().encode()
     write_atomically(folder / MANIFEST_NAME, (body.removesuffix(b"\n}") + seal).decode())
 
 
 def parsed_manifest(raw: bytes) -> Manifest:
-    """A manifest from the bytes of its file.
+    """Parses the bytes of a manifest's file.
 
     Raises:
-        ValueError: They are not what was written, or cannot be understood.
+        ValueError: The bytes were changed after writing, or cannot be understood.
     """
     sealed = _SEALED.search(raw)
     body = raw if sealed is None else raw[: sealed.start()] + b"\n}"
-    # before the content is parsed: a damaged one is not interpreted
+    # before the content is parsed: a damaged manifest is not interpreted
     if sealed is not None and hashlib.sha256(body).hexdigest().encode() != sealed[1]:
         raise ValueError("it was changed after it was written (its SHA-256 differs)")
     manifest = Manifest.model_validate_json(body)
@@ -224,13 +224,13 @@ def parsed_manifest(raw: bytes) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a published checkpoint's manifest and compares it with what lies there.
+    """Reads a published checkpoint's manifest and compares it with the files in the folder.
 
     Files are compared by presence and size; `verification` reads their bytes. A file that the manifest does not name
-    has no SHA-256 to be compared with, so it is not allowed.
+    has no digest to be compared with, so it is not allowed.
 
     Raises:
-        DataError: the manifest is missing or cannot be understood, or a file is missing, has another size, is a link or
+        DataError: The manifest is missing or cannot be understood, or a file is missing, has another size, is a link or
             a device, or is not named.
     """
     path = folder / MANIFEST_NAME
@@ -242,7 +242,7 @@ def read_manifest(folder: Path) -> Manifest:
     except NotADirectoryError:
         raise DataError(f"{folder} is not a folder") from None
     except OSError as fault:
-        # a fault of the disk says nothing of the checkpoint: it must not be passed over as damaged
+        # a fault of the disk says nothing about the checkpoint: it must not count as damaged
         if fault.errno not in NOT_A_PLAIN_FILE:
             raise
         reason = "it is a link" if fault.errno == errno.ELOOP else fault.strerror or fault
@@ -272,7 +272,7 @@ def _compare(folder: Path, files: Mapping[str, FileInfo]) -> None:
 
 
 def _sizes_below(folder: Path) -> dict[str, int]:
-    """Path inside the folder -> size in bytes, of all files.
+    """Returns the size in bytes of all files: path inside the folder -> size.
 
     Raises:
         DataError: There is something that is neither a file nor a folder.
@@ -280,10 +280,10 @@ def _sizes_below(folder: Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     left = [folder]
     while left:
-        # one pass with one stat a file: `exists` and `stat` by name cost two round trips each on a network disk
+        # one pass with one stat per file: `exists` and `stat` by name cost two round trips each on a network disk
         with os.scandir(left.pop()) as entries:
             for entry in entries:
-                # a link is judged itself: what it names may change without the checkpoint changing
+                # a link itself counts: its target may change without the checkpoint changing
                 facts = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(facts.st_mode):
                     left.append(Path(entry.path))

@@ -1,12 +1,12 @@
-"""Checkpoints that Megatron-LM and Megatron-Bridge wrote: where they lie.
+"""Location of checkpoints that Megatron-LM and Megatron-Bridge wrote.
 
     DIR/latest_checkpointed_iteration.txt       100, or `release`
     DIR/latest_train_state.pt                   Bridge's; not read
     DIR/iter_0000100/.metadata [common.pt] metadata.json *.distcp [run_config.yaml] [integrity.json]
 
-Of these only `.metadata`, as far as it is data, the tensors' bytes and plain text are read. The arguments of their
-program are a pickle, in common.pt or, since Megatron-Core 0.19, the object `common_state` among the tensors; it never
-is read. So the model's configuration has to be given.
+Only `.metadata`, read as plain data, the tensors' bytes and plain text are used. The arguments of the other program are
+a pickle, in common.pt or, since Megatron-Core 0.19, the object `common_state` among the tensors; it is never read. So
+the model's configuration has to be given.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from mtrain.config.schema.model import ModelSection
 
 _LIST, _LATEST, _RUN_CONFIG = ".metadata", "latest_checkpointed_iteration.txt", "run_config.yaml"
 _MOST_BYTES = 1 << 20
-"""Of a text beside the tensors."""
+"""Largest size of a text file next to the tensors."""
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
 
 def megatron_folder(path: Path) -> Path | None:
-    """The folder with the tensors of another program's checkpoint; None where the path holds none.
+    """Returns the folder with the tensors of another program's checkpoint; None where the path holds none.
 
     Args:
-        path: Of one iteration, or of the folder that holds them: then the latest.
+        path: Folder of one iteration, or of several: then the latest one is used.
 
     Raises:
-        DataError: It is one, but the latest iteration is not there, or it has the old format of one file a rank.
-        MachineError: It cannot be read.
+        DataError: The latest iteration is missing or unknown, or it has the old format of one file per rank.
+        MachineError: The folder cannot be read.
     """
     with disk_faults(f"read {path}"):
-        # ours has a .metadata as well, but a manifest with checksums beside it
+        # ours has a .metadata as well, but a manifest with checksums, too
         if (path / MANIFEST_NAME).exists():
             return None
         if (path / _LIST).exists():
@@ -50,7 +50,7 @@ def megatron_folder(path: Path) -> Path | None:
             raise _legacy(path)
         iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{_LIST}"))
     if iterations:
-        # not the highest number: a save that was interrupted leaves a folder as well
+        # not the highest number: an interrupted save leaves a folder as well
         raise DataError(f"{path} has no {_LATEST} to say which is the latest; name a folder such as {iterations[-1]}")
     return None
 
@@ -90,7 +90,7 @@ def _legacy(folder: Path) -> DataError:
 
 
 def check_run_config(folder: Path, model: ModelSection) -> None:
-    """Compares the model with what Bridge has written beside the tensors, as far as shapes cannot tell.
+    """Compares the model with the run_config.yaml that Bridge wrote, for values that shapes do not show.
 
     Raises:
         DataError: A value differs, or the file cannot be understood.
@@ -104,7 +104,7 @@ def check_run_config(folder: Path, model: ModelSection) -> None:
         faults = [
             f"{name}={theirs[name]}, but {key}={value}"
             for name, (key, value) in _comparable(model).items()
-            # float on both sides: true is 1.0, and a base may stand as 1e6 or 1000000; null: Bridge has not set it
+            # float on both sides: true is 1.0, and a base may be written as 1e6 or 1000000; null: Bridge has not set it
             if theirs.get(name) is not None and float(theirs[name]) != float(value)
         ]
     except OSError as fault:
@@ -116,7 +116,7 @@ def check_run_config(folder: Path, model: ModelSection) -> None:
 
 
 def _comparable(model: ModelSection) -> dict[str, tuple[str, float]]:
-    """Name in Bridge's file -> our key and its value."""
+    """Returns the name in Bridge's file -> our key and its value."""
     found: dict[str, tuple[str, float]] = {
         "num_layers": ("model.num_layers", model.num_layers),
         "hidden_size": ("model.hidden_size", model.hidden_size),

@@ -1,10 +1,10 @@
-"""Which checkpoints stay, and when the others go.
+"""Retention: which checkpoints stay, and when the others are deleted.
 
-A checkpoint whose numbers are all finite can still be one that no step can follow: weights of 1e30 are finite. So it
-counts as good once a later step had a finite loss and gradient, or a forward pass with its very weights had one. Until
-then it neither counts nor goes, and nothing is deleted in its favour. Nothing on disk says so: a run deletes only what
-is older than a checkpoint that it has seen confirmed itself, and what it resumes from is confirmed by its own first
-step. So a crash at any moment, and checkpoints of programs that knew no confirmation, need no care.
+A checkpoint whose numbers are all finite can still be useless: weights of 1e30 are finite. So it counts as good only
+once a later step had a finite loss and gradient, or a forward pass with the same weights had one. Until then it neither
+counts nor is deleted, and nothing is deleted in its favour. Nothing on disk records this: a run deletes only
+checkpoints older than one that it has seen confirmed itself, and the checkpoint that it resumes from is confirmed by
+its own first step. So a crash at any moment, and checkpoints of programs that knew no confirmation, need no care.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from mtrain.checkpoint.store.steps import published_steps, step_name
 
 
 class Keep(NamedTuple):
-    """What is kept; one rule suffices."""
+    """Rules of which checkpoints are kept; one rule suffices."""
 
     last: int
-    """The newest so many; at least 1."""
+    """Number of newest checkpoints to keep; at least 1."""
     every: int | None = None
-    """Multiples of this, for ever; None: none."""
+    """Interval whose multiples are kept for ever; None keeps none."""
     best: int = 0
-    """So many with the lowest validation loss; of equal ones the newer."""
+    """Number of checkpoints with the lowest validation loss to keep; of equal ones the newer."""
 
 
 def to_delete(steps: Iterable[int], keep: Keep, valid_losses: Mapping[int, float] | None = None) -> list[int]:
-    """Steps that may go, ascending.
+    """Returns the steps that may be deleted, ascending.
 
     Args:
         steps: Steps of the good checkpoints, in any order.
         keep: The rules.
-        valid_losses: Step -> validation loss, of those that have one.
+        valid_losses: Step -> validation loss, for those that have one.
     """
     assert keep.last > 0, "the newest checkpoint is never deleted"
     losses = valid_losses or {}
-    # among all, the newest too: a step that is kept for two reasons does not make room for another
+    # among all, including the newest: a step that is kept for two reasons does not make room for another
     best = set(sorted(losses, key=lambda step: (losses[step], -step))[: keep.best])
-    # -last is at most -1, which the assertion sees to: with [:-0] nothing at all would be a candidate
+    # -last is at most -1, which the assertion ensures: with [:-0] nothing at all would be a candidate
     older = sorted(set(steps))[: -keep.last]
     return [step for step in older if step not in best and (keep.every is None or step % keep.every != 0)]
 
 
 def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
-    """Deletes what may go; gives the deleted steps.
+    """Deletes the checkpoints that may go; returns their steps.
 
-    Neither damaged checkpoints nor unconfirmed ones count or go, so the newest good one always stays; what is being
-    read stays for now.
+    Neither damaged checkpoints nor unconfirmed ones count or are deleted, so the newest good one always stays; a
+    checkpoint that is being read stays for now.
 
     Args:
         root: The checkpoints folder.
         keep: The rules.
-        confirmed: Checkpoints up to this step were followed by a finite loss.
+        confirmed: Step up to which checkpoints were followed by a finite loss.
 
     Raises:
-        MachineError: the disk refuses.
+        MachineError: The disk refuses.
     """
     good = {step: loss for step, loss in whole_steps(root).items() if step <= confirmed}
     losses = {step: loss for step, loss in good.items() if loss is not None}
@@ -71,23 +71,23 @@ def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
 
 
 def whole_steps(root: Path) -> dict[int, float | None]:
-    """Step -> validation loss, if it has one, of the checkpoints that are not damaged; ascending."""
+    """Returns step -> validation loss, if it has one, of the checkpoints that are not damaged; ascending."""
     good: dict[int, float | None] = {}
     for step in published_steps(root):
         try:
             good[step] = load_entry(root / step_name(step)).manifest.valid_loss
         except DataError:
-            # a damaged one neither counts towards keep_last nor is deleted: people may still save something of it
+            # a damaged one neither counts towards keep_last nor is deleted: people may still recover something from it
             continue
     return good
 
 
 def way_back(root: Path, confirmed: int) -> str:
-    """What a user can do after a numeric error: which step to go back to, and how.
+    """Says what a user can do after a numeric error: which step to go back to, and how.
 
     Args:
         root: The checkpoints folder.
-        confirmed: As for `apply_retention`.
+        confirmed: Step up to which checkpoints were followed by a finite loss.
     """
     steps = list(whole_steps(root))
     good = [step for step in steps if step <= confirmed]
@@ -105,34 +105,35 @@ def way_back(root: Path, confirmed: int) -> str:
 
 
 class Retention:
-    """Deletes in a thread, once a newer checkpoint is confirmed. Of the first rank alone; no collectives."""
+    """Deletes old checkpoints in a thread, once a newer one is confirmed. Only on the first rank; no collectives."""
 
     def __init__(self, root: Path, keep: Keep, check: Callable[[], None], start_step: int) -> None:
         """
         Args:
             root: The checkpoints folder.
             keep: The rules.
-            check: Called before anything is deleted; raises where another run has taken the folder over.
-            start_step: Of the checkpoint that the run has resumed from; 0: none.
+            check: Function that is called before anything is deleted; raises where another run has taken the folder
+                over.
+            start_step: Step of the checkpoint that the run has resumed from; 0 where there is none.
         """
         self._root, self._keep, self._check = root, keep, check
-        self.confirmed = start_step - 1  # what came before was followed by what was loaded
-        # after a crash between a publication and its retention the first step of the next start does what is due
+        self.confirmed = start_step - 1  # what came before the loaded checkpoint was followed by it
+        # after a crash between a publication and its retention the first step of the next start catches up
         self._pending: int | None = start_step if start_step > 0 else None
         self._work: Future[None] | None = None
 
     def rewind(self, step: int) -> None:
-        """The run goes on from this checkpoint, which is good: newer ones of the same steps will be others."""
+        """Returns to this checkpoint, which is good: newer ones of the same steps will be replaced."""
         self.confirmed, self._pending = step, None
 
     def doubtful(self, below: int) -> dict[int, str]:
-        """Step -> why, of the published checkpoints that a run with a numeric error must not go back to.
+        """Returns step -> reason, for published checkpoints that a run must not go back to after a numeric error.
 
-        Where none is confirmed, as in the first step of a start, what lies before `below` has to do: it is whole, and
-        the step that follows judges it.
+        Where none is confirmed, as in the first step of a start, any whole one from before `below` has to do: the step
+        that follows judges it.
 
         Args:
-            below: Of this step and later ones are too new.
+            below: Step from which on checkpoints are too new.
         """
         steps = list(whole_steps(self._root))
         limit = max((step for step in steps if step < below and step <= self.confirmed), default=below - 1)
@@ -141,7 +142,7 @@ class Retention:
         }
 
     def note_published(self, step: int) -> None:
-        """Older ones may go when this one is confirmed."""
+        """Notes a new checkpoint; older ones may be deleted once it is confirmed."""
         self._pending = step
 
     def poll(self) -> None:
@@ -156,7 +157,7 @@ class Retention:
             self._work = started(lambda: self._delete(step), f"retention-{step}")
 
     def finish(self, timeout_s: float) -> None:
-        """Does all that is due, and waits for it so long at most; the next start ends what is left."""
+        """Does everything that is due and waits for it, at most for `timeout_s`; the next start completes the rest."""
         self._wait(timeout_s)
         self.poll()
         self._wait(timeout_s)
@@ -166,8 +167,8 @@ class Retention:
             concurrent.futures.wait([self._work], timeout_s)
 
     def _delete(self, step: int) -> None:
-        """In a thread. The checkpoints are there, so training goes on: a run that lost its folder hears of it when it
-        saves again."""
+        """Deletes in the thread. The checkpoint is published, so training goes on: a run that lost its folder hears of
+        it when it saves again."""
         fault_point("retention", 0, step)
         try:
             self._check()

@@ -1,4 +1,4 @@
-"""Names of checkpoint folders; needs nothing else, so that they are listed in no time."""
+"""Names of checkpoint folders; imports little, so that listing them is fast."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """Name of a step's folder."""
+    """Returns the name of a step's folder."""
     return f"step_{step:08d}"
 
 
 def published_steps(root: Path) -> list[int]:
-    """Steps that have a folder, ascending; whether it is good is not looked at."""
+    """Returns the steps that have a folder, ascending; does not check whether a folder is good."""
     with disk_faults(f"list {root}"):
         names = [path.name for path in root.iterdir() if path.is_dir()] if root.exists() else []
     matches = (STEP_FOLDER.fullmatch(name) for name in names)

@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint before any of it is used."""
+"""Verification of every byte of a checkpoint before any of it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain.checkpoint.store.manifest import FileInfo
 
 
 def share_of_files(files: Mapping[str, FileInfo], reader: int, num_readers: int) -> list[str]:
-    """The files that one of several readers verifies; about the same number of bytes for each.
+    """Returns the files that one of several readers verifies; each gets about the same number of bytes.
 
     The largest file left goes to the reader with the fewest bytes. Every file has exactly one reader.
     """
@@ -31,15 +31,15 @@ def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: in
 
     Args:
         entry: The checkpoint, whose sizes have been compared.
-        names: Which of its files.
-        num_threads: Files hashed at the same time; one thread does 1 to 3 GB/s.
+        names: Names of the files to verify.
+        num_threads: Number of files hashed at the same time; one thread does 1 to 3 GB/s.
 
     Raises:
         DataError: A file holds other bytes than were saved; names all such files.
         MachineError: A file cannot be read.
     """
     with disk_faults(f"read the checkpoint {entry.path}"):
-        # threads suffice: both algorithms leave the interpreter while they hash
+        # threads suffice: both algorithms release the interpreter's lock while they hash
         saved = entry.manifest.files
         found = mapped(lambda name: read_facts(entry.path / name, saved[name].algorithm), names, num_threads)
     changed = [name for name, facts in zip(names, found, strict=True) if facts != saved[name]]
