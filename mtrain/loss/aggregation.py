@@ -13,8 +13,8 @@ the global batch):
     seq-mean-token-power     v w_t / n^p         sum of v n^(1 - p)
     sum                      v w_t               1
 
-What a sequence adds to the denominator is carried by its first token, and the 1 of a whole step by the first token of
-the step's first sequence. So however rows are later cut and dealt out, each share has exactly one owner.
+The first token of a sequence carries what the sequence adds to the denominator, and the first token of the step's first
+sequence carries the 1 of a whole step. So however rows are cut and distributed later, each share has exactly one owner.
 """
 
 import math
@@ -30,17 +30,17 @@ class TokenTerms(NamedTuple):
     """One loss term of one sequence."""
 
     weights: NDArray[np.float32]
-    """[seq]: factor of each token's loss."""
+    """Factor of each token's loss, [seq]."""
     denominator_weights: NDArray[np.float64]
-    """[seq]: each token's share of the denominator."""
+    """Share of each token in the denominator, [seq]."""
 
 
 def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection, is_first_in_step: bool) -> TokenTerms:
-    """Weights and shares of one whole sequence, in float64 until the weights are rounded once to float32.
+    """Computes weights and shares of one whole sequence, in float64 until the weights are rounded once to float32.
 
     Args:
-        mask: [seq] w_t >= 0; padding is 0.
-        sample_weight: v >= 0.
+        mask: Mask w_t >= 0, [seq]; padding is 0.
+        sample_weight: Weight v >= 0 of the sample.
         term: The aggregation and its options.
         is_first_in_step: Whether the sequence has slot 0 of the global batch (or of the validation set).
     """
@@ -58,7 +58,7 @@ def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection
 
 
 def _divisor(total: float, term: TermSection) -> float:
-    """What the tokens of one sequence are divided by."""
+    """Returns what the tokens of one sequence are divided by."""
     match term.aggregation:
         case "token-mean" | "seq-mean-token-sum" | "sum":
             return 1.0
@@ -77,7 +77,7 @@ def _divisor(total: float, term: TermSection) -> float:
 
 
 def _share(total: float, sample_weight: float, term: TermSection, is_first_in_step: bool) -> float:
-    """What one sequence adds to the denominator."""
+    """Returns what one sequence adds to the denominator."""
     assert term.aggregation != "token-mean", "its denominator belongs to tokens, not to sequences"
     match term.aggregation:
         case "sum" | "token-sum-norm":

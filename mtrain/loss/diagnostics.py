@@ -1,7 +1,8 @@
-"""What a loss function reports beside its pair: means and maxima over tokens, which nothing differentiates.
+"""Diagnostics that a loss function reports with its pair: means and maxima over tokens, without a gradient.
 
-Like a loss they are not averaged where they are made: a mean is two sums, (numerator, denominator) in one tensor of
-shape [2], a maximum is a scalar. Both are joined over chunks, microbatches and ranks, and divided once.
+Like a loss, a mean is not divided where it is made: it is two sums, (numerator, denominator) in one tensor of shape
+[2]; a maximum is a scalar. Both are combined over chunks, microbatches and ranks, and a mean is divided once at the
+end.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ Function = TypeVar("Function", bound=Callable[..., LossPair])
 
 @dataclass(frozen=True)
 class Reported:
-    """What a loss function says that it reports."""
+    """Names of the diagnostics that a loss function declares."""
 
     means: tuple[str, ...] = ()
     maxima: tuple[str, ...] = ()
 
 
 def reports(*means: str, maxima: Sequence[str] = ()) -> Callable[[Function], Function]:
-    """Marks a loss function whose pairs have these diagnostics, of every microbatch; its names are then in
-    `StepResult.diagnostics` and in the records of a run, those of a side term behind its name: `kl/estimate`.
+    """Marks a loss function whose pairs have these diagnostics for every microbatch.
+
+    The names are then in `StepResult.diagnostics` and in the records of a run; a side term's name comes first, as in
+    `kl/estimate`.
     """
 
     def marked(function: Function) -> Function:
@@ -42,33 +45,33 @@ def reports(*means: str, maxima: Sequence[str] = ()) -> Callable[[Function], Fun
 def diagnosed(
     pair: LossPair, inputs: TermInputs, means: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
 ) -> LossPair:
-    """The pair with diagnostics over the tokens of weight other than 0, each of which counts once.
+    """Returns the pair with diagnostics over the tokens whose weight is not 0, each of which counts once.
 
     Args:
-        pair: Of the same tokens.
-        inputs: Whose weights say which tokens count.
-        means: Name -> [batch, seq], averaged over tokens.
-        maxima: Name -> [batch, seq], of which the largest counts.
+        pair: Pair of the same tokens.
+        inputs: Microbatch whose weights say which tokens count.
+        means: Values by name, [batch, seq]; the mean over tokens is reported.
+        maxima: Values by name, [batch, seq]; the largest is reported.
     """
     counted = inputs.weights != 0
     found = {name: mean_of(torch.where(counted, values.detach(), 0.0), counted) for name, values in means.items()}
     for name, values in (maxima or {}).items():
-        # a microbatch may have no token at all, of which max() knows no maximum
+        # max() of no elements raises, and a microbatch may have no tokens
         kept = torch.where(counted, values.detach(), -math.inf).double().flatten()
         found[name] = torch.cat([kept, kept.new_full((1,), -math.inf)]).max()
     return replace(pair, diagnostics={**pair.diagnostics, **found})
 
 
 def mean_of(numerators: Tensor, denominators: Tensor) -> Tensor:
-    """[2] float64: both summed up, a mean that other ranks can add theirs to."""
+    """Returns both sums, [2] float64: a mean to which other ranks can add their sums."""
     return torch.stack([numerators.detach().sum(dtype=torch.float64), denominators.detach().sum(dtype=torch.float64)])
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:
-    """Of two parts of a batch: sums are added, of maxima the larger one is kept."""
+    """Combines a diagnostic of two parts of a batch: adds sums, keeps the larger of two maxima."""
     return one + other if one.ndim else torch.maximum(one, other)
 
 
 def shown_name(term: str, name: str) -> str:
-    """Of a diagnostic of a term, for people and records."""
+    """Returns the name of a term's diagnostic as it appears in records."""
     return name if term == MAIN_TERM else f"{term}/{name}"

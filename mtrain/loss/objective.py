@@ -32,7 +32,7 @@ from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
 from mtrain.loss.preference.term import head_term, score_term
 
 _EXPONENT = 0x7FF << 52
-"""Of a positive float64: its bits without those of the mantissa."""
+"""Bits of the exponent of a positive float64; those of its mantissa are masked out."""
 
 AnyLoss = LossFunction | PreferenceLoss
 
@@ -42,31 +42,32 @@ class Objective:
     """The loss functions of a run and how they are added."""
 
     functions: dict[str, LossFunction]
-    """By term that is computed from logits; the main one first."""
+    """Loss function of each term that is computed from logits; the main term first."""
     coefficients: dict[str, float]
-    """By term; 1 for the main one, and behind those of `functions` the terms that routers compute inside the layers."""
+    """Coefficient of each term, 1 for the main term: first the terms of `functions`, then those of routers, which are
+    computed inside the layers."""
     names: dict[str, str]
-    """By term, the function's name in the configuration, for messages."""
+    """Name of each term's function in the configuration, for messages."""
     apart: frozenset[str]
-    """Side terms whose denominator can be another one than the main term's, because they are aggregated otherwise or
-    over other tokens, or belong to routers."""
+    """Side terms whose denominator can differ from the main term's, because they are aggregated differently or over
+    other tokens, or belong to routers."""
     preference: PreferenceLoss | None = None
-    """Where groups of sequences are compared; the main term of `functions` then carries its gradient."""
+    """Preference loss, if groups of sequences are compared; the main term of `functions` then carries its gradient."""
     has_head: bool = False
-    """Whether a head judges sequences, in the place of logits of tokens."""
+    """Whether the model has a head that judges sequences instead of logits of tokens."""
 
     @classmethod
     def from_config(cls, section: LossSection, mtp_depths: int = 0, has_head: bool = False) -> Objective:
         """Loads every term's function.
 
         Args:
-            section: The terms.
-            mtp_depths: How many further tokens are predicted; each depth is a side term.
-            has_head: Whether the model has a head in the place of its output layer.
+            section: Section of the configuration that defines the terms.
+            mtp_depths: Number of further tokens that are predicted; each depth is a side term.
+            has_head: Whether the model has a head instead of its output layer.
 
         Raises:
-            ConfigError: A function cannot be loaded; one needs a teacher and there is none, or the other way round;
-                logits are to be cut into chunks, and one is not made for that.
+            ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the other way
+                round; logits are to be computed in chunks, and a function is not marked for that.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
         # the coefficients of all depths add up to mtp_coefficient, whatever their number
@@ -74,12 +75,12 @@ class Objective:
         depths = [depth_term(depth) for depth in range(1, mtp_depths + 1)]
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
         sides = {name: side.coefficient for name, side in section.side_terms.items()}
-        # by the options, not by the values: whether a plan is needed has to be known before any batch
+        # decided by the options, not by values: whether a plan is needed has to be known before any batch
         preference = _preference(loaded[MAIN_TERM], section)
         _check_head(loaded[MAIN_TERM], section.function, has_head)
         if preference is not None:
             loaded[MAIN_TERM] = head_term if has_head else score_term
-        # groups are counted by no other term
+        # no other term counts groups, so its denominator differs
         apart = [
             name
             for name, term in terms.items()
@@ -103,16 +104,16 @@ class Objective:
     def with_main(
         self, loss: AnyLoss | str, section: LossSection, options: Mapping[str, Any] | None = None
     ) -> Objective:
-        """The same with another function as the main term, whose weights come as `section` says.
+        """Returns the objective with another function as the main term, weighted as `section` says.
 
         Args:
-            loss: A function, or a name as `loss.function` takes it.
-            section: Of the run.
-            options: Of a function that is named, as `loss.options`.
+            loss: Function, or a name that `loss.function` accepts.
+            section: Loss section of the run.
+            options: Options of the function, as in `loss.options`, if `loss` is a name; None for a function.
 
         Raises:
-            ConfigError: It cannot be loaded or does not take the options; it needs a teacher and there is none, or the
-                other way round; or chunks, as `from_config`.
+            ConfigError: The function cannot be loaded or does not accept the options; it needs a teacher and there is
+                none, or the other way round; logits are to be computed in chunks, and it is not marked for that.
         """
         if isinstance(loss, str):
             function, name = load_loss_function(loss, options or {}), loss
@@ -139,22 +140,22 @@ class Objective:
 
     @property
     def router_terms(self) -> tuple[str, ...]:
-        """Terms that are computed inside the layers, on every pipeline stage."""
+        """Returns the terms that are computed inside the layers, on every pipeline stage."""
         return tuple(term for term in self.coefficients if term not in self.functions)
 
     @property
     def teacher_terms(self) -> list[str]:
-        """Terms whose functions read the teacher's logits."""
+        """Returns the terms whose functions read the teacher's logits."""
         return [term for term, function in self.functions.items() if asks_for_teacher(function)]
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What the functions of all terms read beside the weights, each name once."""
+        """Returns the names of the extras that the functions of all terms read, each name once."""
         return tuple(dict.fromkeys(name for function in self.functions.values() for name in extras_of(function)))
 
     @property
     def reported(self) -> Reported:
-        """The diagnostics of all terms, by the names that people see."""
+        """Returns the diagnostics of all terms, under the names that appear in records."""
         found = [(term, reported_by(function)) for term, function in self.functions.items()]
         return Reported(
             means=tuple(shown_name(term, name) for term, each in found for name in each.means),
@@ -163,11 +164,11 @@ class Objective:
 
     @property
     def whole_microbatch_terms(self) -> list[str]:
-        """Terms whose functions may look at all tokens of a microbatch together."""
+        """Returns the terms whose functions may look at all tokens of a microbatch together."""
         return [term for term, function in self.functions.items() if not is_per_token(function)]
 
     def notes(self, section: LossSection) -> list[str]:
-        """What the user of a run should know of it."""
+        """Returns notes for the user of a run: which loss functions keep the logits of a microbatch whole."""
         if section.chunk_tokens != "auto" or not self.whole_microbatch_terms:
             return []
         return [
@@ -204,7 +205,7 @@ class Objective:
             )
 
     def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
-        """Evaluates the given terms, every one of one microbatch or those of one distribution of it.
+        """Evaluates the given terms of one microbatch: all of them, or those of one of its distributions.
 
         Raises:
             ConfigError: A function did not return a pair.
@@ -224,13 +225,14 @@ class Objective:
         factors: Mapping[str, float | Tensor],
         numerator_scale: float | Tensor = 1.0,
     ) -> Tensor:
-        """What a microbatch back-propagates from its logits: (N_main + sum_k factor_k N_k) x numerator_scale.
+        """Returns the scalar that a microbatch is differentiated from: (N_main + sum_k factor_k N_k) x numerator_scale.
 
         Args:
-            pairs: As `pairs` gives them; what is not there is left out of the sum.
-            factors: One a side term: its coefficient, or from `side_term_factors` where a term is `apart`.
-            numerator_scale: An exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain
-                sums; the caller takes it out again when it divides by D_main. A number, or a scalar on the device.
+            pairs: Pairs by term, as the method `pairs` returns them; a term that is missing is left out of the sum.
+            factors: Factor of each side term: its coefficient, or the one from `side_term_factors` for a term of
+                `apart`.
+            numerator_scale: Exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain sums;
+                the caller divides by it when it divides by D_main. A number, or a scalar on the device.
         """
         # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to float32,
         # since the main numerator, alone or not, is differentiated in one dtype.
@@ -238,53 +240,53 @@ class Objective:
             pair.numerator if term == MAIN_TERM else (pair.numerator * factors[term]).to(pair.numerator.dtype)
             for term, pair in pairs.items()
         ]
-        # a power of two moves exponents only, so the division takes it out without rounding; 1.0 outside fp16
+        # a power of two changes exponents only, so dividing by it later does not round; 1.0 outside fp16
         scalar = functools.reduce(torch.add, parts)
         return (scalar * numerator_scale).to(scalar.dtype)
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
-    """What each side term's numerator is multiplied by before backward: c_k x D_main / D_k.
+    """Returns the factor of each side term's numerator before backward: c_k x D_main / D_k.
 
     Args:
-        planned: [terms] float64, denominators over the global batch, in the order of `coefficients`.
-        coefficients: c_k by term, the main one first.
+        planned: Denominators over the global batch, [terms] float64, in the order of `coefficients`.
+        coefficients: Coefficient c_k of each term, the main term first.
 
     Returns:
-        One factor a side term, float64 scalar on the device of `planned`; 0 where D_k is 0.
+        Factor of each side term, a float64 scalar on the device of `planned`; 0 where D_k is 0.
     """
     # scalars stay on the device: reading D_k on the host would wait for all work queued there
     terms = list(zip(coefficients.items(), planned))
     return {
-        # where, not a clamp: nan and inf of the other branch are dropped, and no graph exists to carry them. The same
-        # order of operations as `check_factors`, so the number that is checked is the one that was used.
+        # where, not a clamp: nan and inf of the other branch are dropped, and no graph exists to carry them. The order
+        # of operations is that of `check_factors`, so that the number that is checked is the number that is used.
         term: torch.where(denominator == 0, 0.0, coefficient * (planned[0] / denominator))
         for (term, coefficient), denominator in terms[1:]
     }
 
 
 def power_of_two_near(x: Tensor) -> Tensor:
-    """The exact power of two 2^round(log2 x), without a host synchronisation.
+    """Returns the exact power of two 2^round(log2 x), without a host synchronisation.
 
-    Multiplying by it only moves exponents, so it can be taken out again without rounding.
+    Multiplying by it only changes exponents, so that dividing by it later does not round.
 
     Args:
-        x: Float64 scalar.
+        x: Scalar, float64.
 
     Returns:
         Float64 scalar on the same device; 1 where `x` is not a positive finite number.
     """
-    # An exponent alone is a power of two, whatever the device rounds; with a factor of sqrt(2) in front the next lower
-    # one is the nearest.
+    # The exponent alone is a power of two, however the device rounds. Times sqrt(2), the next lower power is the
+    # nearest.
     power = ((x * math.sqrt(2)).view(torch.int64) & _EXPONENT).view(torch.float64)
     return torch.where(x.isfinite() & (x > 0), power, 1.0)
 
 
 def _preference(function: Callable[..., Any], section: LossSection) -> PreferenceLoss | None:
-    """The function, where it is marked as a loss of groups.
+    """Returns the function if it is marked as a preference loss, else None.
 
     Raises:
-        ConfigError: Its aggregation makes no score.
+        ConfigError: The aggregation of `section` defines no score of a sequence.
     """
     if preference_marks(function) is None:
         return None
@@ -297,9 +299,10 @@ def _preference(function: Callable[..., Any], section: LossSection) -> Preferenc
 
 
 def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None:
-    """
+    """Refuses a loss of tokens for a model with a head, and a loss of a head for a model without one.
+
     Raises:
-        ConfigError: It reads tokens and the model has a head, or the other way round.
+        ConfigError: The function reads tokens and the model has a head, or the other way round.
     """
     marks = preference_marks(function)
     if marks is not None:
@@ -307,7 +310,7 @@ def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None
     elif name in LOSS_FUNCTIONS:
         reads_head = name in HEAD_LOSSES
     else:
-        return  # of the user's own, who alone knows
+        return  # a function of the user's own may read either
     if reads_head != has_head:
         raise ConfigError(
             f"{name} {'reads a head' if reads_head else 'predicts tokens'}, but the model has "
@@ -316,26 +319,26 @@ def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None
 
 
 def _divisor(term: TermSection) -> dict[str, object]:
-    """What decides a term's denominator, beside the batch: all that a term has but its function."""
+    """Returns all fields of a term but its function and options: with the batch they determine its denominator."""
     # every other field, so that a field added later makes terms differ until it is proved not to matter
     return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 
 def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) -> LossPair:
-    """Returns what a loss function returned, if it is a pair."""
+    """Checks what a loss function returned, and returns it as a pair."""
     if not isinstance(pair, LossPair):
         raise ConfigError(
             f"loss.function={name!r} returned a {type(pair).__name__}, but has to return a "
             "mtrain.loss.pair.LossPair(numerator, denominator)"
         )
-    # one dtype each, so that pairs of any functions can be added; denominators are float64 as the plan is
+    # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like the plan
     _check_part(pair.numerator, "numerator", torch.float32, name)
     _check_part(pair.denominator, "denominator", torch.float64, name)
-    # D divides after backward, so the gradient that such a function expects through it would never flow
+    # D divides after backward, so the gradient that such a function expects through D would never flow
     if pair.denominator.requires_grad:
         raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
-    # megatron-core's backward_step (pipeline_parallel/schedules.py) passes over an output without a graph: the
-    # microbatch would add nothing to the gradient, and nothing would say so.
+    # megatron-core's backward_step (pipeline_parallel/schedules.py) skips an output without a graph: the microbatch
+    # would silently add nothing to the gradient.
     if torch.is_grad_enabled() and inputs.logits.local.requires_grad and not pair.numerator.requires_grad:
         raise ConfigError(
             f"loss.function={name!r} returned a numerator without a graph; compute it from inputs.logits even where "
@@ -346,7 +349,7 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
 
 
 def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
-    """They are those that every rank waits for."""
+    """Refuses diagnostics that differ from those that the function is marked for, for which every rank waits."""
     wanted = dict.fromkeys(reported.means, (2,)) | dict.fromkeys(reported.maxima, ())
     found = {each: tuple(value.shape) for each, value in pair.diagnostics.items()}
     if found != wanted:
@@ -357,7 +360,7 @@ def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
 
 
 def _check_part(part: object, role: str, dtype: torch.dtype, name: str) -> None:
-    """One field of the pair: a scalar tensor of its dtype."""
+    """Refuses a field of the pair that is not a scalar tensor of its dtype."""
     if not isinstance(part, Tensor):
         found = type(part).__name__
     elif part.ndim != 0 or part.dtype != dtype:

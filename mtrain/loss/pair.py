@@ -4,7 +4,7 @@ A mean cannot be added across microbatches, ranks or masks; a sum can. So a loss
 division happens once, in `mtrain/mcore/engine/finalize.py`.
 
 The contract of a loss function (docs/extending/loss.md): its pairs are added up, so its numerator has to be a sum over
-tokens of what each token says by itself, or over sequences of what `TermInputs.sum_over_sequence` made whole.
+tokens of values that each depend on one token alone, or over sequences of values from `TermInputs.sum_over_sequence`.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class LossPair:
     """Local partial sums of one term; pairs add, and (0, 0) is neutral. Unpacks into numerator and denominator."""
 
     numerator: Tensor
-    """float32 scalar with a graph: sum over this rank's tokens of weight x loss, in nats."""
+    """Sum over this rank's tokens of weight x loss, in nats; float32 scalar with a graph."""
     denominator: Tensor
-    """float64 scalar without a graph: this rank's share of the divisor."""
+    """Share of this rank in the divisor; float64 scalar without a graph."""
     by_source: Tensor | None = None
-    """[2, sources] float64 without a graph: both parts of each source of a blend; None where nobody asks, or where a
-    function made its pair otherwise than by `weigh` and `weigh_sequences`."""
+    """Numerator and denominator of each source of a blend, [2, sources] float64 without a graph; None where losses are
+    not reported by source, or where a function made its pair without `weigh` or `weigh_sequences`."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> means and maxima without a graph, as `mtrain.loss.diagnostics.diagnosed` makes them; their names are
-    those of `mtrain.loss.diagnostics.reports`."""
+    """Means and maxima by name, without a graph, made by `mtrain.loss.diagnostics.diagnosed`; the names are those that
+    `mtrain.loss.diagnostics.reports` declared."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        # two, since functions take a pair apart: whoever makes another pair of the parts leaves the rest behind
+        # two, since functions unpack a pair; a new pair of the two parts has no by_source and no diagnostics
         return iter((self.numerator, self.denominator))
 
 
 class Extras(dict[str, Tensor]):
-    """Extras by name, as `Datum.extras` gives them; only those that some loss function of the run was marked for."""
+    """Extras of `Datum.extras` by name; only those that some loss function of the run is marked for."""
 
     def __missing__(self, name: str) -> Tensor:
         raise ConfigError(
@@ -61,51 +61,52 @@ class Extras(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class TermInputs:
-    """What a loss function sees: one microbatch, the part of the sequence that this context-parallel rank owns."""
+    """Input of a loss function: one microbatch, the part of the sequence that this context-parallel rank owns."""
 
     logits: VocabParallelLogits
-    """[seq, batch, vocab_local]; knows its shard of the vocabulary and the group that holds the rest."""
+    """Logits, [seq, batch, vocab_local], with their shard of the vocabulary and the group that holds the rest."""
     labels: Tensor
-    """[batch, seq] int64: the token to predict at each position; meaningless where the weight is 0."""
+    """Token to predict at each position, [batch, seq] int64; meaningless where the weight is 0."""
     weights: Tensor
-    """[batch, seq] float32: what each token's loss is multiplied by, as the term's aggregation says; 0 where masked."""
+    """Factor of each token's loss under the term's aggregation, [batch, seq] float32; 0 where masked."""
     denominator_weights: Tensor
-    """[batch, seq] float64: each token's share of the denominator; adds up to it over the global batch."""
+    """Share of each token in the denominator, [batch, seq] float64; over the global batch they add up to it."""
     tokens: Tensor
-    """[batch, seq] int64."""
+    """Input tokens, [batch, seq] int64."""
     teacher: VocabParallelLogits | None = None
-    """The frozen teacher's logits of the same tokens, split like the model's; None where the run has no teacher."""
+    """Logits of the frozen teacher for the same tokens, split like the model's; None where the run has no teacher."""
     context: dist.ProcessGroup | None = None
     """The ranks that hold the other tokens of the same sequences; None where this rank holds all of them."""
     aggregation: Aggregation = "token-mean"
-    """Of the term."""
+    """Aggregation of the term."""
     packed: PackedSequences | None = None
-    """Which tokens belong together, where a row may hold several sequences; None where each row is one."""
+    """Sequences of the tokens, where a row may hold several; None where each row is one sequence."""
     extras: Mapping[str, Tensor] = field(default_factory=Extras)
-    """Name -> [batch, seq] float32: numbers that the data bring along, such as advantages, for functions marked with
-    `needs_extras`. Aligned with the labels: position t has what belongs to the prediction of token t + 1. One of a
-    whole sequence is given at every position of it; padding has 0."""
+    """Further numbers of the data by name, such as advantages, [batch, seq] float32, for functions marked with
+    `needs_extras`. Aligned with the labels: position t has what belongs to the prediction of token t + 1. An extra of a
+    whole sequence stands at every position of it; padding has 0."""
     sources: TokenSources | None = None
-    """Which source of a blend each token comes from, where the term's losses are reported by source."""
+    """Sources of a blend that the tokens come from, if the term's losses are reported by source; else None."""
 
     @property
     def shares(self) -> Tensor:
-        """`denominator_weights` by its name of version 0.1.0, up to version 0.2."""
+        """Returns `denominator_weights`, under its name of version 0.1.0, which is kept up to version 0.2."""
         return self.denominator_weights
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[batch, seq] int64: the sequence of each token, counted from 0 in the microbatch; the same numbers on all
-        ranks that hold parts of it.
+        """Returns the sequence of each token, [batch, seq] int64.
 
-        A sequence is a sample, as in every aggregation: one conversation, wherever it lies in a packed row; one window
-        of running text, with all of its documents.
+        Sequences are counted from 0 in the microbatch, with the same numbers on all ranks that hold parts of it.
+
+        A sequence is a sample, as in every aggregation: one conversation, also in a packed row, or one window of
+        running text with all of its documents.
         """
         if self.packed is not None:
             return self.packed.ids
         batch, seq = self.labels.shape
-        # else a row is a sequence, on every context-parallel rank at the same index: no communication; expand takes no
-        # memory
+        # each row is a sequence, at the same index on every context-parallel rank, so no communication is needed;
+        # expand takes no memory
         return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
@@ -115,10 +116,11 @@ class TermInputs:
         and its result has to reach the numerator on every rank, as `weigh_sequences` sees to.
 
         Args:
-            values: [batch, seq], one a token. Tokens of weight 0 are left out, whatever their value is.
+            values: One value per token, [batch, seq]. Tokens of weight 0 are left out, whatever their value is.
 
         Returns:
-            [sequences] float64, the same on all ranks of the sequence. `[sequence_ids]` spreads it over the tokens.
+            Sums, [sequences] float64, the same on all ranks of the sequence; index them with `sequence_ids` to get one
+            per token.
         """
         # where, not values * (weights != 0): a masked value may be inf or nan, and 0 x inf is nan
         kept = torch.where(self.weights != 0, values, 0.0)
@@ -130,18 +132,18 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class TokenInputs(TermInputs):
-    """Some tokens of a microbatch, as one row: what functions marked `per_token` see where logits are never whole."""
+    """Some tokens of a microbatch as one row: input of functions marked `per_token` where logits are never whole."""
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Refused: tokens of one sequence may be in other calls."""
+        """Raises ConfigError: the other tokens of a sequence may be in other calls."""
         raise ConfigError(
             "a loss function marked with mtrain.loss.pair.per_token asks for sequences, but is shown a few tokens at a "
             "time; remove the mark"
         )
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
-        """Refused, as `sequence_ids`."""
+        """Raises ConfigError, as `sequence_ids` does."""
         return self.sequence_ids
 
 
@@ -164,9 +166,9 @@ def needs_extras(*names: str, **by_option: str) -> Callable[[Function], Function
     """Marks a loss function that reads `TermInputs.extras`: data without them are refused before a step.
 
     Args:
-        names: Of those that it always reads. One as "topk_ids[k]" has so many numbers a token as the function's option
-            `k` says; `stacked_extra` gives them.
-        by_option: Option of the function -> extra that it reads where the option is neither None nor 0 nor False.
+        names: Names of the extras that it always reads. An extra such as "topk_ids[k]" has as many numbers per token as
+            the function's option `k` says; `stacked_extra` returns them.
+        by_option: Extra by option of the function, read where the option is neither None nor 0 nor False.
     """
 
     def marked(function: Function) -> Function:
@@ -177,36 +179,37 @@ def needs_extras(*names: str, **by_option: str) -> Callable[[Function], Function
 
 
 def stacked_extra(inputs: TermInputs, name: str, width: int) -> Tensor:
-    """[batch, seq, width] float32: an extra of several numbers a token.
+    """Returns an extra of several numbers per token, [batch, seq, width] float32.
 
     Args:
         inputs: The microbatch.
-        name: Of the extra, as in `Datum.extras`.
-        width: Its numbers a token that are used, from the first on.
+        name: Name of the extra, as in `Datum.extras`.
+        width: How many of its numbers per token are used, from the first on.
     """
     return torch.stack([inputs.extras[column(name, number)] for number in range(width)], dim=-1)
 
 
 def per_token(function: Function) -> Function:
-    """Marks a loss function that a few tokens at a time may be shown to, and only those that some term counts.
+    """Marks a loss function that may be called with a few tokens at a time, and only with those that some term counts.
 
-    What it adds for a token follows from that token's logits, label, weight, extras and teacher alone, and is exactly 0
-    where its weight and its share of the denominator are. So it uses neither sums over sequences nor `sequence_ids`.
-    The run then never holds the logits of a microbatch whole, and computes none for tokens that no term counts.
+    Its value for a token must follow from that token's logits, label, weight, extras and teacher alone, and be exactly
+    0 where both its weight and its share of the denominator are 0. So it uses neither sums over sequences nor
+    `sequence_ids`. The run then never holds the logits of a microbatch whole, and computes none for tokens that no term
+    counts.
     """
     function.__dict__["per_token"] = True
     return function
 
 
 def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
-    """Sums weight x loss and the shares; how nearly every loss function ends.
+    """Sums weight x loss and the shares: the last step of nearly every loss function.
 
-    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even where the loss is inf or nan. (A function
-    that goes on from there can still turn this 0 into nan, as the square of inf does: mask what goes into it.) The
+    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even where the loss is inf or nan. (The backward
+    of the operations before can still turn this 0 into nan, as that of the square of inf does: mask their inputs.) The
     numerator keeps its graph when all tokens are masked.
 
     Args:
-        token_losses: [batch, seq], of float32 or wider, one loss a token.
+        token_losses: One loss per token, [batch, seq], float32 or wider.
         inputs: The microbatch whose weights and shares count.
     """
     # where, not a selection by index: the host would have to wait for the number of selected tokens
@@ -214,19 +217,19 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
 
 
 def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
-    """Sums share x loss: how a loss of whole sequences ends, as `weigh` ends one of tokens.
+    """Sums share x loss: the last step of a loss of whole sequences, as `weigh` is for a loss of tokens.
 
-    A sequence counts by its shares of the denominator, each of which lies at one token of one rank, so it counts once
-    under any layout: by its sample weight in the aggregations of means over sequences, by its number of loss tokens in
-    token-mean, and not at all where it has no loss token (unless loss.empty_sequences=include).
+    A sequence counts by its shares of the denominator, each of which belongs to one token of one rank, so it counts
+    once under any layout: by its sample weight in means over sequences, by its number of loss tokens in token-mean, and
+    not at all where it has no loss token (unless loss.empty_sequences=include).
 
     Args:
-        sequence_losses: [sequences], the same on all ranks that hold parts of the sequences; made with
-            `TermInputs.sum_over_sequence`.
+        sequence_losses: One loss per sequence, [sequences], the same on all ranks that hold parts of the sequences;
+            made with `TermInputs.sum_over_sequence`.
         inputs: The microbatch whose shares count.
 
     Raises:
-        ConfigError: The term is divided by one number for the whole batch, which no sequence has a share of.
+        ConfigError: The term is divided by one number for the whole batch, of which no sequence has a share.
     """
     if inputs.aggregation in ("sum", "token-sum-norm"):
         raise ConfigError(
@@ -238,13 +241,13 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
 
 
 def _pair(kept: Tensor, inputs: TermInputs) -> LossPair:
-    """Of what each token, [batch, seq], adds to the numerator."""
+    """Sums what each token adds to the numerator, [batch, seq], and the shares, and both by source where asked for."""
     numerator, denominator = kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64)
     if inputs.sources is None:
         return LossPair(numerator, denominator)
     divisors = sum_by_source(inputs.denominator_weights, inputs.sources)
     if inputs.aggregation in ("sum", "token-sum-norm"):
-        # one number for the whole batch, which lies at one token of one source but divides all of them
+        # one number for the whole batch: a single token of one source carries it, but it divides all sources
         divisors = denominator.expand_as(divisors)
     by_source = torch.stack([sum_by_source(kept.detach(), inputs.sources), divisors])
     return LossPair(numerator, denominator, by_source)

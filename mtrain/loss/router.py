@@ -1,12 +1,13 @@
 """Losses of a router: how large its logits are, and how evenly it loads its experts.
 
-They are sums over tokens that hold text; what the loss mask says of these plays no role. A balancing loss compares,
-over some set of tokens, the share of the choices that fell on each expert with the mean of its normalised score:
+They are sums over tokens that hold text, whether the loss mask counts these or not. A balancing loss compares, over
+some set of tokens, the share of the choices that went to each expert with the mean of the expert's normalised score:
 
     E x sum over e of (choices of e / all choices) x (mean over tokens of score_te)
 
-which is 1 where the load is even. Choices are counted, not differentiated. As the sum over experts is linear in the
-scores, each token has a loss of its own once the counts are known, and losses of tokens can be added up anywhere.
+    It is 1 where the load is even. Choices are counted, not differentiated. The sum over experts is linear in the
+    scores, so each token has a loss of its own once the counts are known, and losses of tokens can be added up
+    anywhere.
 
 Source: Switch Transformer (Fedus et al. 2021), section 2.2, and DeepSeek-V3 (2024), equations 17 to 20: the choices are
 the top k of the unbiased scores among all experts. ST-MoE (Zoph et al. 2022), section 3, for the z-loss.
@@ -28,18 +29,18 @@ SEQUENCE_BALANCE: Final = "router_sequence_balance"
 MICROBATCH_BALANCE: Final = "router_microbatch_balance"
 GLOBAL_BALANCE: Final = "router_global_balance"
 ROUTER_TERMS: dict[str, RouterTerm] = {term: term for term in get_args(RouterTerm)}
-"""By name, for names that the configuration gives."""
+"""Router terms by name, to look up names from the configuration."""
 _TINY = 1e-20
-"""Keeps the sum of sigmoid scores above 0; far below any of them."""
+"""Summand that keeps the sum of sigmoid scores above 0; far smaller than any score."""
 
 
 def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids: Sequence[Tensor | None]) -> float:
-    """What a term is divided by: the sequences that hold text, or their tokens.
+    """Returns the denominator of a term: the number of sequences that hold text, or of their tokens.
 
     Args:
-        term: One of the four names.
-        padding: [batch, seq] bool of each microbatch, full rows on the CPU: positions that hold no text.
-        sequence_ids: [batch, seq] likewise: the sequence of each position in its microbatch; None where it is the row.
+        term: Name of the term.
+        padding: Positions without text of each microbatch, [batch, seq] bool, full rows on the CPU.
+        sequence_ids: Sequence of each position of each microbatch, [batch, seq], likewise; None where it is the row.
     """
     # numpy: the plan is made before the first forward pass, while batches are still on the host
     is_text = [~each.numpy() for each in padding]
@@ -54,19 +55,19 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
 
 
 def _num_sequences(is_text: NDArray[np.bool_], ids: Tensor | None) -> int:
-    """That hold text, of one microbatch."""
+    """Counts the sequences of one microbatch that hold text."""
     return int(is_text.any(1).sum()) if ids is None else len(np.unique(ids.numpy()[is_text]))
 
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
-    """The z-loss of each token.
+    """Computes the z-loss of each token.
 
     Args:
-        logits: [seq, batch, experts].
-        is_text: [seq, batch] bool.
+        logits: Logits of the router, [seq, batch, experts].
+        is_text: Whether each position holds text, [seq, batch] bool.
 
     Returns:
-        [seq, batch] nats squared; loss and gradient are 0 where there is no text, whatever the logits are.
+        Losses in nats squared, [seq, batch]; loss and gradient are 0 where there is no text, whatever the logits are.
     """
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)  # where before the log: its gradient at inf is nan
     # a second where: the logits that were set to 0 would add (log of the number of experts)^2
@@ -74,7 +75,7 @@ def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
 
 
 def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_text: Tensor) -> Tensor:
-    """[seq, batch, experts] that add up to 1 for each token of text and are 0 elsewhere."""
+    """Returns scores that add up to 1 for each token of text and are 0 elsewhere, [seq, batch, experts]."""
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)
     match score:
         case "softmax":
@@ -85,21 +86,21 @@ def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_t
             scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
         case _:
             assert_never(score)
-    # rows without text came out uniform above; as 0 they pull on no expert
+    # rows without text came out uniform above; with 0 they pull on no expert
     return torch.where(is_text.unsqueeze(-1), scores, 0.0)
 
 
 def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """How often each expert is among the top k of the tokens of each sequence.
+    """Counts how often each expert is among the top k of the tokens of each sequence.
 
     Args:
-        scores: [seq, batch, experts].
-        top_k: Choices of a token.
-        sequence_ids: [seq, batch] int64, below num_sequences; negative where there is no text.
-        num_sequences: How many to tell apart.
+        scores: Scores of the router, [seq, batch, experts].
+        top_k: Number of experts that each token chooses.
+        sequence_ids: Sequence of each token, [seq, batch] int64, below num_sequences; negative where there is no text.
+        num_sequences: Number of sequences.
 
     Returns:
-        [num_sequences, experts] int64.
+        Counts, [num_sequences, experts] int64.
     """
     # counted from the unbiased scores and without groups, unlike where the tokens are sent (docs/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
@@ -111,14 +112,15 @@ def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_se
 
 
 def balance_losses(scores: Tensor, choices: Tensor) -> Tensor:
-    """The balancing loss of each token.
+    """Computes the balancing loss of each token.
 
     Args:
-        scores: [seq, batch, experts], normalised.
-        choices: [experts] or [seq, batch, experts]: counts over the tokens that have to be even, each token's own.
+        scores: Normalised scores, [seq, batch, experts].
+        choices: Counts over the set of tokens that is to be balanced, [experts], or each token's own counts, [seq,
+            batch, experts].
 
     Returns:
-        [seq, batch]; its mean over that set is the loss.
+        Losses, [seq, batch]; their mean over the set of tokens is the loss.
     """
     # clamp: a set without text has no choices, and 0 / 0 would be nan; all its scores are 0
     shares = choices.to(scores.dtype) / choices.sum(-1, keepdim=True).clamp(min=1)

@@ -1,9 +1,9 @@
-"""Which denominators and factors leave the gradients their digits.
+"""Range of the denominators and factors with which gradients keep their precision.
 
-Gradients are sums of weight x loss until they are divided by D, so their size is about that of D. Float32 and bf16 have
+Gradients are sums of weight x loss until they are divided by D, so they are about as large as D. Float32 and bf16 have
 the same exponents, from 2^-126 to 2^127; below, digits are lost one by one, first in bf16. Measured against float64 on
-the model of the parity tests: D = 2e-36 costs a gradient in bf16 everything and one in float32 2e-5, while loss and
-denominator look right; D = 1e-30 costs neither of them anything. 1/D itself overflows below 3e-39.
+the model of the parity tests: at D = 2e-36 a gradient in bf16 is lost entirely and one in float32 is off by 2e-5, while
+loss and denominator look right; at D = 1e-30 neither loses anything. 1/D itself overflows below 3e-39.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from mtrain.base.errors import NumericError
 from mtrain.loss.pair import MAIN_TERM
 
 SMALLEST_DENOMINATOR = 2.0**-100
-"""7.9e-31: a part of 2^-26 of an undivided gradient still has all of its digits."""
+"""Smallest denominator, 7.9e-31: even 2^-26 of an undivided gradient is then a normal number with all of its digits."""
 LARGEST = 2.0**126
-"""8.5e37: its inverse is the smallest float32 number that has all of its digits."""
+"""Largest denominator or factor, 8.5e37: its inverse is the smallest normal float32 number."""
 
 
 def check_denominator(term: str, denominator: float) -> None:
-    """Refuses what gradients cannot be divided by without losing digits; 0 means that there is nothing to divide.
+    """Refuses a denominator with which gradients lose digits; 0 is accepted: there is nothing to divide.
 
     Raises:
-        NumericError: The denominator lies outside of what float32 carries.
+        NumericError: The denominator is out of range.
     """
     # not (a <= D <= b): comparisons with nan are false, so nan and negative values are refused as well
     if denominator != 0 and not SMALLEST_DENOMINATOR <= denominator <= LARGEST:
@@ -35,14 +35,14 @@ def check_denominator(term: str, denominator: float) -> None:
 
 
 def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, float]) -> None:
-    """Refuses side terms whose factor c x D_main / D_k, by which they enter one backward pass, float32 does not carry.
+    """Refuses side terms whose factor in the backward pass, c x D_main / D_k, is out of the range of float32.
 
     Args:
-        coefficients: c by term, the main one first.
-        denominators: D of each term over the global batch.
+        coefficients: Coefficient c of each term, the main term first.
+        denominators: Denominator D of each term over the global batch.
 
     Raises:
-        NumericError: A factor lies outside.
+        NumericError: A factor is out of range.
     """
     main = denominators[MAIN_TERM]
     for term, coefficient in coefficients.items():

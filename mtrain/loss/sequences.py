@@ -12,46 +12,46 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The sequences of a microbatch whose rows may hold several."""
+    """Sequences of a microbatch whose rows may hold several."""
 
     ids: Tensor
-    """[batch, seq] int64: the sequence of each token of this rank, counted from 0 in the microbatch."""
+    """Sequence of each token of this rank, [batch, seq] int64, counted from 0 in the microbatch."""
     num_sequences: int
-    """Of the whole microbatch, the same on all ranks that hold parts of it."""
+    """Number of sequences of the whole microbatch, the same on all ranks that hold parts of it."""
 
 
 def sum_by_sequence(values: Tensor, packed: PackedSequences) -> Tensor:
-    """[batch, seq] -> [num_sequences]: the sum over this rank's tokens of each sequence, to be differentiated."""
-    # Not index_add or scatter_add, which add in any order on a GPU: a run has to repeat to the bit.
+    """Sums values over this rank's tokens of each sequence, [batch, seq] -> [num_sequences]; differentiable."""
+    # not index_add or scatter_add, which add in any order on a GPU: a run has to repeat to the bit
     return values.new_zeros(packed.num_sequences).index_put((packed.ids,), values, accumulate=True)
 
 
 @dataclass(frozen=True)
 class TokenSources:
-    """The sources of a blend that the tokens of a microbatch come from."""
+    """Sources of a blend that the tokens of a microbatch come from."""
 
     ids: Tensor
-    """[batch, seq] int64: number of the source; -1 where it is not known."""
+    """Index of each token's source, [batch, seq] int64; -1 where it is not known."""
     num_sources: int
-    """Of the run."""
+    """Number of sources of the run."""
 
 
 def sum_by_source(values: Tensor, sources: TokenSources) -> Tensor:
-    """[batch, seq] -> [num_sources] float64: the sum over this rank's tokens of each source; no graph."""
-    # a product, since adding into a few places collides on a GPU: slow, or in any order
+    """Sums values over this rank's tokens of each source, [batch, seq] -> [num_sources] float64, without a graph."""
+    # a matrix product: atomic adds into a few places are slow on a GPU, and their order is not fixed
     is_of = sources.ids.reshape(-1, 1) == torch.arange(sources.num_sources, device=values.device)
     return values.detach().reshape(-1).double() @ is_of.double()
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of every rank's values, on every rank, to be differentiated.
+    """Returns the sum of every rank's values, on every rank; differentiable.
 
     One all-reduce over the group, and one in backward. All ranks must call it, and go backward through it, in the same
     order.
 
     Args:
-        values: Any shape, the same on all ranks.
-        group: None where there is one rank.
+        values: Values of any shape that is the same on all ranks.
+        group: Ranks to sum over; None where there is one rank.
     """
     # no node in the graph and no collective at cp = 1
     if group is None:
@@ -61,11 +61,11 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Forward and backward are the same sum.
+    """Sum over ranks whose backward is the same sum.
 
-    Each rank differentiates its own part N_r of the numerator N = sum of N_r. What rank s put into the sum S reaches
-    all of them, so dN / dx_s is the sum over r of dN_r / dS. Whether one rank uses S or all do, no gradient is lost and
-    none is counted twice.
+    Each rank differentiates its own part N_r of the numerator N = sum of N_r. The summand x_s of rank s reaches all of
+    them through the sum S, so dN / dx_s is the sum over r of dN_r / dS. Whether one rank uses S or all do, no gradient
+    is lost and none is counted twice.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""The token losses, and how one is found by its name."""
+"""Losses of tokens, and their lookup by name."""

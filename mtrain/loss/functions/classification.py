@@ -1,4 +1,4 @@
-"""Classes of whole sequences, by a head."""
+"""Classification of whole sequences by a head."""
 
 from mtrain.loss.diagnostics import diagnosed, reports
 from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
@@ -7,10 +7,10 @@ from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 @per_token
 @reports("accuracy")
 def classification_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPair:
-    """Cross entropy of a sequence's class at its last token, the one that has a weight.
+    """Weighs and sums the cross entropy of each sequence's class at its last token, the only one with a weight.
 
     Args:
-        inputs: Logits are those of the classes, labels the classes.
+        inputs: One microbatch; the logits are those of the classes, the labels are the classes.
         label_smoothing: Share of the target that is spread evenly over all classes.
     """
     losses = inputs.logits.cross_entropy(inputs.labels, label_smoothing)

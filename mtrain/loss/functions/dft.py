@@ -1,4 +1,4 @@
-"""Dynamic fine-tuning: what the model finds unlikely pulls less."""
+"""Dynamic fine-tuning: tokens that the model finds unlikely have less influence."""
 
 import torch
 

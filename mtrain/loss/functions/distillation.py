@@ -1,4 +1,4 @@
-"""Divergence from a frozen teacher, to learn from its whole distribution or to stay near a reference."""
+"""Divergence from a frozen teacher: learns from its whole distribution, or keeps the model near a reference."""
 
 from typing import Literal, assert_never
 
@@ -16,14 +16,14 @@ def distillation_loss(
 
     Args:
         inputs: One microbatch, with the teacher's logits.
-        direction: forward is KL(teacher || model), which covers all that the teacher would say; reverse is
-            KL(model || teacher), which stays within it.
-        temperature: Both logits are divided by it. The gradient shrinks with its square; where that is unwanted, give
-            the term a coefficient of temperature squared.
+        direction: Direction of the divergence. forward is KL(teacher || model), which covers all that the teacher would
+            say; reverse is KL(model || teacher), which stays within it.
+        temperature: Divisor of both logits. The gradient shrinks with its square; where that is unwanted, give the term
+            a coefficient of temperature squared.
 
     Source: Hinton et al. 2015; the reverse direction as in Gu et al. 2023 (MiniLLM).
     """
-    # no mask is needed here: `weigh` drops what masked tokens give, and their gradient is cleared in the node
+    # no mask is needed here: `weigh` drops masked tokens, and backward sets their gradient to 0
     teacher = inputs.teacher
     assert teacher is not None, "the objective is refused without a teacher"
     logits = inputs.logits

@@ -1,4 +1,4 @@
-"""Divergence from a reference policy by the log-probabilities of the drawn tokens alone."""
+"""Divergence from a reference policy, estimated from the log-probabilities of the sampled tokens alone."""
 
 from typing import Literal, assert_never
 
@@ -10,14 +10,14 @@ from mtrain.loss.pair import LossPair, TermInputs, needs_extras, per_token, weig
 @per_token
 @needs_extras("ref_logprobs")
 def kl_loss(inputs: TermInputs, estimator: Literal["k1", "k2", "k3"] = "k3") -> LossPair:
-    """Weighs and sums an estimate of KL(model || reference) of each token, in nats: keeps a policy near its reference.
+    """Weighs and sums an estimate of KL(model || reference) of each token, in nats.
 
-    With all logits of the reference at hand, `distillation` has the exact divergence.
+    Where all logits of the reference are available, `distillation` computes the exact divergence.
 
     Args:
         inputs: One microbatch. The extra `ref_logprobs` has the reference's log-probabilities of the labels.
-        estimator: With d = log pi - log pi_ref, k1 is d (its gradient has expectation 0 under the policy's own tokens),
-            k2 is d^2 / 2, k3 is exp(-d) - 1 + d, which GRPO takes.
+        estimator: Estimator of the divergence. Where d = log pi - log pi_ref, k1 is d (its gradient has expectation 0
+            under the policy's own tokens), k2 is d^2 / 2, and k3 is exp(-d) - 1 + d, which GRPO uses.
 
     Source: Schulman 2020, "Approximating KL divergence".
     """

@@ -19,19 +19,19 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     """Imports a loss function and binds its options.
 
     Args:
-        name: One of `LOSS_FUNCTIONS`, or `package.module:name`.
-        options: Keyword arguments of the function beside its first, the `TermInputs`.
+        name: Key of `LOSS_FUNCTIONS`, or `package.module:name`.
+        options: Keyword arguments of the function, which takes the `TermInputs` first.
 
     Returns:
-        The function of `TermInputs` alone.
+        Function of `TermInputs` alone.
 
     Raises:
-        ConfigError: Nothing can be imported under this name, what is there cannot be called, or its signature does
-            not take the options.
+        ConfigError: Nothing can be imported under this name, what is imported cannot be called, or its signature does
+            not accept the options.
     """
     path = LOSS_FUNCTIONS.get(name, name)
     module_name, colon, attribute = path.partition(":")
-    # no dotted attribute: what is imported is one name of one module
+    # no dotted attribute: only a name of the module itself is imported
     if not (module_name and colon and attribute.isidentifier()):
         raise ConfigError(
             f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function "
@@ -49,17 +49,17 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
 
 
 def asks_for_teacher(function: LossFunction) -> bool:
-    """Whether a function, with or without bound options, was marked by `mtrain.loss.pair.needs_teacher`."""
+    """Says whether a function, with or without bound options, was marked by `mtrain.loss.pair.needs_teacher`."""
     return _is_marked(function, "needs_teacher")
 
 
 def is_per_token(function: LossFunction) -> bool:
-    """Whether a function, with or without bound options, was marked by `mtrain.loss.pair.per_token`."""
+    """Says whether a function, with or without bound options, was marked by `mtrain.loss.pair.per_token`."""
     return _is_marked(function, "per_token")
 
 
 def extras_of(function: LossFunction) -> tuple[str, ...]:
-    """What `mtrain.loss.pair.needs_extras` says that a function, with or without bound options, reads."""
+    """Returns the extras that `mtrain.loss.pair.needs_extras` declared for a function, options bound or not."""
     inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     names, by_option = getattr(inner, "needs_extras", ((), {}))
     defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
@@ -69,13 +69,13 @@ def extras_of(function: LossFunction) -> tuple[str, ...]:
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
-    """Of "advantages" itself; of "topk_ids[k]" as many as the option k says."""
+    """Returns the columns of an extra: one for "advantages", as many as the option k says for "topk_ids[k]"."""
     key, bracket, option = name.removesuffix("]").partition("[")
     return columns(key, options[option] if bracket else None)
 
 
 def reported_by(function: LossFunction) -> Reported:
-    """What `mtrain.loss.diagnostics.reports` says that a function, with or without bound options, reports."""
+    """Returns the diagnostics that `mtrain.loss.diagnostics.reports` declared for a function, options bound or not."""
     inner = function.func if isinstance(function, functools.partial) else function
     found: Reported = getattr(inner, "reports", Reported())
     return found
@@ -87,7 +87,7 @@ def _is_marked(function: LossFunction, mark: str) -> bool:
 
 
 def _import(module_name: str, path: str) -> ModuleType:
-    """Imports; a module that is not there is another error than one that fails."""
+    """Imports a module; a missing module and one that fails while it is imported give different messages."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -99,13 +99,13 @@ def _import(module_name: str, path: str) -> ModuleType:
                 "the package, or add the folder that holds it to PYTHONPATH"
             ) from error
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
-    # what else a module raises while it is imported is the user's own error, and keeps its traceback
+    # anything else that a module raises while it is imported is the user's own error, and keeps its traceback
     except (ImportError, SyntaxError) as error:
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
 
 
 def _nearest(name: str, module: ModuleType) -> str:
-    """What could have been meant."""
+    """Returns a hint for the user: functions of the module with a similar name, or all of them."""
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
     close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4)
     return (
@@ -114,7 +114,7 @@ def _nearest(name: str, module: ModuleType) -> str:
 
 
 def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the signature does not take, and missing ones that it needs."""
+    """Refuses options that the signature does not accept, and missing ones that it requires."""
     try:
         # signature and bind, not a trial call: a call needs logits, and would fail on the last stage alone
         signature = inspect.signature(function)

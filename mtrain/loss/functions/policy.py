@@ -1,8 +1,8 @@
-"""Losses of policy gradients on tokens that another policy, or an older state of this one, has drawn.
+"""Policy gradient losses on tokens that were sampled from another policy, or from an older state of this one.
 
-Their data bring along `advantages` (per token, or one a sequence), `old_logprobs` (the log-probabilities of the policy
-of which the ratio is taken) and, for the correction of stale rollouts, `rollout_logprobs` (those of the program that
-drew the tokens). What they are called elsewhere follows from options, aggregation and side terms:
+The data contain `advantages` (one per token or per sequence), `old_logprobs` (log-probabilities under the policy in the
+denominator of the ratio) and, for the correction of stale rollouts, `rollout_logprobs` (log-probabilities from the
+program that sampled the tokens). Which options, aggregation and side terms give which published algorithm:
 docs/policy-losses.md.
 """
 
@@ -30,14 +30,13 @@ def ppo_loss(
 
     Args:
         inputs: One microbatch.
-        clip_low: How far below 1 a ratio still counts.
-        clip_high: How far above 1; above clip_low it is DAPO's clip-higher.
-        dual_clip: A token of negative advantage loses no more than so many times its advantage; above 1. None: no
-            bound.
-        rollout_cap: Each token's loss is multiplied by min(pi_old / pi_rollout, rollout_cap): truncated importance
-            sampling for tokens that were drawn by other numbers than `old_logprobs`. None: not at all.
-        old_logprobs: Whether the data bring pi_old along. Else the policy as it is takes its place, as in the first
-            update on new rollouts: every ratio is 1, to the bit.
+        clip_low: Distance below 1 at which ratios are clipped.
+        clip_high: Distance above 1 at which ratios are clipped; larger than clip_low it is DAPO's clip-higher.
+        dual_clip: Bound on the loss of a token of negative advantage, as a multiple of -A; above 1. None: no bound.
+        rollout_cap: Cap of truncated importance sampling: each token's loss is multiplied by min(pi_old / pi_rollout,
+            rollout_cap), for tokens that were sampled with other numbers than `old_logprobs`; no correction if None.
+        old_logprobs: Whether the data contain pi_old. If not, the current policy takes its place, as in the first
+            update on new rollouts: every ratio is exactly 1.
 
     Source: Schulman et al. 2017, equation 7; dual clip Ye et al. 2020, equation 5; clip-higher Yu et al. 2025 (DAPO),
     equation 10; truncated importance sampling Yao et al. 2025.
@@ -53,11 +52,12 @@ def ppo_loss(
 def gspo_loss(
     inputs: TermInputs, clip_low: float = 3e-4, clip_high: float = 4e-4, old_logprobs: bool = True
 ) -> LossPair:
-    """As `ppo_loss`, with the geometric mean of a sequence's ratios as the ratio of each of its tokens.
+    """Weighs and sums the loss of `ppo_loss` with the geometric mean of a sequence's ratios for each of its tokens.
 
-    The mean is over the loss tokens of the sequence, wherever they lie; its value is the whole sequence's, its gradient
-    reaches each token by that token's own log-probability. With one advantage a sequence, and weights of 0 and 1, that
-    is the loss of whole sequences; with several it is GSPO-token. Two all-reduces of [sequences] numbers over CP.
+    The mean is over all loss tokens of the sequence, on every rank; its value is that of the whole sequence, and its
+    gradient reaches each token through that token's own log-probability. With one advantage per sequence, and weights
+    of 0 and 1, this is the loss of whole sequences; with several it is GSPO-token. Two all-reduces of [sequences]
+    numbers over CP.
 
     Source: Zheng et al. 2025 (GSPO), equations 5, 7 and 13.
     """
@@ -83,10 +83,10 @@ def cispo_loss(
 
     Args:
         inputs: One microbatch.
-        clip_low: None: no bound below.
-        clip_high: As of `ppo_loss`.
-        rollout_cap: As of `ppo_loss`.
-        old_logprobs: As of `ppo_loss`.
+        clip_low: Distance below 1 at which ratios are clipped. None: no bound below.
+        clip_high: Distance above 1 at which ratios are clipped.
+        rollout_cap: Cap of truncated importance sampling; see `ppo_loss`.
+        old_logprobs: Whether the data contain pi_old; see `ppo_loss`.
 
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5.
     """
@@ -99,19 +99,18 @@ def cispo_loss(
 
 
 def _log_probs(inputs: TermInputs) -> Tensor:
-    """[batch, seq] of the labels, in nats; 0 where masked."""
-    # where: beside a masked token the extras may be anything, and exp of it inf, whose gradient of 0 x inf is nan; it
-    # ends here
+    """Returns the log-probabilities of the labels, [batch, seq], in nats; 0 where masked."""
+    # where: the extras of a masked token may be anything and their exp inf; the gradient 0 x inf, nan, stops here
     return torch.where(inputs.weights != 0, -inputs.logits.cross_entropy(inputs.labels), 0.0)
 
 
 def _old(log_probs: Tensor, inputs: TermInputs, is_given: bool) -> Tensor:
-    """[batch, seq] log pi_old; anything where masked."""
+    """Returns log pi_old, [batch, seq]; arbitrary values where masked."""
     return inputs.extras["old_logprobs"] if is_given else log_probs.detach()
 
 
 def _rollout_factor(old: Tensor, inputs: TermInputs, cap: float | None) -> Tensor | float:
-    """[batch, seq] min(pi_old / pi_rollout, cap); 1 where nothing is corrected."""
+    """Returns min(pi_old / pi_rollout, cap), [batch, seq]; 1 without a cap."""
     if cap is None:
         return 1.0
     return (old - inputs.extras["rollout_logprobs"]).exp().clamp(max=cap)
@@ -125,7 +124,7 @@ def _clipped(
     dual: float | None = None,
     factor: Tensor | float = 1.0,
 ) -> LossPair:
-    """The clipped surrogate of ratios."""
+    """Weighs and sums the clipped surrogate of the ratios."""
     ratio, advantages = log_ratio.exp(), inputs.extras["advantages"]
     plain = ratio * advantages
     surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages)
@@ -136,6 +135,6 @@ def _clipped(
 
 
 def _reported(pair: LossPair, inputs: TermInputs, ratio: Tensor, is_clipped: Tensor) -> LossPair:
-    # log is safe: where a ratio has become 0 the divergence is inf, and says so
+    # log is safe: where a ratio is 0 the divergence is reported as inf
     means = {"clip_fraction": is_clipped.float(), "approximate_kl": ratio - 1 - ratio.log(), "ratio": ratio}
     return diagnosed(pair, inputs, means, maxima={"ratio_max": ratio})

@@ -9,7 +9,7 @@ from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 def z_loss(inputs: TermInputs) -> LossPair:
     """Weighs and sums the squared log-sum-exp of each token's logits, in nats squared.
 
-    No collective beside a next-token loss of the same logits, else two all-reduces over the tensor-parallel group.
+    Two all-reduces over the tensor-parallel group; none if a next-token loss of the same logits is computed first.
 
     Source: PaLM (Chowdhery et al. 2022), section 5, where the coefficient is 1e-4.
     """

@@ -1,1 +1,1 @@
-"""Losses that compare whole sequences: pairs of answers, or answers that are wanted or not."""
+"""Losses of whole sequences: pairs of answers, or single answers that are wanted or unwanted."""

@@ -7,16 +7,17 @@ from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, pref
 
 @preference_loss(needs_reference=True)
 def dpo_loss(sequences: ScoredSequences, beta: float = 0.1, label_smoothing: float = 0.0) -> PreferenceValue:
-    """-log sigmoid(beta x margin), where the margin is how much more likely than under the reference model the chosen
-    answer is, less the same of the rejected one.
+    """Computes -log sigmoid(beta x margin) of each pair.
+
+    The margin is the log ratio of model to reference model of the chosen answer, minus that of the rejected answer.
 
     Scores are sums over an answer's tokens; with loss.aggregation=seq-mean-token-mean they are means, which is
     length-normalised DPO.
 
     Args:
-        sequences: Pairs.
-        beta: Inverse temperature: the larger, the nearer the model stays to the reference.
-        label_smoothing: Share of pairs whose preference is assumed to be the wrong way round (conservative DPO).
+        sequences: Chosen and rejected sequences, in pairs.
+        beta: Inverse temperature: the larger it is, the nearer the model stays to the reference.
+        label_smoothing: Share of pairs whose preference is assumed to be reversed (conservative DPO).
 
     Source: Rafailov et al. 2023, equation 7; label smoothing as in Mitchell 2023 (cDPO).
     """

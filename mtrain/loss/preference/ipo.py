@@ -5,14 +5,14 @@ from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, pref
 
 @preference_loss(needs_reference=True)
 def ipo_loss(sequences: ScoredSequences, beta: float = 0.1) -> PreferenceValue:
-    """(margin - 1 / (2 beta)) squared, so that a pair which is separated well enough pulls no further.
+    """Computes (margin - 1 / (2 beta)) squared of each pair: the gradient vanishes at the margin that is aimed at.
 
-    Scores are means over an answer's tokens, as the authors have it; with loss.aggregation=seq-mean-token-sum they are
-    sums.
+    Scores are means over an answer's tokens, as the authors define them; with loss.aggregation=seq-mean-token-sum they
+    are sums.
 
     Args:
-        sequences: Pairs.
-        beta: The paper's tau: the larger, the smaller the margin that is aimed at.
+        sequences: Chosen and rejected sequences, in pairs.
+        beta: Parameter tau of the paper: the larger it is, the smaller the margin that is aimed at.
 
     Source: Azar et al. 2023, equation 17.
     """

@@ -13,18 +13,19 @@ def kto_loss(
     undesirable_weight: float = 1.0,
     kl: bool = True,
 ) -> PreferenceValue:
-    """1 - sigmoid(beta x (ratio - z)) for answers that are wanted, 1 - sigmoid(beta x (z - ratio)) for those that are
-    not, divided by the weights of all.
+    """Computes 1 - sigmoid(beta x (ratio - z)) of wanted answers and 1 - sigmoid(beta x (z - ratio)) of unwanted ones.
 
-    z is how far the model has moved from the reference: the mean log ratio of the global batch's mismatched sequences,
-    at least 0 and without a gradient.
+    Their sum is divided by the sum of the weights of all answers.
+
+    z is the distance of the model from the reference: the mean log ratio of the global batch's mismatched sequences, at
+    least 0 and without a gradient.
 
     Args:
-        sequences: Answers and mismatched sequences.
-        beta: As in DPO.
+        sequences: Wanted, unwanted and mismatched sequences.
+        beta: Inverse temperature: the larger it is, the nearer the model stays to the reference.
         desirable_weight: Factor of the losses of wanted answers.
-        undesirable_weight: Factor of the others.
-        kl: Whether z is measured; else it is 0, and mismatched sequences are not needed.
+        undesirable_weight: Factor of the losses of unwanted answers.
+        kl: Whether z is measured; if not, it is 0 and mismatched sequences are not needed.
 
     Raises:
         DataError: z is to be measured, but no sequence is mismatched.

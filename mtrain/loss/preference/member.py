@@ -1,4 +1,4 @@
-"""What a sequence is in the group that it is compared in."""
+"""Role of a sequence in the group in which it is compared."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Literal
 
 Role = Literal["chosen", "rejected", "mismatched"]
 ROLES: tuple[Role, ...] = ("chosen", "rejected", "mismatched")
-"""By the number that stands for them in `ScoredSequences.roles`."""
+"""Roles in the order of their numbers in `ScoredSequences.roles`."""
 
 
 @dataclass(frozen=True)
 class GroupMember:
-    """A sequence's part in the group that a preference loss looks at as a whole.
+    """Membership of a sequence in a group, which a preference loss sees as a whole.
 
-    All sequences of a group belong into the same call of `Engine.forward_backward`, or the same step of a run, wherever
-    they lie in it.
+    All sequences of a group belong in the same call of `Engine.forward_backward`, or in the same step of a run, in any
+    order.
     """
 
     group: int
-    """Whole number, at least 0, of the pair or of the answer that is judged alone; unique in the batch."""
+    """Number of the pair, or of the answer that is judged alone; at least 0, unique in the batch."""
     role: Role
-    """chosen: the better answer of a pair, or one that is wanted. rejected: the worse one, or one that is not wanted.
-    mismatched: an answer under the prompt of another, by which KTO measures how far the model has moved."""
+    """Role in the group. chosen: the better answer of a pair, or a wanted answer. rejected: the worse answer of a pair,
+    or an unwanted one. mismatched: an answer to another prompt, with which KTO measures how far the model has moved."""
     reference: float | None = None
-    """Score of the sequence under the reference model, as `Engine.scores` gives it: the sum of the log-probabilities of
-    its weighed tokens, or their mean where loss.aggregation=seq-mean-token-mean. None: the loss needs none."""
+    """Score of the sequence under the reference model, as `Engine.scores` returns it: the sum of the log-probabilities
+    of its weighted tokens, or their mean if loss.aggregation=seq-mean-token-mean. None: the loss needs none."""
     margin: float = 0.0
-    """Of a chosen sequence, by how much it is said to be better than the rejected one; read by reward_model."""
+    """Margin by which a chosen sequence is labelled better than the rejected one; read by reward_model."""

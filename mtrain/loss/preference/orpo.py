@@ -11,15 +11,16 @@ from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, pref
 
 @preference_loss(needs_reference=False)
 def orpo_loss(sequences: ScoredSequences, beta: float = 0.1, nll_coefficient: float = 1.0) -> PreferenceValue:
-    """The negative log-likelihood of the chosen answer, and -log sigmoid of the log odds ratio of the two answers.
+    """Computes the chosen answer's negative log-likelihood plus -log sigmoid of the log odds ratio of each pair.
 
-    Scores are means over an answer's tokens, so that both are; a reference model is not needed.
+    Scores are means over an answer's tokens, and so are both summands. No reference model is needed.
 
     Args:
-        sequences: Pairs.
+        sequences: Chosen and rejected sequences, in pairs.
         beta: Weight of the odds ratio, the paper's lambda.
-        nll_coefficient: Weight of the likelihood, 1 in the paper. With 0 it can be a side term with an aggregation of
-            its own, for instance `{function: next_token, aggregation: token-mean}`: side terms see chosen answers only.
+        nll_coefficient: Weight of the likelihood, 1 in the paper. Set it to 0 to have the likelihood as a side term
+            with its own aggregation, such as `{function: next_token, aggregation: token-mean}`: side terms see chosen
+            answers only.
 
     Source: Hong, Lee and Thorne 2024, equations 4 to 7.
     """
@@ -31,8 +32,11 @@ def orpo_loss(sequences: ScoredSequences, beta: float = 0.1, nll_coefficient: fl
 
 
 def _log_of_rest(scores: Tensor) -> Tensor:
-    """log(1 - exp(score)), exact on both sides. Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))"."""
+    """Computes log(1 - exp(score)), accurate for scores near 0 and far from 0.
+
+    Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
+    """
     near_zero = scores > -math.log(2)
-    # `where` differentiates both branches: each is given a harmless value where the other one holds
+    # `where` differentiates both branches: each gets a harmless value where the other one is used
     small, large = torch.where(near_zero, scores, -1.0), torch.where(near_zero, -1.0, scores)
     return torch.where(near_zero, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))

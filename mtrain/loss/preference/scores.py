@@ -1,10 +1,10 @@
 """The contract of a preference loss: a function of the scores of all sequences of a global batch.
 
 A score is the sum (loss.aggregation=seq-mean-token-sum) or the mean (seq-mean-token-mean) of the log-probabilities of a
-sequence's loss tokens. A forward pass finds the scores of the whole batch, wherever the sequences lie; the loss is then
-a function of a few short float64 vectors, the same on every rank, and so is its derivative by each score. A second
-pass through the model multiplies each token by the derivative of its sequence, which is the exact gradient
-(`mtrain/training/preferences/scoring_pass.py`).
+sequence's loss tokens. A first forward pass computes the scores of the whole batch and gathers them from all ranks; the
+loss is then a function of a few short float64 vectors, the same on every rank, and so is its derivative with respect to
+each score. A second pass through the model multiplies each token by the derivative of its sequence, which gives the
+exact gradient (`mtrain/training/preferences/scoring_pass.py`).
 """
 
 from __future__ import annotations
@@ -20,79 +20,80 @@ from mtrain.base.errors import DataError
 from mtrain.loss.preference.member import ROLES, Role
 
 SUM_AND_SUM = tuple[Tensor, Tensor]
-"""A diagnostic: what is added up over the batch, and what the sum is divided by; scalars."""
+"""Diagnostic as two scalars: a sum over the batch, and its divisor."""
 
 
 class PreferenceValue(NamedTuple):
-    """What a preference loss makes of a batch; pairs of sums, as every loss."""
+    """Result of a preference loss for a batch: undivided sums, as for every loss."""
 
     numerator: Tensor
-    """float64 scalar with a graph: sum of weight x loss."""
+    """Sum of weight x loss, float64 scalar with a graph."""
     shares: Tensor
-    """[sequences] float64: what each sequence adds to the denominator."""
+    """Summand of each sequence in the denominator, [sequences] float64."""
     diagnostics: dict[str, SUM_AND_SUM]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Some of the sequences; [n] float64 each."""
+    """Some of the sequences of a batch; each field is [n], float64 unless it says otherwise."""
 
     index: Tensor
-    """int64: their places among all."""
+    """Positions of the answers among all sequences, int64."""
     scores: Tensor
-    """With a graph."""
+    """Scores under the model, with a graph."""
     reference: Tensor
     """Scores under the reference model; 0 where the loss needs none."""
     lengths: Tensor
-    """Sum of the token weights."""
+    """Sum of each answer's token weights."""
     weights: Tensor
     margins: Tensor
-    """By how much the answer is said to be better than the one that it is compared with; 0 where nothing is said."""
+    """Margin by which an answer is labelled better than its counterpart; 0 where the data give none."""
 
     @property
     def ratios(self) -> Tensor:
-        """Log of the likelihood ratio to the reference model."""
+        """Returns the log of the likelihood ratio to the reference model."""
         return self.scores - self.reference
 
 
 class Pairs(NamedTuple):
-    """A chosen and a rejected answer each; [pairs]."""
+    """Pairs of a chosen and a rejected answer; each vector is [pairs]."""
 
     chosen: Answers
     rejected: Answers
 
     @property
     def weights(self) -> Tensor:
-        """What each pair counts."""
+        """Returns the weight of each pair."""
         return self.chosen.weights
 
 
 @dataclass(frozen=True)
 class ScoredSequences:
-    """All sequences of a global batch, in the order of their slots; the same on all ranks. [sequences] each."""
+    """All sequences of a global batch in the order of their slots, the same on all ranks; each field is [sequences]."""
 
     scores: Tensor
-    """float64 on the CPU, as the others; to be differentiated."""
+    """Scores under the model, float64, on the CPU like the other fields; differentiable."""
     reference: Tensor
-    """float64; nan where a sequence has none."""
+    """Scores under the reference model, float64; nan where a sequence has none."""
     lengths: Tensor
-    """float64: sum of the token weights; 0 where a sequence has no loss token."""
+    """Sum of each sequence's token weights, float64; 0 where a sequence has no loss token."""
     weights: Tensor
-    """float64: of the samples."""
+    """Weights of the samples, float64."""
     groups: Tensor
-    """int64."""
+    """Group of each sequence, int64."""
     roles: Tensor
-    """int64, places in `ROLES`."""
+    """Role of each sequence, int64: index into `ROLES`."""
     margins: Tensor | None = None
-    """float64, as of `Answers`; None: nothing is said of any."""
+    """Margins as in `Answers`, float64; None where the data give none."""
 
     def of(self, role: Role) -> Answers:
-        """The sequences of a role that have a loss token and a weight."""
+        """Returns the sequences of a role that have a loss token and a weight."""
         return self._at(torch.nonzero(self._counts & (self.roles == ROLES.index(role))).flatten())
 
     def pairs(self) -> Pairs:
-        """Chosen and rejected of every group, ordered by group. A pair in which one answer has no loss token, or whose
-        weight is 0, is left out.
+        """Returns the chosen and the rejected answer of every group, ordered by group.
+
+        A pair in which one answer has no loss token, or whose weight is 0, is left out.
 
         Raises:
             DataError: A group is not one chosen and one rejected sequence of the same weight.
@@ -109,12 +110,12 @@ class ScoredSequences:
         return Pairs(self._at(chosen[whole]), self._at(rejected[whole]))
 
     def value_of_pairs(self, losses: Tensor, pairs: Pairs, rewards: tuple[Tensor, Tensor]) -> PreferenceValue:
-        """The mean of the pairs' losses by weight, with the usual diagnostics.
+        """Returns the weighted mean of the pairs' losses as sums, with the usual diagnostics.
 
         Args:
-            losses: [pairs] float64.
-            pairs: As `pairs` gave them.
-            rewards: [pairs] each: of the chosen and of the rejected answers, for the diagnostics.
+            losses: Loss of each pair, [pairs] float64.
+            pairs: Result of the method `pairs`.
+            rewards: Rewards of the chosen and of the rejected answers, [pairs] each, for the diagnostics.
         """
         weights = pairs.weights
         chosen, rejected = (each.detach() for each in rewards)
@@ -133,7 +134,7 @@ class ScoredSequences:
         return (self.lengths > 0) & (self.weights > 0)
 
     def _at(self, index: Tensor) -> Answers:
-        # a missing reference is nan, and refused before any loss is computed that needs it
+        # a missing reference is nan; a loss that needs it was refused before
         reference = self.reference[index].nan_to_num(nan=0.0)
         margins = torch.zeros_like(self.weights) if self.margins is None else self.margins
         of_index = (each[index] for each in (self.lengths, self.weights, margins))
@@ -153,7 +154,7 @@ class ScoredSequences:
 
 
 def agreed_fault(message: str) -> DataError:
-    """Of vectors that are the same on all ranks."""
+    """Makes an error that every rank raises alike, found in vectors that are the same on all ranks."""
     error = DataError(message)
     error.on_every_rank = True
     return error
@@ -164,13 +165,13 @@ Function = TypeVar("Function", bound=Callable[..., PreferenceValue])
 
 
 class PreferenceMarks(NamedTuple):
-    """What a run has to know of a preference loss."""
+    """Properties of a preference loss that a run has to know."""
 
     needs_reference: bool
     couples_groups: bool
     """Whether the loss of a group depends on the other groups of the batch."""
     scores_by_head: bool
-    """Whether a score is the number that a head makes of a sequence, and no log-probability."""
+    """Whether a score is the number that a head computes from a sequence, not a log-probability."""
 
 
 def preference_loss(
@@ -179,10 +180,10 @@ def preference_loss(
     """Marks a function (ScoredSequences, **options) -> PreferenceValue as a loss of whole sequences.
 
     Args:
-        needs_reference: Whether it compares with a reference model.
+        needs_reference: Whether the loss compares with a reference model.
         couples_groups: Whether the loss of a group depends on the others of its batch; a step is then one call of
             `Engine.forward_backward`.
-        scores_by_head: Whether a score is the number that a head (`model.num_labels`: 1) makes of the sequence.
+        scores_by_head: Whether a score is the number that a head (`model.num_labels`: 1) computes from the sequence.
     """
 
     def mark(function: Function) -> Function:
@@ -193,6 +194,6 @@ def preference_loss(
 
 
 def preference_marks(function: Callable[..., Any]) -> PreferenceMarks | None:
-    """Those of a function, with or without bound options; None where it is no preference loss."""
+    """Returns the marks of a function, with or without bound options; None if it is no preference loss."""
     marks: PreferenceMarks | None = getattr(getattr(function, "func", function), "preference_marks", None)
     return marks

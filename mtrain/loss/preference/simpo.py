@@ -9,15 +9,15 @@ from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, pref
 def simpo_loss(
     sequences: ScoredSequences, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
 ) -> PreferenceValue:
-    """-log sigmoid(beta x (score of the chosen - score of the rejected answer) - gamma), without a reference model.
+    """Computes -log sigmoid(beta x (chosen score - rejected score) - gamma) of each pair, without a reference model.
 
     Scores are means over an answer's tokens.
 
     Args:
-        sequences: Pairs.
+        sequences: Chosen and rejected sequences, in pairs.
         beta: Scale of the rewards.
-        gamma: Margin that the rewards of a pair should keep. TRL's `simpo_gamma`.
-        label_smoothing: As in DPO.
+        gamma: Target margin between the rewards of a pair, `simpo_gamma` in TRL.
+        label_smoothing: Share of pairs whose preference is assumed to be reversed.
 
     Source: Meng, Xia and Chen 2024, equation 6.
     """

@@ -1,6 +1,7 @@
 """Nodes of the autograd graph for losses of one distribution: cross entropy, log-sum-exp and entropy.
 
-Everything here is [seq, batch], the order of the logits; no node communicates, forward or backward.
+All tensors of one number per token are [seq, batch], in the order of the logits; no node communicates, forward or
+backward.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from mtrain.loss.vocab_parallel.exponentials import Exponentials, cleared, softm
 
 @dataclass(frozen=True)
 class TargetLogits:
-    """What the model should have said: mostly the label, a little of every real token; all [seq, batch]."""
+    """Target distribution: mostly the label, and a little of every real token if labels are smoothed; [seq, batch]."""
 
     column: Tensor
-    """Local column of the label, 0 where another rank holds it."""
+    """Local column of the label; 0 where another rank holds it."""
     is_local: Tensor
     """Whether this rank holds the label's column."""
     shifted_logit: Tensor
@@ -28,49 +29,47 @@ class TargetLogits:
     label_share: float
     """Probability that the target gives to the label alone: 1 - smoothing."""
     uniform_share: float
-    """Probability that the target gives to every real token, the label too: smoothing / vocab_size."""
+    """Probability that the target gives to every real token, the label included: smoothing / vocab_size."""
 
 
 class CrossEntropy(torch.autograd.Function):
-    """(logits) -> (cross entropy, log-sum-exp)."""
+    """Autograd node (logits) -> (cross entropy, log-sum-exp)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: TargetLogits) -> tuple[Tensor, Tensor]:
-        # not the logits: softmax follows from the exponentials, which other terms of the microbatch save as the same
-        # tensor
+        # not the logits: softmax follows from the exponentials, a tensor that other terms of the microbatch save too
         ctx.save_for_backward(exponentials.values, exponentials.total, target.column, target.is_local)
         ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
         ctx.label_share, ctx.uniform_share = target.label_share, target.uniform_share
         log_total = exponentials.total.log()
-        # The maximum cancels in the first, since target probabilities add up to 1: no large numbers are subtracted
-        # there.
+        # The maximum cancels in the first, since target probabilities add up to 1: no large numbers are subtracted.
         return log_total - target.shifted_logit, log_total + exponentials.maximum
 
     @staticmethod
-    # a second derivative would leave out what is saved without a graph: it raises instead of being wrong
+    # a second derivative would ignore tensors that are saved without a graph: it raises instead of being wrong
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
         values, total, column, is_local = ctx.saved_tensors
-        # Both losses have the softmax as gradient, so one pass over [seq, batch, vocab_local] serves them. What no term
-        # used arrives here as zeros, since autograd materialises gradients.
+        # Both losses have the softmax as gradient, so one pass over [seq, batch, vocab_local] serves both. The gradient
+        # of an output that no term used arrives as zeros, since autograd materialises gradients.
         scale, column = grad_entropy + grad_logsumexp, column.unsqueeze(-1)
         is_masked = (grad_entropy == 0) & (grad_logsumexp == 0)
         exponentials = Exponentials(values, total, total, ctx.num_real)
-        # None skips a read: without smoothing the gradient is softmax x scale alone
+        # without smoothing the gradient is softmax x scale alone, and None skips a read
         shift = grad_entropy * ctx.uniform_share if ctx.uniform_share > 0 else None
         gradient = softmax_times(exponentials, scale, is_masked, ctx.dtype, shift)
         # softmax x scale minus the label's share, formed in full precision: near 1 the two almost cancel
         at_label = values.gather(-1, column).squeeze(-1) / total * scale
         at_label = at_label - grad_entropy * (ctx.label_share + ctx.uniform_share)
         is_set = is_local & ~is_masked
-        # Where another rank holds the label, column 0 gets back what it had: a scatter without a boolean index, for
-        # which the host would have to wait.
+        # Where another rank holds the label, column 0 gets its old value back: so the scatter needs no boolean index,
+        # for which the host would have to wait.
         kept = torch.where(is_set, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))
         return gradient.scatter_(-1, column, kept.unsqueeze(-1)), None, None
 
 
 class LogSumExp(torch.autograd.Function):
-    """(logits) -> log-sum-exp."""
+    """Autograd node (logits) -> log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials) -> Tensor:
@@ -87,7 +86,7 @@ class LogSumExp(torch.autograd.Function):
 
 
 class Entropy(torch.autograd.Function):
-    """(logits) -> entropy. With s = logit - maximum and m the mean of s, dH/ds_j = -p_j (s_j - m)."""
+    """Autograd node (logits) -> entropy. Where s = logit - maximum and m is the mean of s, dH/ds_j = -p_j (s_j - m)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, mean: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ class Entropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         values, total, mean = ctx.saved_tensors
-        # exp(s) s from exp(s) alone: what underflowed has no weight, and the logits need not be kept
+        # exp(s) s from exp(s) alone: underflowed exponentials have no weight, and the logits need not be kept
         gradient = torch.xlogy(values, values).addcmul_(values, mean.unsqueeze(-1), value=-1)
         # in place in full precision and rounded once at the end, as the two products almost cancel for a flat
         # distribution

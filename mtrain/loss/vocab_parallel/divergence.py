@@ -1,7 +1,7 @@
-"""Kullback-Leibler divergences between two distributions over one split vocabulary, of which the first is trained.
+"""Kullback-Leibler divergences between a trained distribution and a frozen one over the same split vocabulary.
 
-Backward computes both softmaxes anew from the logits, a few tokens at a time: beside the logits of student and
-teacher, which exist anyway, only numbers of one token each are kept.
+Backward recomputes both softmaxes from the logits, a few tokens at a time: apart from the logits of student and
+teacher, which exist anyway, only a few numbers per token are kept.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mtrain.loss.vocab_parallel.exponentials import cleared, row_slices, shifted
 
 @dataclass(frozen=True)
 class Tempered:
-    """One of the two distributions: softmax of logits / temperature; statistics are [seq, batch]."""
+    """Softmax of logits / temperature, one of the two distributions; statistics are [seq, batch]."""
 
     local: Tensor
-    """[seq, batch, vocab_local] logits."""
+    """Logits, [seq, batch, vocab_local]."""
     maximum: Tensor
-    """Of the logits, over the whole vocabulary."""
+    """Largest logit of each token, over the whole vocabulary."""
     num_real: int
-    """Local columns that are not padding."""
+    """Number of local columns that are not padding."""
     temperature: float
 
     def scores(self, rows: slice) -> Tensor:
-        """(logit - maximum) / temperature of some positions; -inf at padding."""
+        """Returns (logit - maximum) / temperature of some positions; -inf at padding."""
         # the maximum of logits / T is maximum / T, so one maximum serves every temperature without a further all-reduce
         return shifted_logits(self.local[rows], self.maximum[rows], self.num_real).div_(self.temperature)
 
 
 def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
-    """This rank's part of [sum of exp(a), sum of exp(a) (a - b), sum of exp(b)], with the scores a and b: [3, ...].
+    """Returns this rank's part of [sum of exp(a), sum of exp(a) (a - b), sum of exp(b)] for scores a and b: [3, ...].
 
-    A token of the vocabulary whose exp(a) is 0 adds nothing to the middle one, whatever b is.
+    A token of the vocabulary whose exp(a) is 0 adds nothing to the second sum, whatever b is.
     """
     # [3, seq, batch]: stacked, so that one all-reduce carries all three
     sums = torch.empty(3, *weighting.maximum.shape, dtype=weighting.maximum.dtype, device=weighting.local.device)
@@ -54,16 +54,17 @@ def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
 
 
 def divergence_of_sums(sums: Tensor) -> Tensor:
-    """sum of p (log p - log q) from `local_sums` added up over all ranks, p weighting.
+    """Computes the sum of p (log p - log q) from `local_sums` added up over all ranks; p is the weighting distribution.
 
-    In float64, because for similar distributions the three parts almost cancel.
+    Computed in float64, because for similar distributions the three parts almost cancel.
     """
     weights, gaps, others = sums.double().unbind()
     return gaps / weights - weights.log() + others.log()
 
 
 class Divergence(torch.autograd.Function):
-    """(student's logits) -> KL(teacher || student), or KL(student || teacher) where `is_reverse`; [seq, batch]."""
+    """Autograd node (student's logits) -> KL(teacher || student), or KL(student || teacher) if `is_reverse`; [seq,
+    batch]."""
 
     @staticmethod
     def forward(
@@ -88,7 +89,7 @@ class Divergence(torch.autograd.Function):
         teacher = Tempered(teacher_local, teacher_maximum, ctx.num_real, ctx.temperature)
         gradient = torch.empty_like(local)
         for rows in row_slices(local):
-            # log softmax from the logits, not log(p): what underflows in p keeps its logarithm
+            # log softmax from the logits, not log(p): a p that underflows keeps its logarithm
             log_p = student.scores(rows).sub_(log_totals[0, rows].unsqueeze(-1))
             log_q = teacher.scores(rows).sub_(log_totals[1, rows].unsqueeze(-1))
             if ctx.is_reverse:
@@ -103,7 +104,7 @@ class Divergence(torch.autograd.Function):
 
 
 def _reverse_gradient(log_p: Tensor, log_q: Tensor, value: Tensor) -> Tensor:
-    """p (log p - log q - KL), and 0 where p is 0."""
+    """Computes p (log p - log q - KL), with 0 where p is 0."""
     gap = torch.sub(log_p, log_q, out=log_q).sub_(value.unsqueeze(-1))
     p = log_p.exp_()
     return gap.masked_fill_(p == 0, 0.0).mul_(p)

@@ -1,6 +1,6 @@
 """Losses of logits whose vocabulary is split over a tensor-parallel group.
 
-Nothing here gathers the logits: each rank reduces its own columns and the ranks exchange numbers of one token each.
+The logits are never gathered: each rank reduces its own columns, and the ranks exchange a few numbers per token.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mtrain.loss.vocab_parallel.top_k import KnownProbabilities, TopKDivergence
 
 
 class VocabParallelLogits:
-    """One rank's columns of the logits, and what can be computed from them together with the other ranks.
+    """Columns of the logits that one rank holds, and the losses that it computes from them with the other ranks.
 
     Args:
-        local: [seq, batch, vocab_local], any floating dtype.
-        group: The ranks that hold the other columns; None where this rank holds all of them.
+        local: Logits of this rank's columns, [seq, batch, vocab_local], of any floating dtype.
+        group: Ranks that hold the other columns; None where this rank holds all of them.
         first_index: Vocabulary index of the first local column.
-        vocab_size: Real tokens. Columns from this index on are padding: whatever they hold, they take part in no
-            softmax, and their gradient is exactly 0.
+        vocab_size: Number of real tokens. Columns from this index on are padding: they take part in no softmax,
+            whatever they hold, and their gradient is exactly 0.
 
-    Results are float32 (float64 for float64 logits), in nats, [batch, seq]; gradients have the dtype of `local`.
-    Every rank of the group must make the same calls in the same order. All-reduces are over the group and counted for
-    a call that finds nothing done before it; what another call has found (a maximum, the exponentials) is not asked
-    for again. Backward never communicates.
+    Results are float32 (float64 for float64 logits), in nats, [batch, seq]; gradients have the dtype of `local`. Every
+    rank of the group must make the same calls in the same order. All-reduces are over the group; the numbers given are
+    those of a first call. What another call has computed (a maximum, the exponentials) is not reduced again. Backward
+    never communicates.
     """
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup | None, first_index: int, vocab_size: int) -> None:
@@ -47,14 +47,14 @@ class VocabParallelLogits:
         self._entropy: Tensor | None = None
 
     def cross_entropy(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """The negative log probability of each label, or its mean under a smoothed label.
+        """Returns the negative log-probability of each label, or its mean under a smoothed label.
 
-        Two all-reduces (the maximum; the sum of exponentials stacked with the target's logit). One where another
-        method already knows the exponentials, none where both arguments are those of the call before.
+        Two all-reduces (the maximum; the sum of exponentials stacked with the target's logit). One if another method
+        has computed the exponentials, none if both arguments are those of the previous call.
 
         Args:
-            labels: [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0: the value
-                is finite and meaningless, so its weight has to be 0.
+            labels: Labels, [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0: the
+                value is finite and meaningless, so its weight has to be 0.
             label_smoothing: Share of the target that is spread evenly over all vocab_size real tokens, the label
                 included; 0 <= label_smoothing < 1.
 
@@ -70,9 +70,9 @@ class VocabParallelLogits:
         return known.cross_entropy
 
     def logsumexp(self) -> Tensor:
-        """The logarithm of the softmax's denominator at each token.
+        """Returns the logarithm of the softmax's denominator at each token.
 
-        Two all-reduces (maximum, sum of exponentials); none after any method of this distribution but a divergence.
+        Two all-reduces (maximum, sum of exponentials); none if another method has computed the exponentials.
 
         Returns:
             [batch, seq] nats.
@@ -87,27 +87,27 @@ class VocabParallelLogits:
 
     @torch.no_grad()
     def is_largest(self, labels: Tensor) -> Tensor:
-        """Whether no logit is larger than the label's, [batch, seq] bool; labels as for `cross_entropy`, no graph.
+        """Says whether no logit is larger than that of the label, [batch, seq] bool, without a graph.
 
-        One all-reduce, and one more where the maximum is not known yet.
+        Labels are read as in `cross_entropy`. One all-reduce, and one more if the maximum is not known yet.
         """
         shifted = self._shifted_logits(*self._locate(labels))
         all_reduce(shifted, dist.ReduceOp.SUM, self.group)
         return (shifted >= 0).t()
 
     def entropy(self) -> Tensor:
-        """The entropy of the model's distribution at each token: the sum of -p log p over the vocabulary.
+        """Returns the entropy of the model's distribution at each token: the sum of -p log p over the vocabulary.
 
         Two all-reduces (the maximum; the sum of exponentials stacked with the sum of their products with the logits),
-        one where another method already knows the exponentials.
+        one if another method has computed the exponentials.
 
         Returns:
-            [batch, seq] nats, from 0 to log(vocab_size).
+            Entropies in nats, [batch, seq], from 0 to log(vocab_size).
         """
         if self._entropy is None:
             # exp(s) s with 0 log 0 = 0: at padding s is -inf, and 0 x -inf would be nan
             products = torch.xlogy(self._values(), self._values()).sum(-1)
-            # The left operand is evaluated first and brings the total along; the other way round would be one more
+            # The left operand is evaluated first and reduces the total as well; the other order would be one more
             # all-reduce.
             mean = self._sum_with_total(products) / self._known_exponentials().total
             result: Tensor = Entropy.apply(self.local, self._known_exponentials(), mean)  # type: ignore[no-untyped-call]
@@ -115,13 +115,14 @@ class VocabParallelLogits:
         return self._entropy
 
     def kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
-        """KL(teacher || self) at each token, both softmaxes at the temperature; no gradient reaches the teacher.
+        """Returns KL(teacher || self) at each token, both softmaxes at the temperature; no gradient reaches the
+        teacher.
 
         Two all-reduces: the maxima of both, stacked, and three sums, stacked.
 
         Args:
             teacher: Logits of the same tokens, split in the same way.
-            temperature: Both logits are divided by it; above 0. The result is not multiplied by its square.
+            temperature: Divisor of both logits, above 0. The result is not multiplied by its square.
 
         Returns:
             [batch, seq] nats.
@@ -129,19 +130,20 @@ class VocabParallelLogits:
         return self._divergence(teacher, temperature, is_reverse=False)
 
     def reverse_kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
-        """KL(self || teacher) at each token: as `kl_divergence`, but the model's own distribution weighs."""
+        """Returns KL(self || teacher) at each token: `kl_divergence` in the other direction."""
         return self._divergence(teacher, temperature, is_reverse=True)
 
     def top_k_divergence(self, ids: Tensor, known: Tensor, rest: Tensor) -> Tensor:
-        """KL(target || self) at each token, of a target that gives a few tokens and all others together a probability.
+        """Returns KL(target || self) at each token.
 
-        Two all-reduces (the maximum; the sum of exponentials stacked with two more sums), one where another method
-        already knows the exponentials.
+        The target gives a probability to each of a few tokens, and one to all other tokens together. Two all-reduces
+        (the maximum; the sum of exponentials stacked with two more sums), one if another method has computed the
+        exponentials.
 
         Args:
-            ids: [batch, seq, k] int64: the tokens, each once.
-            known: [batch, seq, k]: their probabilities.
-            rest: [batch, seq]: that of all other tokens together. Where it is 0 they take no part.
+            ids: Tokens with a known probability, [batch, seq, k] int64, each once.
+            known: Probabilities of these tokens, [batch, seq, k].
+            rest: Probability of all other tokens together, [batch, seq]. Where it is 0 they take no part.
 
         Returns:
             [batch, seq] nats.
@@ -151,7 +153,7 @@ class VocabParallelLogits:
         target = KnownProbabilities(column, is_local, known.transpose(0, 1).to(dtype), rest.t().to(dtype))
         shifted = self.local.detach().gather(-1, column) - self._known_maximum().unsqueeze(-1)
         mean = torch.where(is_local, target.known * shifted, 0.0).sum(-1)
-        # summed without the known tokens, not as a difference of sums, of which nothing would be left near 1
+        # summed without the known tokens: a difference of sums would lose all digits where these have nearly all
         others = torch.cat([target.at(rows).others_of(self._values()[rows]).sum(-1) for rows in row_slices(self.local)])
         mean, others = self._sums_with_total(mean, others)
         result: Tensor = TopKDivergence.apply(  # type: ignore[no-untyped-call]
@@ -161,24 +163,24 @@ class VocabParallelLogits:
 
     def _divergence(self, teacher: VocabParallelLogits, temperature: float, is_reverse: bool) -> Tensor:
         assert teacher.local.shape == self.local.shape, "student and teacher are split in different ways"
-        # both at once, before anything asks for one alone: one all-reduce instead of two
+        # both at once, before either is needed: one all-reduce instead of two
         _find_maxima([self, teacher])
         own, other = self._tempered(temperature), teacher._tempered(temperature)
         sums = local_sums(own, other) if is_reverse else local_sums(other, own)
         all_reduce(sums, dist.ReduceOp.SUM, self.group)
         value = divergence_of_sums(sums).to(own.maximum.dtype)
-        # local_sums lists the weighting one first: that is the teacher in the forward direction; here always (own,
+        # local_sums has the weighting distribution first, in the forward direction the teacher; here it is always (own,
         # other)
         log_totals = (sums[0::2] if is_reverse else sums[0::2].flip(0)).log()
         result: Tensor = Divergence.apply(self.local, own, other, log_totals, value, is_reverse)  # type: ignore[no-untyped-call]
         return result.t()
 
     def _token_losses(self, labels: Tensor, label_smoothing: float) -> _TokenLosses:
-        """Cross entropy, and log-sum-exp as a second output of the same node: one backward serves both."""
+        """Computes cross entropy and log-sum-exp as two outputs of one node, whose backward serves both."""
         assert 0 <= label_smoothing < 1
         column, is_local = self._locate(labels)
-        # over the whole real vocabulary: megatron-core's _VocabParallelCrossEntropy (tensor_parallel/cross_entropy.py)
-        # smooths over each rank's own part, so its loss differs from rank to rank
+        # smoothed over the whole real vocabulary: megatron-core's _VocabParallelCrossEntropy
+        # (tensor_parallel/cross_entropy.py) smooths over each rank's own part, so its loss differs from rank to rank
         label_share, uniform_share = 1.0 - label_smoothing, label_smoothing / self.vocab_size
         logits = self._shifted_logits(column, is_local) * label_share
         if label_smoothing > 0:
@@ -190,75 +192,77 @@ class VocabParallelLogits:
 
     @property
     def _num_real(self) -> int:
-        """Local columns that are not padding; they come first."""
+        """Counts the local columns that are not padding; they come first."""
         return min(max(self.vocab_size - self.first_index, 0), self.local.shape[-1])
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label's local column, 0 where another rank holds it, and whether this rank does; both [seq, batch]."""
-        # [seq, batch], as the logits lie
+        """Returns each label's local column, 0 where another rank holds it, and whether this rank holds it; [seq,
+        batch]."""
+        # [seq, batch], like the logits
         return self._located(labels.t().contiguous())
 
     def _located(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_locate`, of tokens in the logits' order, [seq, batch] or [seq, batch, k]."""
-        # else no rank would hold such a label, and its loss would be relative to the token's maximum, not to a logit
+        """Returns what `_locate` does, for tokens in the order of the logits, [seq, batch] or [seq, batch, k]."""
+        # a label out of range becomes 0: if no rank held it, its loss would be relative to the maximum, not to a logit
         index = torch.where((index >= 0) & (index < self.vocab_size), index, 0) - self.first_index
         is_local = (index >= 0) & (index < self._num_real)
         return torch.where(is_local, index, 0), is_local
 
     def _shifted_logits(self, column: Tensor, is_local: Tensor) -> Tensor:
-        """[seq, batch] the label's logit minus the token's maximum, 0 where another rank holds it."""
-        # detached: the node's backward has this part, so a graph here would only keep memory
+        """Returns the label's logit minus the token's maximum, 0 where another rank holds it; [seq, batch]."""
+        # detached: the node's backward includes this part, so a graph here would only keep memory
         logits = self.local.detach().gather(-1, column.unsqueeze(-1)).squeeze(-1)
         # each label has one owner, so the sum over ranks is its logit
         return torch.where(is_local, logits - self._known_maximum(), 0.0)
 
     def _sum_of_shifted_logits(self) -> Tensor:
-        """[seq, batch] the sum over this rank's real columns of logit minus maximum."""
+        """Returns the sum over this rank's real columns of logit minus maximum, [seq, batch]."""
         maximum, real = self._known_maximum(), self._num_real
-        # From the logits, not as log of the exponentials: what underflowed there counts in this sum. By rows, since
-        # this full-precision copy is used once.
+        # From the logits, not as log of the exponentials: those that underflowed count in this sum. By rows, since this
+        # full-precision copy is used only once.
         parts = [
             shifted_logits(self.local[rows, :, :real], maximum[rows], real).sum(-1) for rows in row_slices(self.local)
         ]
         return torch.cat(parts)
 
     def _known_maximum(self) -> Tensor:
-        """[seq, batch] over the group; one all-reduce where it is not known yet."""
+        """Returns each token's largest logit over the group, [seq, batch]; one all-reduce if it is not known yet."""
         if self._maximum is None:
             _find_maxima([self])
         assert self._maximum is not None
         return self._maximum
 
     def _values(self) -> Tensor:
-        """[seq, batch, vocab_local] exponentials relative to each token's maximum; 0 at padding."""
-        # kept: the only full-precision copy of the logits, which all losses of this distribution share
+        """Returns the exponentials relative to each token's maximum, [seq, batch, vocab_local]; 0 at padding."""
+        # kept as the only full-precision copy of the logits, which all losses of this distribution share
         if self._local_values is None:
             self._local_values = shifted_logits(self.local, self._known_maximum(), self._num_real).exp_()
         return self._local_values
 
     def _known_exponentials(self) -> Exponentials:
-        """The exponentials and their sum; one all-reduce where that is not known yet."""
+        """Returns the exponentials and their sum; one all-reduce if the sum is not known yet."""
         if self._exponentials is None:
             total = self._values().sum(-1)
-            # in the order of these calls on every rank of the group: which terms a run has decides it, and no rank's
-            # data
+            # every rank of the group calls in the same order: the terms of the run decide it, not a rank's data
             all_reduce(total, dist.ReduceOp.SUM, self.group)
             self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
         return self._exponentials
 
     def _sum_with_total(self, part: Tensor) -> Tensor:
-        """As `_sums_with_total`, of one."""
+        """Returns one number per token, [seq, batch], summed over the group; see `_sums_with_total`."""
         (summed,) = self._sums_with_total(part)
         return summed
 
     def _sums_with_total(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """This rank's numbers, each [seq, batch], added up over the group, in one all-reduce with the exponentials if
-        these are not known yet."""
+        """Sums numbers of each token, [seq, batch], over the group.
+
+        One all-reduce, which sums the exponentials as well if their sum is not known yet.
+        """
         if self._exponentials is not None:
             stacked = torch.stack(parts)
             all_reduce(stacked, dist.ReduceOp.SUM, self.group)
             return stacked.unbind()
-        # [1 + parts, seq, batch]: latency counts for numbers of one token each, so all sums travel as one
+        # [1 + parts, seq, batch]: for so few numbers latency counts, so one all-reduce carries all sums
         stacked = torch.stack([self._values().sum(-1), *parts])
         all_reduce(stacked, dist.ReduceOp.SUM, self.group)
         total, *summed = stacked.unbind()
@@ -271,7 +275,7 @@ class VocabParallelLogits:
 
 @dataclass(frozen=True)
 class _TokenLosses:
-    """What one node of the graph gives."""
+    """Outputs of one cross-entropy node, with the arguments that they belong to."""
 
     labels: Tensor
     label_smoothing: float
@@ -280,9 +284,9 @@ class _TokenLosses:
 
 
 def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
-    """Each token's largest real logit over the group; 0 where all are -inf, as any constant does.
+    """Sets each token's largest real logit over the group; 0 where all are -inf, since any constant serves there.
 
-    One all-reduce for all logits whose maximum is not known yet; none where all are.
+    One all-reduce for all logits whose maximum is not known yet; none if all are known.
     """
     unknown = [each for each in of if each._maximum is None]
     if not unknown:

@@ -1,6 +1,6 @@
-"""Node of the autograd graph for the divergence from a few known probabilities.
+"""Autograd node for the divergence from a few known probabilities.
 
-As in the losses of one distribution everything is [seq, batch], and nothing communicates, forward or backward.
+As in `cross_entropy.py`, tensors of one number per token are [seq, batch], and nothing communicates.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from mtrain.loss.vocab_parallel.exponentials import Exponentials, cleared
 
 @dataclass(frozen=True)
 class KnownProbabilities:
-    """A target: a few tokens with their probabilities, and what all others have together."""
+    """Target distribution: a few tokens with their probabilities, and the probability of all others together."""
 
     column: Tensor
-    """[seq, batch, k] local columns of the tokens, 0 where another rank holds them."""
+    """Local columns of the tokens, [seq, batch, k]; 0 where another rank holds them."""
     is_local: Tensor
-    """[seq, batch, k]: whether this rank holds them."""
+    """Whether this rank holds each token, [seq, batch, k]."""
     known: Tensor
-    """[seq, batch, k]."""
+    """Probabilities of the tokens, [seq, batch, k]."""
     rest: Tensor
-    """[seq, batch]."""
+    """Probability of all other tokens together, [seq, batch]."""
 
     def at(self, rows: slice) -> KnownProbabilities:
-        """Of these positions."""
+        """Returns the target of some positions."""
         return KnownProbabilities(self.column[rows], self.is_local[rows], self.known[rows], self.rest[rows])
 
     def others_of(self, values: Tensor) -> Tensor:
-        """A copy of [seq, batch, vocab_local] with exact zeros at the known tokens."""
-        # a product, not a scatter: tokens of other ranks all point at column 0, which one of this rank may be, too
+        """Returns a copy of values, [seq, batch, vocab_local], with exact zeros at the known tokens."""
+        # a product, not a scatter: tokens of other ranks all point at column 0, which may be a known token of this rank
         kept = torch.where(self.is_local, 0.0, 1.0).to(values.dtype)
         return values.scatter_reduce(-1, self.column, kept, reduce="prod")
 
 
 class TopKDivergence(torch.autograd.Function):
-    """(logits) -> KL(known and rest || model); others: [seq, batch] the exponentials of all other tokens, summed."""
+    """Autograd node (logits) -> KL(known and rest || model).
+
+    `others` is the sum of the exponentials of all other tokens, [seq, batch].
+    """
 
     @staticmethod
     def forward(
@@ -62,7 +65,8 @@ class TopKDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (values, total, others), target = ctx.saved_tensors, ctx.target
-        # softmax minus the target: what is left of the teacher is spread over the other tokens as the model has them
+        # softmax minus the target, whose rest is spread over the other tokens in proportion to the model's
+        # probabilities
         spread = torch.where(target.rest > 0, target.rest / others, 0.0)
         gradient = target.others_of(values * (grad * (1 / total - spread)).unsqueeze(-1))
         at_known = (values.gather(-1, target.column) / total.unsqueeze(-1) - target.known) * grad.unsqueeze(-1)
