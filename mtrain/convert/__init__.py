@@ -1,1 +1,1 @@
-"""Checkpoints to and from Hugging Face: streaming, resumable, each conversion ending with a proof."""
+"""Conversion of checkpoints to and from Hugging Face: streaming, resumable, and each one ends with a proof."""

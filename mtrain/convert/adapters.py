@@ -1,4 +1,4 @@
-"""A checkpoint of adapters -> a folder of PEFT, for servers that hold the frozen model themselves."""
+"""Export of an adapter checkpoint as a PEFT folder, for servers that hold the frozen model themselves."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _STACKED_EXPERTS = ".mlp.experts.experts."
 
 
 class SavedAdapter(NamedTuple):
-    """A checkpoint of adapters, opened."""
+    """Adapter checkpoint that was opened."""
 
     entry: CheckpointEntry
     config: Config
-    """Of the run that saved it."""
+    """Configuration of the run that saved it."""
     adapter: AdapterSection
     tensors: CheckpointTensors
     main: bool
-    """Whether float32 main weights are wanted where they are there."""
+    """Whether to use float32 main weights where the checkpoint has them."""
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its global name, layers and experts spelled out; of all experts where that says `{E}`."""
+        """Reads a tensor by its global name, with layer and expert spelled out; `{E}` stands for all experts."""
         layer = _LAYER.search(name)
         spelled = name.replace(".mlp.experts.{E}.", _STACKED_EXPERTS)
         expert = _EXPERT.search(spelled)
@@ -71,14 +71,14 @@ class SavedAdapter(NamedTuple):
 
 
 def open_adapter(path: Path, dtype: torch.dtype | None) -> SavedAdapter:
-    """Opens a checkpoint of adapters.
+    """Opens an adapter checkpoint.
 
     Args:
-        path: A checkpoint, or a run folder.
-        dtype: Wanted outside; float32 takes main weights where the checkpoint has them.
+        path: Folder of a checkpoint, or of a run.
+        dtype: Dtype of the exported tensors; float32 uses main weights where the checkpoint has them.
 
     Raises:
-        DataError: It is no checkpoint, or one of a whole model.
+        DataError: The path is no checkpoint, or one of a whole model.
     """
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
@@ -93,9 +93,9 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
     """Writes adapter_config.json and adapter_model.safetensors, and reads the tensors back.
 
     Args:
-        path: A checkpoint, or a run folder.
-        out: The folder; must not exist.
-        dtype: Of the tensors outside; None keeps what the checkpoint computes with.
+        path: Folder of a checkpoint, or of a run.
+        out: Folder to write; must not exist.
+        dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
 
     Raises:
         ConfigError: `out` exists.
@@ -116,7 +116,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
         content = peft.config_of(family, model, saved.adapter, model.hf)
         with disk_faults(f"write {folder}"):
             write_atomically(folder / peft.CONFIG_NAME, _json(content))
-            # of an adapter as of a model: who serves it writes conversations as they were trained
+            # for adapters as for models: the server must write conversations as they were trained
             source = source_of(saved.entry.path)
             chats = put_side_files(folder, saved.entry.path, source.origin, source.tokenizer, but=_OF_MODELS)
             ending = put_ending(folder, source.origin) if chats and model.num_labels is None else None
@@ -131,7 +131,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
 
 _METADATA = {"format": "pt"}
 _OF_MODELS = ("README.md", "generation_config.json")
-"""Files that tell of a whole model."""
+"""Files that describe a whole model."""
 # PEFT has no place for it, and transformers takes generation_config.json from the frozen model's folder
 _ENDS_APART = (
     "note: answers end at the tokens {ids}, which the frozen model's generation_config.json does not name: call "
@@ -145,17 +145,17 @@ def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | No
 
 
 def peft_tensor(each: peft.PeftTensor, own: Tensor) -> Tensor:
-    """A tensor of PEFT.
+    """Converts a tensor to its PEFT form.
 
     Args:
-        each: From the table of names.
-        own: The whole of it here; of all experts stacked, of tables with rows that only pad the vocabulary.
+        each: Entry of the table of names.
+        own: The whole tensor here; with all experts stacked, and tables with rows that only pad the vocabulary.
     """
     return to_peft(each, _without_padding(each, own)).contiguous()
 
 
 def _without_padding(each: peft.PeftTensor, values: Tensor) -> Tensor:
-    """Tables have rows that only pad the vocabulary."""
+    """Removes the rows of tables that only pad the vocabulary."""
     if each.matrix.part == "embedding" and each.kind == "lora_a":
         return values[: each.matrix.columns]
     return values[: each.matrix.rows] if each.matrix.part == "output" and each.kind == "lora_b" else values

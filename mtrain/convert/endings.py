@@ -1,7 +1,7 @@
-"""An exported chat model ends its answers where the run's own answers end, whoever generates.
+"""Ends of answers: an exported chat model stops where the run's own answers stop, whichever program generates.
 
-transformers and vLLM end an answer at the ids of generation_config.json and at the tokenizer's eos_token. A base model
-names the end of a document there, but what a chat template teaches is the end of a turn.
+transformers and vLLM end an answer at the ids of generation_config.json and at the tokenizer's eos_token. In a base
+model these name the end of a document, but a chat template teaches the end of a turn.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from mtrain.hf.schema.generation import EOS_KEY, GENERATION_NAME, as_declared, d
 from mtrain.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 _ANY_DATE = "2026-01-01"
-"""For a template that writes the date; no matter for what ends an answer."""
+"""Date for a template that writes one; the end of an answer does not depend on it."""
 _EOS = "eos_token"
 _EXTRA_KEYS = ("extra_special_tokens", "additional_special_tokens")
 
 
 class Ending(NamedTuple):
-    """What ends an answer of an exported model."""
+    """Tokens that end an answer of an exported model."""
 
     ids: list[int]
-    """All of them; the end of a turn first."""
+    """Ids of all these tokens; the end of a turn first."""
     is_new: bool
-    """Whether the model that training began with did not name the end of a turn."""
+    """Whether the original model did not name the end of a turn."""
 
 
 def put_ending(folder: Path, origin: Path | None) -> Ending | None:
-    """Writes into an export what ends an answer under its chat template; where the files say it already, they stay.
+    """Writes into an export which tokens end an answer under its chat template; files that say it already stay.
 
-    generation_config.json gets the end of a turn before the ends that were there. Where the origin did not name it,
-    the tokenizer's eos_token becomes it too, unless the template itself writes eos_token as something else.
+    generation_config.json gets the end of a turn before the ends that were there. Where the original did not name it,
+    it also becomes the tokenizer's eos_token, unless the template itself uses eos_token for something else.
 
     Args:
-        folder: Holds the tokenizer and the chat templates that the run wrote conversations by.
-        origin: The folder `ModelSource.origin`, whose generation_config.json the new one is made from.
+        folder: Folder with the tokenizer and the chat templates that the run wrote conversations by.
+        origin: Folder `ModelSource.origin`, whose generation_config.json is the basis of the new one.
 
     Returns:
-        None where the folder holds no tokenizer, or its template takes no conversation that would show an end.
+        Tokens that end an answer; None where the folder has no tokenizer, or its template shows no end.
 
     Raises:
         DataError: A file is damaged.
@@ -80,7 +80,7 @@ def _write_generation(folder: Path, origin: Path | None, ids: list[int]) -> None
 
 
 def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
-    """Names another token as the end in the settings; the one that was named stays a special token."""
+    """Makes another token the eos_token in the settings; the old one remains a special token."""
     settings = read_json(folder / SETTINGS_FILE)
     if settings.get("add_eos_token"):
         return  # every text would end with the end of a turn
@@ -91,7 +91,7 @@ def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
         if isinstance(extra, list):
             settings[key] = [*extra, old]
     _write(folder / SETTINGS_FILE, {**settings, _EOS: name})
-    # goes before the settings where these list no added tokens
+    # takes precedence over the settings where these list no added tokens
     if (file := folder / SPECIAL_TOKENS_FILE).is_file() and _EOS in (named := read_json(file)):
         _write(file, {**named, _EOS: name})
 

@@ -1,4 +1,4 @@
-"""A checkpoint -> a folder that Hugging Face's libraries load."""
+"""Export of a checkpoint as a folder that Hugging Face's libraries load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mtrain.hf.schema.table import HfTensor, stream_tensor
 
 _SHARD_BYTES = 5_000_000_000
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-"""Names of one field of config.json: of transformers 5, and of older versions."""
+"""Names of one field of config.json: in transformers 5, and in older versions."""
 
 
 def export_hf(
@@ -45,20 +45,20 @@ def export_hf(
     num_workers: int,
     check: Callable[[], None] = lambda: None,
 ) -> Proof:
-    """Converts a checkpoint and proves it.
+    """Converts a checkpoint and proves the result.
 
     Args:
-        path: A checkpoint, or a run folder.
-        out: The folder; must not exist.
-        like: As `open_target`.
-        dtype: Of the tensors outside; None keeps what the checkpoint computes with.
-        num_workers: Threads that each write one file; 1: the caller's own.
-        check: Called between two pieces of work, in any of the threads. What it raises ends the export; another call
-            goes on with the files that are complete.
+        path: Folder of a checkpoint, or of a run.
+        out: Folder to write; must not exist.
+        like: Folder whose config.json and tokenizer are used; None uses those that the weights came with.
+        dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
+        num_workers: Number of threads that each write one file; 1 uses the caller's thread.
+        check: Function that is called between two pieces of work, in any of the threads. An error that it raises ends
+            the export; another call continues with the files that are complete.
 
     Raises:
         ConfigError: `out` exists.
-        DataError: As `open_target`.
+        DataError: The checkpoint cannot be opened for this export (`open_target`), or the proof fails.
         MachineError: The disk refuses.
     """
     target = open_target(path, like, dtype)
@@ -87,40 +87,41 @@ def export_hf(
 
 
 class Outgoing(NamedTuple):
-    """One tensor to be written."""
+    """Tensor to be written."""
 
     name: str
     tensor: HfTensor
-    """Under its own name or that of a copy."""
+    """Tensor under its own name; for a copy, the original."""
     key: str
     dtype: torch.dtype
 
     @property
     def shape(self) -> Sizes:
-        """On disk."""
+        """Shape of the tensor on disk."""
         return self.tensor.shape
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Size of the tensor on disk."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class OutgoingFile(NamedTuple):
-    """One safetensors file to be written."""
+    """Safetensors file to be written."""
 
     tensors: list[Outgoing]
-    """In the order of the bytes."""
+    """Tensors in the order of their bytes."""
     metadata: dict[str, str]
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(one.size_bytes for one in self.tensors)
 
 
 def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, OutgoingFile]:
-    """Files as they were where the weights came from, else full ones one after the other."""
+    """Distributes tensors over files: as in the folder that the weights came from, else in full files one after the
+    other."""
     wanted = {
         tensor.name: Outgoing(tensor.name, tensor, filled.key, target.dtype(filled, dtype))
         for tensor, filled in target.table.tensors()
@@ -150,7 +151,7 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
 
 
 def _files_there(origin: Path | None) -> dict[str, Any]:
-    """File -> metadata and tensors, where the weights came from; empty where nothing says it, or there is one file."""
+    """Returns file -> metadata and tensors of the original; empty where nothing says it, or there is one file."""
     if origin is not None and (origin / SHARDS_NAME).exists():
         return read_json(origin / SHARDS_NAME)
     found: dict[str, Any] = {}
@@ -160,7 +161,7 @@ def _files_there(origin: Path | None) -> dict[str, Any]:
 
 
 def _plan(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
-    """What makes a later call the same one."""
+    """Returns the facts by which a later call is recognized as the same conversion."""
     return {
         "program": mtrain.__version__,
         "source": str(target.entry.path.resolve()),
@@ -189,11 +190,11 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
 
 
 def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the export.
+    """Makes config.json of the export.
 
     Args:
-        target: What is exported.
-        said: config.json that the weights came with.
+        target: Checkpoint that is exported.
+        said: Content of the config.json that the weights came with; None without one.
         dtype: The dtype of the embeddings.
     """
     config = target.family.config(target.model, None if said is None else plain_config(said))
@@ -203,7 +204,7 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
     given = [each for each in _DTYPE_FIELDS if each in config]
     config |= dict.fromkeys(given or _DTYPE_FIELDS, name)
     if target.is_import and config == said:
-        return config  # the folder comes back as it was
+        return config  # the folder stays as it was
     config = dict.fromkeys(_DTYPE_FIELDS, name) | target.family.for_all_versions(config)
     if "rope_theta" not in config:
         print(
@@ -215,7 +216,7 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
 
 
 def _write_like(path: Path, content: dict[str, Any], source: Path | None) -> None:
-    """Writes JSON; where the source says the same, as its very bytes."""
+    """Writes JSON; where the source has the same content, as an exact copy of its bytes."""
     if source is not None and source.exists() and read_json(source) == content:
         shutil.copyfile(source, path)
     else:

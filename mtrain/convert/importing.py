@@ -1,4 +1,4 @@
-"""Hugging Face's folder -> a checkpoint that a run can start from."""
+"""Import of a Hugging Face folder as a checkpoint that a run can start from."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_wri
 SHARDS_NAME = "shards.json"
 _FILE_BYTES = 1 << 29
 _SLICE_BYTES = 1 << 26
-"""Larger slices are cut into rows, so that a reader of a part, and a cast, need little memory."""
+"""Largest slice, in bytes; larger ones are cut into rows, so that partial reads and casts need little memory."""
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
-    """Converts a folder and proves it.
+    """Converts a folder and proves the result.
 
     Args:
-        path: config.json and safetensors.
-        out: The checkpoint; must not exist.
-        dtype: Of the weights in the checkpoint; None keeps what each tensor has.
-        num_workers: Threads that each write one file.
+        path: Folder with config.json and safetensors.
+        out: Folder of the checkpoint to write; must not exist.
+        dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
+        num_workers: Number of threads that each write one file.
 
     Raises:
         ConfigError: `out` exists.
@@ -68,7 +68,7 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 def _write_tensors(
     folder: Path, source: HfSource, dtypes: Mapping[str, torch.dtype], num_workers: int
 ) -> dict[str, FileInfo]:
-    """Data files and the metadata."""
+    """Writes the data files and the metadata."""
     files = _files(source.table, dtypes)
 
     def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def _write_tensors(
 
 
 def _listed(slices: list[Any]) -> Iterator[tuple[str, TensorSlice, list[int]]]:
-    """(key, slice, extent in the file in bytes) of what JSON may have made lists of."""
+    """Yields key, slice and extent (start and length in the file, in bytes) from lists that JSON may have made of
+    tuples."""
     for key, offset, shape, *extent in slices:
         yield key, TensorSlice(tuple(offset), tuple(shape)), extent
 
@@ -109,10 +110,10 @@ class _SliceToWrite(NamedTuple):
 
 
 def _dtypes(source: HfSource, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Checkpoint key -> dtype it will have.
+    """Returns the dtype that each checkpoint key will have.
 
     Raises:
-        DataError: Tensors that are one in the checkpoint have several.
+        DataError: Tensors that are joined in the checkpoint have several dtypes.
     """
     found: dict[str, torch.dtype] = {}
     for tensor, filled in source.table.tensors():
@@ -127,7 +128,7 @@ def _dtypes(source: HfSource, dtype: torch.dtype | None) -> dict[str, torch.dtyp
 
 
 def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_SliceToWrite]]:
-    """Data file -> its slices, about half a gigabyte each."""
+    """Distributes slices over data files of about half a gigabyte: file name -> its slices."""
     files: list[list[_SliceToWrite]] = [[]]
     size_bytes = 0
     for filled in table.slices:
@@ -144,7 +145,7 @@ def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_S
 
 
 def _plan(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What makes a later call the same one."""
+    """Returns the facts by which a later call is recognized as the same conversion."""
     files = {name: file.path.stat() for name, file in source.folder.files.items()}
     return {
         "program": mtrain.__version__,
@@ -156,7 +157,7 @@ def _plan(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
-    """Counters, the model's configuration, and what came with the weights."""
+    """Writes the counters, the model's configuration, and the files that came with the weights."""
     write_state(
         folder,
         TrainingState(
@@ -189,7 +190,7 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
 
 
 def _model_yaml(source: HfSource, out: Path) -> str:
-    """The part of a configuration that starts from these weights."""
+    """Returns the part of a configuration that starts from these weights."""
     content: dict[str, Any] = {
         "model": source.model.model_dump(exclude={"hf", "backend", "megatron"}),
         "checkpoint": {"initialize_from": str(out)},

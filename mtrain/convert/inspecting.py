@@ -1,4 +1,4 @@
-"""What lies in a folder, from headers and lists alone."""
+"""Listing of a folder's contents, from headers and lists alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def print_contents(path: Path) -> None:
     """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint.
 
     Raises:
-        DataError: It is neither, or it is damaged.
+        DataError: The folder is neither, or it is damaged.
     """
     if (path / CONFIG_NAME).exists():
         source = open_source(path)

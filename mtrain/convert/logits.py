@@ -1,4 +1,4 @@
-"""Logits of our model, on megatron-core, against those of transformers, from the same folder's weights."""
+"""Comparison of our model's logits, on megatron-core, with those of transformers, for the same weights."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _SEED, _BATCH, _SEQ, _TIMEOUT_S = 1234, 2, 64, 60.0
 
 
 def compare_logits(checkpoint: Path, hf: Path) -> float:
-    """Largest difference of logits on random tokens, in float32, over the largest logit.
+    """Returns the largest difference of logits on random tokens, in float32, divided by the largest logit.
 
     Args:
-        checkpoint: A checkpoint, or a run folder.
-        hf: What transformers loads; if it is in float32, it is compared with a run's main weights, else with those
-            that compute.
+        checkpoint: Folder of a checkpoint, or of a run.
+        hf: Folder that transformers loads; if it is in float32, it is compared with a run's main weights, else with the
+            weights that the run computes with.
 
     Raises:
-        ConfigError: The model has a head.
-        DataError: One of them is damaged.
+        ConfigError: The model has a head instead of logits of tokens.
+        DataError: One of the two is damaged.
         MachineError: transformers is not installed.
     """
     entry = checkpoint_at(checkpoint).entry
@@ -64,13 +64,14 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
 
 
 def random_tokens(vocab_size: int) -> Tensor:
-    """[batch, seq] int64, always the same."""
+    """Returns random tokens, [batch, seq] int64, always the same."""
     return torch.randint(vocab_size, (_BATCH, _SEQ), generator=torch.Generator().manual_seed(_SEED))
 
 
 @torch.no_grad()
 def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, tokens: Tensor, main: bool) -> Tensor:
-    """Logits [batch, seq, vocab_size] of a checkpoint, of its main weights or not, in one process, in float32."""
+    """Computes a checkpoint's logits [batch, seq, vocab_size] in one process, in float32; from main weights if
+    `main`."""
     config = _config(model)
     chunks = build_frozen_model(config, groups)
     load_frozen_weights(entry, chunks, groups, config, main)

@@ -1,4 +1,4 @@
-"""The model that adapters and their frozen base are together: its global tensors, made when they are read."""
+"""Model that adapters and their frozen base form together: its global tensors, computed when they are read."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _KEEPS_FLOAT32 = "router.expert_bias"
 
 
 class MergedTensors:
-    """Slices of W + scale B A, in the precision that the run computed in, or in float32."""
+    """Tensors W + scale B A, in the precision that the run computed in, or in float32."""
 
     def __init__(self, saved: SavedAdapter, table: Table) -> None:
-        """Opens the base and compares it with the one that the adapters were trained beside.
+        """Opens the base and compares it with the model that the adapters were trained with.
 
         Raises:
-            DataError: It is missing, damaged or another one.
+            DataError: The base is missing, damaged or another model.
         """
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
@@ -44,16 +44,16 @@ class MergedTensors:
         self._base = _opened(saved.config)
         out = torch.float32 if saved.main else DTYPES[saved.config.train.precision]
         self.tensors = {key: GlobalTensorInfo(dtype_outside(key, out), shape) for key, shape in table.shapes.items()}
-        """Key -> facts, of the merged model."""
+        """Key -> facts of each tensor of the merged model."""
         self._last: tuple[str, Tensor] | None = None
         self._check()
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """One slice of a merged tensor."""
+        """Computes one slice of a merged tensor."""
         return slice_of(key, wanted, self.tensors[key].dtype, lambda place: self._matrix(key, place))
 
     def _matrix(self, key: str, place: tuple[int, ...]) -> Tensor:
-        """One layer's or expert's tensor, merged; the last one is kept, as slices of it are read in a row."""
+        """Returns one layer's or expert's merged tensor; the last one is cached, as slices of it are read in a row."""
         name = global_name(key, place)
         if name in self._whole:
             return self._saved.tensor(name).to(self.tensors[key].dtype)
@@ -64,7 +64,7 @@ class MergedTensors:
         return self._last[1]
 
     def _frozen(self, key: str, place: tuple[int, ...]) -> Tensor:
-        """As the run holds it."""
+        """Reads the frozen tensor, in the dtype in which the run holds it."""
         shape = self.tensors[key].shape[len(place) :]
         wanted = TensorSlice((*place, *[0] * len(shape)), (*[1] * len(place), *shape))
         source = _MAIN + key if _MAIN + key in self._base.tensors else key
@@ -76,7 +76,7 @@ class MergedTensors:
     def _check(self) -> None:
         total = 0
         for key, facts in self.tensors.items():
-            if key in self._whole:  # the base may have none
+            if key in self._whole:  # the base may not have it
                 continue
             for place in stacked_places(key, TensorSlice.whole(facts.shape)):
                 values = self._frozen(key, place)
@@ -105,18 +105,18 @@ def _opened(config: Config) -> CheckpointTensors | FolderTensors:
 
 
 def dtype_outside(key: str, wanted: torch.dtype) -> torch.dtype:
-    """What a merged tensor has, where a precision is wanted."""
+    """Returns the dtype of a merged tensor where a precision is wanted."""
     return torch.float32 if key.endswith(_KEEPS_FLOAT32) else wanted
 
 
 def slice_of(key: str, wanted: TensorSlice, dtype: torch.dtype, matrix: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-    """A slice of a global tensor, made from the tensors of single layers and experts.
+    """Assembles a slice of a global tensor from the tensors of single layers and experts.
 
     Args:
-        key: Of the global tensor.
-        wanted: Of it.
-        dtype: Of the result.
-        matrix: Indices along the stacked axes -> the tensor there.
+        key: Key of the global tensor.
+        wanted: Slice of the global tensor.
+        dtype: Dtype of the result.
+        matrix: Function that returns the tensor at given indices along the stacked axes.
     """
     axes = _num_stacked(key)
     inner = TensorSlice(wanted.offset[axes:], wanted.shape[axes:])
@@ -131,7 +131,7 @@ def slice_of(key: str, wanted: TensorSlice, dtype: torch.dtype, matrix: Callable
 
 
 def stacked_places(key: str, wanted: TensorSlice) -> list[tuple[int, ...]]:
-    """Layer and expert of each tensor that a slice of a global tensor touches, as far as the key has axes of them."""
+    """Lists layer and expert of each tensor that a slice of a global tensor touches, as far as the key stacks them."""
     found: list[tuple[int, ...]] = [()]
     for first, size in list(zip(wanted.offset, wanted.shape))[: _num_stacked(key)]:
         found = [(*place, index) for place in found for index in range(first, first + size)]
@@ -139,6 +139,6 @@ def stacked_places(key: str, wanted: TensorSlice) -> list[tuple[int, ...]]:
 
 
 def _num_stacked(key: str) -> int:
-    """Leading axes of a tensor that number layers and experts."""
+    """Counts the leading axes of a tensor that number layers and experts."""
     is_layered = key.startswith(_STACKED_LAYERS) and not key.removeprefix(_STACKED_LAYERS)[0].isdigit()
     return is_layered + (_STACKED_EXPERTS in key)

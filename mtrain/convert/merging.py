@@ -1,4 +1,4 @@
-"""Adapters added to the matrices beside them: W + scale B A, one matrix of the model at a time."""
+"""Merging of adapters into the matrices that they belong to: W + scale B A, one matrix of the model at a time."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LINEARS = tuple(
     f".{name}.weight" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATENT_LINEARS)
 )
 TensorOf = Callable[[str], Tensor]
-"""Global name of an adapter's parameter, layers and experts spelled out -> the whole of it."""
+"""Function that returns an adapter's whole parameter by its global name, with layers and experts spelled out."""
 
 
 @dataclass(frozen=True)
 class Merging:
-    """What a run's adapters make of each matrix."""
+    """Rule by which a run's adapters change each matrix."""
 
     config: Config
-    """Of the run."""
+    """Configuration of the run."""
     adapter: AdapterSection
 
     def __post_init__(self) -> None:
         """
         Raises:
-            ConfigError: There is no such model.
+            ConfigError: The merged model cannot be expressed.
         """
         if not has_merged_form(self.config.model, self.adapter):
             raise ConfigError(
@@ -42,10 +42,10 @@ class Merging:
             )
 
     def sources(self, name: str) -> list[str]:
-        """The adapter's parameters that go into a matrix; none where it stays as it is.
+        """Returns the names of the adapter's parameters that change a matrix; empty where it stays unchanged.
 
         Args:
-            name: Global, layers and experts spelled out; so in the methods that follow.
+            name: Global name of the matrix, with layers and experts spelled out; also in the other methods.
         """
         module, kinds = _module(name), [LORA_A, LORA_B, *([MAGNITUDE] if self.adapter.has_magnitudes else [])]
         parts = self._parts_of(name)
@@ -54,12 +54,12 @@ class Merging:
         return [f"{module}.{part}_{kind}" for part in parts if part in self.adapter.parts for kind in kinds]
 
     def merged(self, name: str, weight: Tensor, tensor_of: TensorOf) -> Tensor:
-        """A matrix with what its adapters add, in float32; as it is where it has none.
+        """Returns a matrix with its adapters added, in float32; unchanged where it has none.
 
         Args:
-            name: Of the matrix.
-            weight: The frozen matrix, without rows that only pad the vocabulary.
-            tensor_of: Gives what `sources` names; of tables with padding.
+            name: Global name of the matrix.
+            weight: Frozen matrix, without rows that only pad the vocabulary.
+            tensor_of: Function that returns the parameters that `sources` names; tables include padding.
         """
         parts = self._parts_of(name)
         if not parts:
@@ -84,12 +84,12 @@ class Merging:
         return new * fusion.joined(ratios, 1.0, norms)[:, None]
 
     def _product(self, module: str, part: str, tensor_of: TensorOf) -> Tensor:
-        """(B A)^T: [inputs, outputs], without rows of the padded vocabulary."""
+        """Computes (B A)^T, [inputs, outputs], without rows that only pad the vocabulary."""
         down, up = _pair(module, part, tensor_of)
         return (up[: self.config.model.vocab_size] @ down).T if part == "output" else (up @ down).T
 
     def _parts_of(self, name: str) -> tuple[str, ...]:
-        """Parts of a tensor of which some have adapters; none where it is as it was."""
+        """Returns the parts of a tensor if one of them has an adapter; empty where the tensor stays unchanged."""
         own = self.adapter.parts
         tables = {f"{plan.EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
         if name in tables:
@@ -103,7 +103,7 @@ class Merging:
 
 
 def _module(name: str) -> str:
-    """Of the adapter beside a matrix."""
+    """Returns the name of the adapter module that belongs to a matrix."""
     return f"{name.removesuffix('.weight')}_adapter"
 
 

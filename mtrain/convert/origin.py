@@ -1,4 +1,4 @@
-"""Where the weights of a checkpoint came from, and the files that stood beside them."""
+"""Origin of a checkpoint's weights, and the files that came with them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ _TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json",
 _OF_TOKENIZERS = re.compile(
     r"tokenizer.*|vocab\..*|merges\.txt|.*_tokens.*\.json|.*\.(tiktoken|model|jinja)|chat_template.*"
 )
-"""Files that go with a tokenizer, of those that a conversion copies."""
+"""Names of files that belong to a tokenizer, among those that a conversion copies."""
 
 
 class ModelSource(NamedTuple):
-    """What the weights of a checkpoint are."""
+    """Description of the model in a checkpoint and of its origin."""
 
     model: ModelSection
     origin: Path | None
-    """Folder with config.json, tokenizer and shard names of the weights that training started from."""
+    """Folder with config.json, tokenizer and shard names of the weights that training started from; None without
+    one."""
     context_tokens: int | None
-    """Longest sequence that training saw, where there is no origin to say it."""
+    """Longest sequence that training saw, where no origin says it."""
     tokenizer: Path | None = None
-    """That of the run, where there is no origin to have one, or the run may have another."""
+    """Tokenizer of the run, where there is no origin with one, or the run may have another."""
 
 
 def source_of(checkpoint: Path) -> ModelSource:
-    """The model that a checkpoint holds, and what its first weights came with.
+    """Describes the model that a checkpoint holds, and the origin of its first weights.
 
     Raises:
-        DataError: Nothing says what model it is.
+        DataError: Nothing says which model it is.
     """
     imported = imported_model(checkpoint)
     if imported is not None:
@@ -55,10 +56,10 @@ def source_of(checkpoint: Path) -> ModelSource:
 
 
 def source_of_run(run: Config) -> ModelSource:
-    """The model of a run, and what its first weights came with.
+    """Describes the model of a run, and the origin of its first weights.
 
     Raises:
-        DataError: The run began with weights of which nothing says what model they are.
+        DataError: The run began with weights of an unknown model.
     """
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
         return ModelSource(run.model, Path(run.model.hf), run.data.seq_length, _other_tokenizer(run))
@@ -85,13 +86,13 @@ def _without_origin(run: Config) -> ModelSource:
 def put_side_files(
     folder: Path, checkpoint: Path, origin: Path | None, tokenizer: Path | None, but: tuple[str, ...] = ()
 ) -> bool:
-    """Tokenizer, licence and so on of the origin, with the chat templates that the run wrote conversations by.
+    """Copies tokenizer, licence and so on from the origin, and the chat templates that the run wrote conversations by.
 
     Args:
-        folder: Of an export; may hold some of them.
-        checkpoint: In the folder of its run.
-        origin: As `ModelSource.origin`.
-        tokenizer: As `ModelSource.tokenizer`.
+        folder: Folder of an export; may hold some of them.
+        checkpoint: Checkpoint, inside the folder of its run.
+        origin: Folder `ModelSource.origin`; None without one.
+        tokenizer: Tokenizer `ModelSource.tokenizer`, which replaces the origin's; None without one.
         but: Names of files that are left out.
 
     Returns:
@@ -109,13 +110,14 @@ def put_side_files(
     if tokenizer is not None:
         _copy_tokenizer(tokenizer, folder)
     trained = RunFolder(checkpoint.resolve().parent.parent).saved_chat_templates()
-    if trained:  # the weights are of a run that wrote conversations by them
+    if trained:  # the weights belong to a run that wrote conversations by them
         put_templates(trained, folder)
     return bool(trained)
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """That of a run whose weights came with none, or another; these libraries load no sentencepiece model alone."""
+    """Copies the tokenizer of a run whose weights came with none or another; a sentencepiece model alone cannot be
+    used."""
     source = path if path.is_dir() else path.parent
     if not (source / HF_TOKENIZER_FILE).is_file():
         print(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer", flush=True)

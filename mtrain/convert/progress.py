@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar with GB/s on a terminal, a line now and then elsewhere and beside training."""
+"""Progress of a conversion: a bar with GB/s on a terminal; elsewhere, and during training, a line now and then."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _GB = 1e9
 
 
 class Meter:
-    """Counts bytes, from any thread."""
+    """Counter of bytes, for use from any thread."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         """Args:
-        title: What is being done.
-        total_bytes: How much there is to do.
+        Action that is shown.
+        Number of bytes to process.
         """
         self._title, self._total_bytes = title, total_bytes
         self._lock = threading.Lock()
@@ -50,16 +50,16 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Time since the start of the block."""
         return time.monotonic() - self._start_s
 
     @property
     def rate(self) -> str:
-        """So far."""
+        """Average speed so far, as text in GB/s."""
         return f"{self.done_bytes / _GB / max(self.seconds, 1e-9):.2f} GB/s"
 
     def add(self, num_bytes: int) -> None:
-        """Some more is done."""
+        """Counts bytes that are done."""
         with self._lock:
             self.done_bytes += num_bytes
             self._bar.update(self._task, completed=self.done_bytes, rate=self.rate)

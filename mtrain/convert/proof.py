@@ -1,4 +1,4 @@
-"""The proof behind every conversion: each tensor of Hugging Face, made again from the checkpoint, bit for bit."""
+"""Proof of every conversion: each Hugging Face tensor is made again from the checkpoint and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
 
 
 class Readable(Protocol):
-    """Global tensors of a checkpoint, as they are or made from several."""
+    """Global tensors of a checkpoint, as saved or computed from several."""
 
     @property
     def folder(self) -> Path:
-        """For messages."""
+        """Folder of the checkpoint, for messages."""
         ...
 
     def read(self, key: str, wanted: TensorSlice) -> torch.Tensor:
-        """One slice; not to be written to."""
+        """Reads one slice; the result must not be written to."""
         ...
 
 
 class Proof(NamedTuple):
-    """What was compared."""
+    """Extent of what was compared."""
 
     num_tensors: int
     size_bytes: int
-    """Of Hugging Face's tensors."""
+    """Size of Hugging Face's tensors."""
 
 
 def prove(
@@ -48,19 +48,20 @@ def prove(
     num_workers: int,
     check: Callable[[], None] = lambda: None,
 ) -> Proof:
-    """Compares every tensor of Hugging Face with what the checkpoint makes of it.
+    """Compares every Hugging Face tensor with the one that is made from the checkpoint.
 
     Args:
-        table: Of the model.
-        checkpoint: One side.
-        key_of: Key in the table -> key in the checkpoint.
-        weights: The other side.
-        into: Which of the two was written: where dtypes differ, because a cast was asked for, its is compared.
-        num_workers: Threads; 1: the caller's own.
-        check: Called between two pieces of work, in any of the threads; what it raises ends the proof.
+        table: Table of the model's tensors.
+        checkpoint: Tensors of the checkpoint.
+        key_of: Function that converts a key in the table to a key in the checkpoint.
+        weights: Tensors of the Hugging Face folder.
+        into: Side that was written: where a cast made dtypes differ, both are compared in that side's dtype.
+        num_workers: Number of threads; 1 uses the caller's thread.
+        check: Function that is called between two pieces of work, in any of the threads; an error that it raises ends
+            the proof.
 
     Raises:
-        DataError: Tensors differ; they are named.
+        DataError: Tensors differ; the message names them.
     """
     tensors = list(table.tensors())
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}

@@ -1,4 +1,4 @@
-"""A checkpoint to be exported: what model it holds, and what that is called outside."""
+"""Checkpoint to be exported: which model it holds, and what its tensors are called in the export."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mtrain.hf.schema.table import FilledSlice, Table
 
 _MAIN = "optimizer.state.param."
 _LEFT = ("optimizer.", "rng")
-"""Beginnings of keys that a run's checkpoint has beside the weights."""
+"""Prefixes of keys in a run's checkpoint that are not weights."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows may be padded."""
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class ExportTarget(NamedTuple):
-    """A checkpoint and what it will be called outside."""
+    """Checkpoint and its form in the export."""
 
     entry: CheckpointEntry
     tensors: CheckpointTensors | MergedTensors
@@ -39,42 +39,43 @@ class ExportTarget(NamedTuple):
     model: ModelSection
     table: Table
     origin: Path | None
-    """As of its source, or as the user wants it."""
+    """Folder whose config.json and tokenizer are used: the user's choice, else the weights' origin; None without
+    one."""
     context_tokens: int | None
     tokenizer: Path | None
-    """As of its source."""
+    """Tokenizer of the run, as in `ModelSource`; None where the user chose a folder."""
     main_weights: bool
-    """Whether float32 main weights are wanted where they are there."""
+    """Whether to use float32 main weights where the checkpoint has them."""
     is_import: bool
-    """Whether it is an import that goes back to its own folder, and not what a run has made of it."""
+    """Whether it is an import that returns to its own form, and not the result of a run."""
 
     def key(self, key: str) -> str:
-        """Key in the table -> key in the checkpoint."""
+        """Converts a key in the table to a key in the checkpoint."""
         return _MAIN + key if self.main_weights and _MAIN + key in self.tensors.tensors else key
 
     def files(self) -> set[str]:
-        """Files of the checkpoint that hold the weights."""
+        """Returns the files of the checkpoint that hold the weights."""
         if isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
             return set(self.entry.manifest.files)
         return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
 
     def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
-        """What a tensor will have outside."""
+        """Returns the dtype that a tensor will have in the export."""
         held = self.tensors.tensors[self.key(filled.key)].dtype
         return held if wanted is None or filled.keeps_dtype else wanted
 
 
 def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> ExportTarget:
-    """Opens a checkpoint and finds out how it is to be called.
+    """Opens a checkpoint and decides its form in the export.
 
     Args:
-        path: A checkpoint, or a run folder.
-        like: Folder whose config.json and tokenizer are taken; None: those that the weights came with.
-        dtype: Wanted outside; float32 takes main weights where the checkpoint has them.
+        path: Folder of a checkpoint, or of a run.
+        like: Folder whose config.json and tokenizer are used; None uses those that the weights came with.
+        dtype: Dtype of the exported tensors; float32 uses main weights where the checkpoint has them.
 
     Raises:
-        DataError: It is no checkpoint, no family describes its model or that of `like` cannot, or tensors are missing
-            or have other shapes.
+        DataError: The path is no checkpoint, no family describes its model, `like` is of another family, or tensors are
+            missing or have other shapes.
     """
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
@@ -103,14 +104,14 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
 
 
 def exported_family(model: ModelSection, origin: Path | None) -> Family:
-    """As what a model is exported.
+    """Returns the family as which a model is exported.
 
     Args:
-        model: The architecture.
-        origin: Folder whose config.json its own is made from; None where there is none.
+        model: Section that describes the model.
+        origin: Folder whose config.json is the basis of the export's; None where there is none.
 
     Raises:
-        DataError: The family of that file, or any, cannot describe the model.
+        DataError: The family of that file, or any family, cannot describe the model.
     """
     template = None if origin is None else read_json(origin / CONFIG_NAME)
     family = fitting_family(model) if template is None else family_of(template)

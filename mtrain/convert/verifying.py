@@ -1,4 +1,4 @@
-"""Compares what lies there already."""
+"""Comparison of an existing checkpoint with an existing Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mtrain.hf.schema.description import disagreements
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
-    """Compares a checkpoint with a folder, tensor by tensor; with a float32 folder, a run's main weights.
+    """Compares a checkpoint with a folder, tensor by tensor; a float32 folder is compared with a run's main weights.
 
     Args:
-        checkpoint: A checkpoint, or a run folder.
-        hf: config.json and safetensors.
-        num_workers: Threads.
+        checkpoint: Folder of a checkpoint, or of a run.
+        hf: Folder with config.json and safetensors.
+        num_workers: Number of threads.
 
     Raises:
-        DataError: One of them is damaged, they are of different models, or tensors differ.
+        DataError: One of them is damaged, they hold different models, or tensors differ.
     """
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)

@@ -1,8 +1,8 @@
-"""A conversion's working folder: files appear one by one, and what was finished is not done again.
+"""Working folder of a conversion: files appear one by one, and a repeated call keeps the finished ones.
 
-.OUT.partial/            beside OUT; becomes OUT by one rename when everything is there and proven
+.OUT.partial/            next to OUT; becomes OUT by one rename when everything is there and proven
     .plan.json           what is being converted; another plan starts anew
-    .done/FILE.json      what is known of a finished file; written after the file is on disk
+    .done/FILE.json      facts of a finished file; written after the file is on disk
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _STAGING_PREFIX, _STAGING_SUFFIX = ".", ".partial"
 
 
 class Unit(NamedTuple):
-    """One file to be written."""
+    """File to be written."""
 
     name: str
     size_bytes: int
-    """About; for the progress bar."""
+    """Approximate size, for the progress bar."""
 
 
 class StoppedError(Exception):
-    """Another worker failed or the user stopped the program; never leaves this module."""
+    """Another worker failed or the user stopped the program; the error never leaves this module."""
 
 
 @contextlib.contextmanager
 def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
-    """The folder to write into, which becomes `out` when the block ends well.
+    """Yields the folder to write into, which becomes `out` when the block ends well.
 
-    What an earlier call with the same plan left is kept, and stays where the block fails.
+    Files that an earlier call with the same plan left are kept, and they stay where the block fails.
 
     Raises:
         ConfigError: `out` exists.
-        RunFolderError: Another process is converting into it.
+        RunFolderError: Another process is converting into `out`.
         MachineError: The disk refuses.
     """
     if out.exists():
@@ -52,7 +52,7 @@ def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
     folder = staging_folder(out)
     with contextlib.ExitStack() as held:
         with disk_faults(f"make {folder}"):
-            if folder.is_symlink():  # what it names is somebody else's
+            if folder.is_symlink():  # its target belongs to somebody else
                 folder.unlink()
             folder.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((folder / _LOCK).open("w"))
@@ -73,17 +73,17 @@ def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
 
 
 def staging_folder(out: Path) -> Path:
-    """Where a conversion into `out` works until it is complete."""
+    """Returns the folder in which a conversion into `out` works until it is complete."""
     return out.with_name(f"{_STAGING_PREFIX}{out.name}{_STAGING_SUFFIX}")
 
 
 def staging_folders(parent: Path) -> list[Path]:
-    """What conversions into folders of `parent` have left there or are working in; links too."""
+    """Lists the working folders of conversions into folders of `parent`, left over or in use; links too."""
     return sorted(parent.glob(f"{_STAGING_PREFIX}*{_STAGING_SUFFIX}"))
 
 
 def is_published(path: Path) -> bool:
-    """Whether a file in the working folder belongs to what comes out."""
+    """Says whether a file in the working folder belongs to the result."""
     return path.name not in (_PLAN, _LOCK) and path.suffix != _PART
 
 
@@ -102,23 +102,21 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 
 
 Tell: TypeAlias = Callable[[int], None]
-"""Called with bytes that are written."""
+"""Function that is called with a number of bytes that were written."""
 Write: TypeAlias = Callable[[Unit, Path, Tell], Any]
-"""Writes a file to a path; gives what is to be known of it, as JSON."""
+"""Function that writes a file to a path and returns facts about it, as JSON."""
 
 
 def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: int, title: str) -> dict[str, Any]:
-    """Writes every file that is not done yet.
+    """Writes every file that is not done yet, and returns file -> facts that `write` returned.
 
     Args:
-        folder: From `working_folder`.
+        folder: Folder from `working_folder`.
         units: All files.
-        write: Writes one.
-        num_workers: Threads, each with one file at a time.
-        title: For the progress bar.
+        write: Function that writes one file.
+        num_workers: Number of threads, each with one file at a time.
+        title: Title of the progress bar.
 
-    Returns:
-        File -> what `write` gave.
 
     Raises:
         MachineError: The disk refuses.
@@ -153,7 +151,7 @@ def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: in
 
 
 def _recorded(folder: Path, unit: Unit, write: Write, tell: Tell) -> Any:
-    """Writes one file and what is known of it, or reads that where it is done."""
+    """Writes one file and its facts; where it is done already, only reads the facts."""
     record = folder / _DONE / f"{unit.name}.json"
     if record.exists():
         tell(unit.size_bytes)

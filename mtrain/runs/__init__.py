@@ -1,1 +1,1 @@
-"""The run folder: what a run leaves behind, and who may write to it."""
+"""Run folder: the files of a run, and who may write to them."""

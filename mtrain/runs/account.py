@@ -1,4 +1,4 @@
-"""What a start of a run tells of itself: how its time goes by."""
+"""Account of a start of a run: how its time is spent."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from mtrain.runs.starts import RunStart, read_starts, write_start
 
 _NUM_SAVES = 8
 _NUM_STEPS = 1000
-"""In which a save has to be on disk, or its lost time is known in proportion only."""
+"""Number of steps whose times are kept; the lost time of a save that takes longer to reach the disk is only
+estimated."""
 
 
 class Phases(Protocol):
-    """Who knows how long each phase took."""
+    """Source of the time that each phase took."""
 
     @property
     def phases_s(self) -> dict[str, float]:
@@ -28,16 +29,17 @@ class Phases(Protocol):
 
 
 class StartAccount:
-    """Inside the `with` block rank 0 keeps the account of this start (`mtrain.runs.starts`); at its end it says what
-    the run's goodput is by now. Other ranks keep none."""
+    """Account of this start (`mtrain.runs.starts`), which rank 0 keeps inside the `with` block.
+
+    At the end of the block it prints the run's goodput so far. Other ranks keep no account."""
 
     def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
         """
         Args:
-            folder: The run's `starts`.
-            number: Of this start.
-            rank: Of this process.
-            world_size: Of this start.
+            folder: Folder `starts` of the run.
+            number: Number of this start.
+            rank: Rank of this process.
+            world_size: World size of this start.
         """
         self._folder, self._number, self._is_writer = folder, number, rank == 0
         self._world_size, self._began_s = world_size, _began_s()
@@ -63,51 +65,51 @@ class StartAccount:
             self.write()
             goodput = goodput_of(read_starts(self._folder))
         except OSError:
-            return  # a full disk: the account of some seconds before is there
+            return  # a full disk: the account of some seconds ago is still there
         if goodput is not None and self._step and kind is None:
             for line in goodput.lines():
                 print(line, flush=True)
 
     def phases_of(self, phases: Phases) -> None:
-        """From now on the account holds them."""
+        """Sets the source of the times of phases; without it the account holds none."""
         self._phases = phases
 
     def beside(self, action: Callable[[], None]) -> None:
-        """The action runs before each account, in the same thread."""
+        """Sets an action that runs before each account is written, in the same thread."""
         self._beside = action
 
     def goes_on(self, step: int) -> None:
-        """The run has so many updates when this start begins."""
+        """Notes how many updates the run has when this start begins."""
         self._start_step = self._step = step
 
     def completed(self, step: int, seconds: float) -> None:
-        """An update more, in so many seconds."""
+        """Notes that one more update has completed, in `seconds`."""
         self._step, self._trained_s = step, self._trained_s + seconds
         self._at[step] = self._trained_s
         if len(self._at) > _NUM_STEPS:
             del self._at[next(iter(self._at))]
 
     def saved(self, step: int) -> None:
-        """A checkpoint of the step is on disk."""
+        """Notes that a checkpoint of the step is on disk."""
         trained_s = self._at.get(step, self._trained_s)
         self._saves = [*self._saves, (step, trained_s)][-_NUM_SAVES:]
         self._at = {later: at for later, at in self._at.items() if later > step}
 
     def gone_back(self, step: int) -> None:
-        """The run goes on from this checkpoint: what was trained since is made anew."""
+        """Notes that the run goes back to a checkpoint: later updates are lost and will be repeated."""
         begin = step if self._start_step is None else self._start_step
-        # of the checkpoint that this start began with, or of an earlier one, nothing was trained in it
+        # for the checkpoint that this start began with, or an earlier one, no time was spent in this start
         kept_s = dict(self._saves).get(step, 0.0)
         self._lost_steps += self._step - max(step, begin)
         self._lost_s += self._trained_s - kept_s
-        # what earlier starts had trained beyond an earlier one is lost as in a restart
+        # updates of earlier starts beyond that checkpoint are lost as in a restart
         self._start_step = min(step, begin)
         self._step, self._trained_s = step, kept_s
         self._saves = [save for save in self._saves if save[0] <= step]
         self._at.clear()
 
     def write(self) -> None:
-        """Puts the account down; called by the thread of the heartbeat.
+        """Writes the account; the heartbeat's thread calls it.
 
         Raises:
             OSError: The disk refuses.
@@ -116,7 +118,7 @@ class StartAccount:
         if not self._is_writer:
             return
         phases = {} if self._phases is None else self._phases.phases_s
-        # before the heartbeat's own time: the start of the programs, until ranks have met and have the folder
+        # includes the time before the heartbeat: programs start, ranks meet and take the folder
         phases["start"] = max(0.0, time.time() - self._began_s - sum(phases.values())) + phases.get("start", 0.0)
         job = os.environ.get("SLURM_JOB_ID")
         start = RunStart(
@@ -139,6 +141,6 @@ class StartAccount:
 
 
 def _began_s() -> float:
-    """Unix time at which the program began; in a program of the user's own, this moment."""
+    """Returns the Unix time at which the program began; in a program of the user's own, the current time."""
     own = pulse.current()
     return time.time() - (0.0 if own is None else time.monotonic() - own.state.opened_s)

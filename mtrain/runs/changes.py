@@ -1,4 +1,4 @@
-"""What differs between two resolved configurations."""
+"""Differences between two resolved configurations."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mtrain.config.renamed import current_names
 
 @dataclass(frozen=True)
 class Change:
-    """One key whose value differs between two configurations."""
+    """Key whose value differs between two configurations."""
 
     key: str
-    """Dotted."""
+    """Dotted key."""
     old: str | None
-    """As JSON, on one line; None where the key is missing."""
+    """Old value as JSON, on one line; None where the key is missing."""
     new: str | None
     is_neutral: bool
-    """It leaves the run the same: one of NEUTRAL_KEYS, or below one."""
+    """Whether the change leaves the run the same: the key is in NEUTRAL_KEYS, or below one of them."""
 
 
 def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
-    """What differs between two resolved configurations, sorted by key; neutral keys too."""
+    """Lists the differences between two resolved configurations, sorted by key; neutral keys too."""
     old, new = flat_keys(old_config), flat_keys(new_config)
     missing = object()
     return [
@@ -38,7 +38,7 @@ def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
 
 
 def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether a null says only that a section is absent whose keys the other configuration has."""
+    """Says whether a null only means that a section is absent whose keys the other configuration has."""
     return any(
         key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
         for one, other in ((old, new), (new, old))
@@ -50,10 +50,11 @@ def _shown(flat: dict[str, Any], key: str) -> str | None:
 
 
 def flat_keys(config: str | Config) -> dict[str, Any]:
-    """Dotted key -> value of a resolved configuration, or of its YAML; lists and empty sections are values. Old names
-    have become the new ones."""
+    """Flattens a resolved configuration, or its YAML, to dotted key -> value.
+
+    Lists and empty sections are values. Old names of keys are replaced by the new ones."""
     flat: dict[str, Any] = {}
-    # by way of JSON, for the values that its YAML would be read as
+    # through JSON, to get the same values as from its YAML
     content = read_yaml(config).content if isinstance(config, str) else json.loads(json.dumps(config.model_dump()))
     assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
     rest: list[tuple[str, Any]] = [("", of_one_kind(current_names(content, "config.yaml")[0]))]

@@ -1,4 +1,4 @@
-"""A run that goes on: what its earlier start decided, and what may not change under it."""
+"""Continuing a run: which values it keeps from its earlier start, and which must not change."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mtrain.runs.changes import Change, changes, flat_keys
 
 @dataclass(frozen=True)
 class Kept:
-    """A key that keeps the earlier start's value where this start does not name it."""
+    """Rule for a key that keeps the earlier start's value where this start does not set it."""
 
     before: str
-    """What it means where the earlier configuration lacks it: what the program did before the key was there."""
+    """Value that the program used before it had the key, for an earlier configuration that lacks it."""
     applies: Callable[[Config], bool]
-    """Whether the key has an effect, so that it is worth a line."""
+    """Function that says whether the key has an effect, so that it is worth a line."""
 
 
 KEPT = {
@@ -36,28 +36,29 @@ KEPT = {
 }
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
-"""A file that may lie elsewhere: the fingerprint of the data, which a checkpoint holds, has its content in it."""
+"""Keys of files that may move: the fingerprint of the data, which a checkpoint holds, covers their content."""
 _SOURCES = ("data.train", "data.curriculum")
-"""Their paths may be others, as the fingerprint says which source is which."""
+"""Keys of sources whose paths may change: the fingerprint identifies the sources."""
 _SOURCE_DEFAULTS = {
     name: field.default for name, field in SourceSection.model_fields.items() if not field.is_required()
 }
 
 _DECAY = "optimizer.decay_steps"
-"""Compared by what it stands for: left out, it follows train.num_steps."""
+"""Key that is compared by its effect: left out, it follows train.num_steps."""
 
 
 def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Config:
-    """The configuration with which a run goes on from its checkpoints.
+    """Returns the configuration with which a run continues from its checkpoints.
 
     Args:
-        config: Of this start.
-        saved: The resolved configuration of the start before, as YAML.
-        folder: The run folder, for messages.
-        newest_step: Updates completed in the newest checkpoint.
+        config: Configuration of this start.
+        saved: Resolved configuration of the earlier start, as YAML.
+        folder: Run folder, for messages.
+        newest_step: Number of updates completed in the newest checkpoint.
 
     Raises:
-        RunFolderError: This start describes another run, without consent; names the keys and says how to go on.
+        RunFolderError: This start describes another run, without consent; the message names the keys and says how to go
+            on.
     """
     kept = _with_kept(config, flat_keys(saved))
     allowed_changes(kept, saved, folder, newest_step)
@@ -65,23 +66,23 @@ def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Con
 
 
 def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list[Change]:
-    """What a run does otherwise from a step on, with the consent of checkpoint.allow_changed; neutral keys left out.
+    """Lists what a run changes from a step on, with the consent of checkpoint.allow_changed; neutral keys are left out.
 
     Args:
-        config: As `continued` gives it.
-        saved: The resolved configuration that a checkpoint was saved with, as YAML.
-        folder: The run folder, for messages.
-        step: Updates completed in the checkpoint.
+        config: Configuration as `continued` returns it.
+        saved: Resolved configuration that a checkpoint was saved with, as YAML.
+        folder: Run folder, for messages.
+        step: Number of updates completed in the checkpoint.
 
     Raises:
-        RunFolderError: As `continued`.
+        RunFolderError: A change makes this another run, and checkpoint.allow_changed does not permit it.
     """
     found = [each for each in changes(saved, config) if each.key != _DECAY and _is_other_run(each)]
     permitted = config.checkpoint.allow_changed
     if refused := [each.key for each in found if not is_permitted(each.key, permitted)]:
         raise _other_run(folder, refused)
     if any(each.key == "optimizer.schedule" for each in found):
-        return found  # consent to another schedule is consent to its decay
+        return found  # consent to another schedule includes its decay
     try:
         _refuse_another_schedule(config, flat_keys(saved), folder, step)
     except RunFolderError:
@@ -92,7 +93,7 @@ def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list
 
 
 def kept_lines(given: Config, kept: Config) -> Iterator[str]:
-    """A line for the user on each key of KEPT that the run does not take from this start."""
+    """Yields a line for the user for each key of KEPT whose value comes from the earlier start."""
     for key, rule in KEPT.items():
         section, name = key.split(".")
         if not rule.applies(kept):
@@ -113,7 +114,8 @@ def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
 
 
 def _is_other_run(change: Change) -> bool:
-    """Whether a run with this change is another one; a key that an older version did not have may stand as it meant."""
+    """Says whether a run with this change is another run; a key that an older version lacked may have its old
+    meaning."""
     if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _is_only_elsewhere(change):
         return False
     meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
@@ -121,7 +123,8 @@ def _is_other_run(change: Change) -> bool:
 
 
 def _is_only_elsewhere(change: Change) -> bool:
-    """Whether the same sources are named by other paths; the fingerprint of the data says whether they are the same."""
+    """Says whether only the paths of the sources differ; the data's fingerprint shows whether the sources are the
+    same."""
     if change.key not in _SOURCES or change.old is None or change.new is None:
         return False
     old, new = (_without_paths(json.loads(text)) for text in (change.old, change.new))
@@ -129,8 +132,8 @@ def _is_only_elsewhere(change: Change) -> bool:
 
 
 def _without_paths(sources: Any) -> Any:
-    """Of a list of sources, or of blends of them; with every other key at its default where an older version did not
-    have it."""
+    """Returns a list of sources, or of blends of them, without paths; keys that an older version lacked get their
+    default."""
     if not isinstance(sources, list):
         return sources
     return [_without_path(each) if isinstance(each, dict) else each for each in sources]
@@ -143,14 +146,15 @@ def _without_path(each: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default(key: str) -> Any:
-    """The default of a dotted key, in any kind of its section; PydanticUndefined where there is none."""
+    """Returns the default of a dotted key, in any kind of its section; PydanticUndefined where there is none."""
     *place, name = key.split(".")
     fields = [section.model_fields[name] for section in sections_at(tuple(place)) if name in section.model_fields]
     return fields[0].get_default(call_default_factory=True) if fields else PydanticUndefined
 
 
 def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder: Path, newest_step: int) -> None:
-    """Of a configuration that differs from the earlier one in train.num_steps and optimizer.decay_steps at most."""
+    """Refuses other learning rates; the two configurations may differ in train.num_steps and optimizer.decay_steps
+    only."""
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.schedule == "constant":
         return
@@ -165,7 +169,7 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
         )
     if decay_steps(optimizer, num_steps) != old_decay:
         raise _other_run(folder, [_DECAY])
-    last = newest_step - 1  # once two schedules part, they stay apart, so the last update stands for all
+    last = newest_step - 1  # once two schedules differ, they stay different, so the last update stands for all
     if learning_rate(last, old, old_num_steps) != learning_rate(last, optimizer, num_steps):
         raise RunFolderError(
             f"{lengths} at the earlier start in {folder}, whose checkpoint of step {newest_step} lies in the final "
@@ -175,7 +179,7 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
 
 
 def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) -> list[Change]:
-    """A decay that was changed with consent: by itself, or as it follows from train.num_steps."""
+    """Lists the changes of a decay that was changed with consent: by itself, or through train.num_steps."""
     old, old_num_steps = _earlier_schedule(config, earlier, folder)
     num_steps = config.train.num_steps
     numbers = {
@@ -186,7 +190,7 @@ def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) 
 
 
 def _earlier_schedule(config: Config, earlier: Mapping[str, Any], folder: Path) -> tuple[AnyOptimizer, int]:
-    """The optimizer with the decay of the earlier start, and its number of steps."""
+    """Returns the optimizer section with the decay of the earlier start, and that start's number of steps."""
     given = earlier.get(_DECAY) and _count(earlier, _DECAY, folder)
     return config.optimizer.model_copy(update={"decay_steps": given}), _count(earlier, "train.num_steps", folder)
 
@@ -207,6 +211,6 @@ def _other_run(folder: Path, keys: list[str]) -> RunFolderError:
 
 
 def _never(keys: list[str]) -> str:
-    """Which of the keys no consent changes."""
+    """Names the keys that cannot change even with consent."""
     fixed = [key for key in keys if not is_permitted(key, keys)]
     return f" ({', '.join(fixed)} cannot change in a run)" if fixed else ""

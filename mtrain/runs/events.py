@@ -1,7 +1,7 @@
-"""events.jsonl: what happened to a run beside its steps, one line each.
+"""events.jsonl: what happened to a run besides its steps, one event per line.
 
-A later start takes nothing back, so the file tells of every start, also of those whose steps were repeated. It is for
-people: what cannot be written is lost, and what cannot be read is left out.
+A later start removes nothing, so the file covers every start, also those whose steps were repeated. It is for people:
+events that cannot be written are lost, and lines that cannot be read are skipped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Fact = int | float | str | bool | None
 
 
 class EventKind(StrEnum):
-    """What happened."""
+    """Kind of an event."""
 
     START = "start"
     """Rank 0 has taken the run folder; facts: num_steps, world_size, layout, device, name, job."""
     RESUME = "resume"
-    """The model is built, and training goes on after `step`; fact `reached`: what earlier starts had
+    """The model is built, and training continues after `step`; fact `reached`: the last step that earlier starts
     recorded, so that steps between the two are repeated."""
     SAVE = "save"
     """A checkpoint is on disk; fact `seconds`."""
@@ -33,20 +33,20 @@ class EventKind(StrEnum):
     ROLLBACK = "rollback"
     """The run went back to the checkpoint of `step`."""
     STOP = "stop"
-    """It ended early and wants to be started again."""
+    """The run ended early and wants to be started again."""
     FAILURE = "failure"
-    """It ended by an error, which `text` gives; fact `exit_code`."""
+    """The run ended by an error, which `text` describes; fact `exit_code`."""
     FINISH = "finish"
     """All steps are done."""
 
 
 ENDS = frozenset({EventKind.STOP, EventKind.FAILURE, EventKind.FINISH})
-"""After one of these nothing happens until the next start."""
+"""Kinds that end a start: nothing follows until the next start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """One line."""
+    """One event, which is one line of the file."""
 
     kind: EventKind
     step: int
@@ -54,25 +54,25 @@ class RunEvent:
     time_s: float
     """Unix time."""
     text: str = ""
-    """For people."""
+    """Description for people."""
     rank: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """Numbers and names that belong to the kind."""
+    """Numbers and names that the kind defines."""
 
 
 class EventLog:
-    """Writes the events of one rank."""
+    """Writer of the events of one rank."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         """
         Args:
-            path: The run folder's events.jsonl; its folder must exist.
-            rank: Of this process.
+            path: File events.jsonl in the run folder; the folder must exist.
+            rank: Rank of this process.
         """
         self._path, self._rank = path, rank
 
     def write(self, kind: EventKind, step: int, text: str = "", facts: Mapping[str, Fact] | None = None) -> None:
-        """Appends one event; a disk that refuses costs the event alone."""
+        """Appends one event; if the disk refuses, only the event is lost."""
         event = RunEvent(kind=kind, step=step, time_s=time.time(), text=text, rank=self._rank, facts=facts or {})
         data = json.dumps(asdict(event)).encode() + b"\n"
         with suppress(OSError):
@@ -80,13 +80,14 @@ class EventLog:
             try:
                 size_bytes = os.fstat(file).st_size
                 is_torn = size_bytes > 0 and os.pread(file, 1, size_bytes - 1) != b"\n"
-                os.write(file, b"\n" * is_torn + data)  # a line that was cut costs itself alone
+                os.write(file, b"\n" * is_torn + data)  # after a torn line the new event starts on a line of its own
             finally:
                 os.close(file)
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """All events by time; empty where there is no file. Lines that are no events of this program are left out."""
+    """Reads all events, sorted by time; empty where there is no file. Lines that are no events of this program are
+    skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

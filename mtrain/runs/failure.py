@@ -1,8 +1,8 @@
-"""How a start of a run failed: a record of each rank that did, and one summary of the first of them.
+"""Failures of a start: a record for each rank that failed, and a summary of the first cause.
 
-Every rank that fails leaves a record in the run folder, and so do the watchdog and the launcher for a rank that cannot.
-Whoever leaves one chooses the first cause of all that are there by then and writes it down as the start's summary. What
-fails because another rank did is never the first cause while there is another record.
+Every rank that fails writes a record into the run folder; the watchdog and the launcher do so for a rank that cannot.
+Each of them chooses the first cause among the records so far and writes it as the start's summary. A failure that
+follows from another rank's failure is never the first cause while there is another record.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from mtrain.base.files import write_atomically
 
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
 REPORT_TO = "MTRAIN_REPORT_TO"
-"""Environment variable: a file in which a launcher wants the run folder's path, once there is something to report."""
+"""Environment variable: name of a file in which a launcher wants the run folder's path, once there is a failure."""
 _KEPT_STARTS = 20
 _NUM_FRAMES = 3
 _SUMMARY = "mtrain_summary"
 
 
 class FailureClass(StrEnum):
-    """What kind of thing went wrong, which says who has to do something."""
+    """Kind of a failure, which decides who has to act."""
 
     USER_INPUT = "user input"
     DATA = "data"
@@ -69,57 +69,57 @@ _ADVICE = {
 }
 
 GONE = "gone"
-"""`FailureRecord.error` of a rank that ended and did not say why, as the watchdog sees it."""
+"""Value of `FailureRecord.error` for a rank that ended without saying why, as the watchdog sees it."""
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Why one rank did not end well."""
+    """Failure of one rank."""
 
     rank: int
     kind: FailureClass
     error: str
-    """Class of the exception, name of the signal, or how the watchdog found the rank."""
+    """Class of the exception, name of the signal, or the state in which the watchdog found the rank."""
     message: str
-    """As it follows "error: "."""
+    """Message, as it follows "error: "."""
     exit_code: int
-    """Of the run, if this is its first cause."""
+    """Exit code of the run, if this is its first cause."""
     reported_by: str
     """`rank`, `watchdog` or `launcher`."""
     time_s: float
     """Unix time."""
     place: str | None = None
-    """Phase and step."""
+    """Phase and step in which the rank was; None where they are unknown."""
     start: int = 0
     """Number of the run's start."""
     launch: str | None = None
-    """Which launch of the local launcher it belongs to."""
+    """Launch of the local launcher that the failure belongs to; None without that launcher."""
     host: str = ""
     stack: tuple[str, ...] = ()
-    """Where the rank was in the program, innermost call first."""
+    """Frames of the program where the rank was, innermost call first."""
     files: tuple[str, ...] = ()
-    """With more about it."""
+    """Files with more details."""
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it says only that another rank failed."""
+        """Whether the record only says that another rank failed."""
         return self.kind is FailureClass.LOST_PEER and self.reported_by == "rank"
 
 
 @contextlib.contextmanager
 def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) -> Iterator[None]:
-    """What ends the block by an exception is recorded; the exception then knows the summary (`reported_summary`).
+    """Records an exception that ends the block; `reported_summary` then returns its summary.
 
     Args:
-        run_dir: The run folder, which this start has.
-        rank: Of this process.
+        run_dir: Run folder, which this start holds.
+        rank: Rank of this process.
         start: Number of this start.
-        place: What the rank does now.
+        place: Function that returns what the rank is doing now.
     """
     try:
         yield
     except Exception as error:
-        if not isinstance(error, RunFolderError):  # the folder is another start's
+        if not isinstance(error, RunFolderError):  # the folder belongs to another start
             failure = failure_of(error, rank, start, place(), _frames(error))
             with contextlib.suppress(OSError):  # a full disk: the message itself is still printed
                 record_failure(run_dir, failure)
@@ -128,13 +128,13 @@ def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) ->
 
 
 def reported_summary(error: BaseException) -> str | None:
-    """The summary of a failure of this process that stands in the run folder."""
+    """Returns the summary of this process's failure that is in the run folder; None without one."""
     found: str | None = vars(error).get(_SUMMARY)
     return found
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Where a bug is, innermost call first; other errors are about what the user gave, not about the program."""
+    """Returns the frames of a bug, innermost call first; other errors concern the user's input, not the program."""
     if class_of(error) is not FailureClass.BUG:
         return []
     frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
@@ -142,7 +142,7 @@ def _frames(error: BaseException) -> list[str]:
 
 
 def class_of(error: BaseException) -> FailureClass:
-    """What an exception that ends a rank is."""
+    """Classifies an exception that ends a rank."""
     match error:
         case ConfigError():
             return FailureClass.USER_INPUT
@@ -170,7 +170,7 @@ def _is_of_memory(error: BaseException) -> bool:
 def failure_of(
     error: BaseException, rank: int, start: int, place: str | None, stack: Sequence[str] = ()
 ) -> FailureRecord:
-    """What this rank's own exception comes to."""
+    """Makes the record of this rank's own exception."""
     text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
     return FailureRecord(
         rank=rank,
@@ -189,10 +189,11 @@ def failure_of(
 
 
 def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
-    """The one that the others follow from: the earliest that is no consequence of another rank's end.
+    """Returns the failure that the others follow from: the earliest that is no consequence of another rank's end.
 
-    Of a rank that has gone without a word, what the launcher says: it knows the signal, which a watchdog may be earlier
-    without. One that hung and was ended for it was killed, too, but not by what lost it.
+    For a rank that died silently, the launcher's record is preferred: it knows the signal, while a watchdog may be
+    earlier without it. A rank that hung and was killed for it keeps the watchdog's record, since the kill was not the
+    cause.
     """
     first = min(failures, key=lambda failure: (failure.is_consequence, failure.time_s, failure.rank))
     if (first.kind, first.error) != (FailureClass.LOST_PEER, GONE):
@@ -201,7 +202,7 @@ def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
 
 
 def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
-    """What people read at the end; some lines, each with its newline."""
+    """Formats the final message for people: several lines, each with its newline."""
     by = f"[rank {failure.rank}] " if failure.rank > 0 and failure.reported_by == "rank" else ""
     lines = [f"error: {by}{failure.message}"]
     where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
@@ -215,12 +216,12 @@ def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
 
 
 def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -> FailureRecord:
-    """Leaves a record, and the summary of the first cause of what is there by now, which is given back.
+    """Writes a record, and the summary of the first cause so far, which it returns.
 
     Args:
-        run_dir: The run folder.
-        failure: What is known.
-        again: More is known than in the record before, which it replaces.
+        run_dir: Path of the run folder.
+        failure: Failure to record.
+        again: Whether to replace an earlier record of the same reporter, since more is known now.
 
     Raises:
         OSError: The disk refuses.
@@ -228,14 +229,14 @@ def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -
     folder = records_folder(run_dir, failure.start)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.reported_by}_{max(failure.rank, 0):05d}.json"
-    if again or not path.exists():  # the first word counts: an earlier one is nearer to the cause
+    if again or not path.exists():  # the first record counts: it is nearer to the cause
         write_atomically(path, json.dumps(asdict(failure), indent=2) + "\n")
     if file := os.environ.get(REPORT_TO):
         Path(file).write_text(str(run_dir.absolute()))
     reported = recorded(run_dir, failure.start) or [failure]
     first = first_cause(reported)
     if failure.is_consequence and (run_dir / "failure.json").exists():
-        return first  # of a thousand ranks that follow, one writing is enough
+        return first  # if a thousand ranks follow, one summary is enough
     num_failed = len({one.rank for one in reported})
     write_atomically(run_dir / "failure.json", json.dumps(asdict(first), indent=2) + "\n")
     write_atomically(run_dir / "failure.txt", summary(first, run_dir, num_failed))
@@ -243,7 +244,7 @@ def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -
 
 
 def recorded(run_dir: Path, start: int) -> list[FailureRecord]:
-    """All records of a start."""
+    """Reads all records of a start."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(records_folder(run_dir, start).glob("*.json")):
@@ -253,7 +254,7 @@ def recorded(run_dir: Path, start: int) -> list[FailureRecord]:
 
 
 def last_failure(run_dir: Path) -> FailureRecord | None:
-    """The first cause of the latest failure; None where the latest start has not failed, or not yet."""
+    """Reads the first cause of the latest start's failure; None where it has not failed, or not yet."""
     try:
         return _read(run_dir / "failure.json")
     except (OSError, ValueError, TypeError):
@@ -261,14 +262,14 @@ def last_failure(run_dir: Path) -> FailureRecord | None:
 
 
 def last_summary(run_dir: Path) -> str:
-    """The same for people; empty where there is none."""
+    """Reads the summary of the latest failure for people; empty where there is none."""
     with contextlib.suppress(OSError):
         return (run_dir / "failure.txt").read_text(encoding="utf-8")
     return ""
 
 
 def clear_summary(run_dir: Path) -> None:
-    """A new start has begun; the records of some starts stay.
+    """Removes the summary when a new start begins; the records of the latest starts stay.
 
     Raises:
         OSError: The disk refuses.
@@ -282,7 +283,7 @@ def clear_summary(run_dir: Path) -> None:
 
 
 def records_folder(run_dir: Path, start: int) -> Path:
-    """Of one start; stacks lie there, too."""
+    """Returns the folder of one start's records; stacks are written there, too."""
     return run_dir / "failures" / f"start_{start:05d}"
 
 

@@ -1,4 +1,4 @@
-"""The run folder: everything that a run leaves behind, and the lock that keeps a second run out of it."""
+"""Run folder: all files of a run, and the lock that keeps a second run out of it."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from mtrain.runs.lock import Patience, RunLock, locked
 from mtrain.runs.starts import new_number
 
 _MAX_BYTES = 2**20
-"""Of config.yaml and environment.json, as the reader of YAML takes them."""
+"""Largest size of config.yaml and environment.json; the YAML reader has the same limit."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where each thing of a run lies; every rank may hold one, one rank writes."""
+    """Places of a run's files; every rank may have one of these, but one rank writes."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, sufficient to repeat the run."""
+        """Resolved configuration, sufficient to repeat the run."""
         return self.path / "config.yaml"
 
     @property
     def environment(self) -> Path:
-        """What the latest start ran on: versions, device, layout; names no machine and no person."""
+        """Facts about the latest start: versions, device, layout; it names no machine and no person."""
         return self.path / "environment.json"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line, one line a step."""
+        """Metrics as one JSON object per line, one line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
-        """Answers to `eval.prompts`, one JSON object a line."""
+        """Answers to `eval.prompts`, one JSON object per line."""
         return self.path / "samples.jsonl"
 
     @property
     def events(self) -> Path:
-        """One JSON object a line: starts, saves, ends and alarms."""
+        """Starts, saves, ends and alarms, one JSON object per line."""
         return self.path / "events.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """One folder a saved step."""
+        """Folder with one subfolder per saved step."""
         return self.path / "checkpoints"
 
     @property
     def first_samples(self) -> Path:
-        """What the run's first step trains, for people."""
+        """Samples that the run's first step trains on, for people."""
         return self.path / "first_samples.txt"
 
     @property
@@ -67,37 +67,37 @@ class RunFolder:
 
     @property
     def exports(self) -> Path:
-        """One folder of Hugging Face for each exported step."""
+        """Folder with one Hugging Face folder per exported step."""
         return self.path / "exports"
 
     @property
     def logs(self) -> Path:
-        """Text of the ranks."""
+        """Folder with the text output of the ranks."""
         return self.path / "logs"
 
     @property
     def ledger(self) -> Path:
-        """What was trained in each step, one file for each data-parallel rank."""
+        """Folder with the samples trained in each step, one file per data-parallel rank."""
         return self.path / "ledger"
 
     @property
     def heartbeats(self) -> Path:
-        """What each rank is doing, one file a rank."""
+        """Folder with the state of each rank, one file per rank."""
         return self.path / "heartbeats"
 
     @property
     def starts(self) -> Path:
-        """What became of each start, one file a start (`mtrain.runs.starts`)."""
+        """Folder with one file per start (`mtrain.runs.starts`)."""
         return self.path / "starts"
 
     @property
     def profile(self) -> Path:
-        """Traces and tables of profiled steps."""
+        """Folder with traces and tables of profiled steps."""
         return self.path / "profile"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """Folder with event files for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
@@ -111,29 +111,30 @@ class RunFolder:
 
     @property
     def save_time(self) -> Path:
-        """Seconds that the latest save took until it was on disk, as text: who asks Slurm for a signal reads it."""
+        """Seconds until the latest save was on disk, as text; job scripts read it to choose the time of Slurm's
+        signal."""
         return self.path / "save_seconds"
 
     @property
     def lock_file(self) -> Path:
-        """Held by the run that works here; its text says who that is or was."""
+        """File that is locked by the run that works here; its text names that run, or the last one."""
         return self.path / ".lock"
 
     def create(self) -> None:
-        """Makes the folders.
+        """Creates the folders.
 
         Raises:
-            MachineError: the place cannot be created.
+            MachineError: The folders cannot be created.
         """
         with disk_faults(f"write the run folder {self.path}"):
             for folder in self._written_to:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def probe(self) -> None:
-        """Proves that the folders can be written; when what a dead run left is gone, which may have filled the disk.
+        """Checks that the folders can be written; call it after leftovers, which may have filled the disk, are gone.
 
         Raises:
-            MachineError: one cannot be written, or the disk is full.
+            MachineError: A folder cannot be written, or the disk is full.
         """
         with disk_faults(f"write the run folder {self.path}"):
             for folder in self._written_to:
@@ -144,17 +145,18 @@ class RunFolder:
                     probe.unlink(missing_ok=True)
 
     def write_config(self, text: str) -> None:
-        """Puts the resolved configuration in place, whole or not at all."""
+        """Writes the resolved configuration, whole or not at all."""
         with disk_faults(f"write {self.config}"):
             write_atomically(self.config, text)
 
     @property
     def chat_templates(self) -> Path:
-        """Holds the chat templates that conversations were written by, under the names they have beside a tokenizer."""
+        """Folder with the chat templates that conversations were written by, under their names in a tokenizer's
+        folder."""
         return self.path / "chat_templates"
 
     def write_chat_templates(self, files: Mapping[str, str]) -> None:
-        """Keeps the chat templates of this start: exports carry them, wherever they came from.
+        """Keeps the chat templates of this start: exports contain them, wherever they came from.
 
         Args:
             files: Path inside the folder -> text.
@@ -167,7 +169,7 @@ class RunFolder:
                 write_atomically(self.chat_templates / name, text)
 
     def saved_chat_templates(self) -> dict[str, str]:
-        """What the latest start kept; empty where it wrote no conversations.
+        """Reads the chat templates of the latest start: path inside the folder -> text; empty where there were none.
 
         Raises:
             MachineError: A file cannot be read.
@@ -179,13 +181,13 @@ class RunFolder:
             }
 
     def saved_config(self) -> str | None:
-        """The configuration that an earlier start left here, as YAML of sections; None where there was none.
+        """Reads the configuration of an earlier start, as YAML of sections; None where there was none.
 
         Raises:
-            DataError: the file is damaged.
-            MachineError: it cannot be read.
+            DataError: The file is damaged.
+            MachineError: The file cannot be read.
         """
-        from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer than all the rest of a run folder
+        from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
 
         data = _content(self.config)
         if data is None:
@@ -199,16 +201,16 @@ class RunFolder:
         return text
 
     def write_environment(self, environment: Mapping[str, str]) -> None:
-        """Puts down what this start runs on, whole or not at all."""
+        """Writes what this start runs on, whole or not at all."""
         with disk_faults(f"write {self.environment}"):
             write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
     def saved_environment(self) -> dict[str, str] | None:
-        """What the latest start ran on; None where it did not say.
+        """Reads what the latest start ran on; None where it left no file.
 
         Raises:
-            DataError: the file is damaged.
-            MachineError: it cannot be read.
+            DataError: The file is damaged.
+            MachineError: The file cannot be read.
         """
         data = _content(self.environment)
         if data is None:
@@ -219,7 +221,7 @@ class RunFolder:
             raise _damaged(self.environment, f"not a JSON object: {fault}") from None
 
     def set_requeue(self, reason: str) -> None:
-        """Leaves the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
+        """Writes the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
         with disk_faults(f"write {self.requeue_marker}"):
             write_atomically(self.requeue_marker, reason + "\n")
 
@@ -229,12 +231,12 @@ class RunFolder:
             self.requeue_marker.unlink(missing_ok=True)
 
     def note_save(self, seconds: float) -> None:
-        """Puts down how long a save took; a disk that refuses costs the note alone, as the checkpoint is there."""
+        """Notes how long a save took; if the disk refuses, only the note is lost, since the checkpoint is there."""
         with suppress(OSError):
             write_atomically(self.save_time, f"{seconds:.1f}\n")
 
     def save_seconds(self) -> float | None:
-        """How long the latest save took; None where none has said so."""
+        """Reads how long the latest save took; None where none has noted it."""
         try:
             return float(self.save_time.read_text())
         except (OSError, ValueError):
@@ -245,8 +247,8 @@ class RunFolder:
         """Keeps other runs out inside the `with` block, as `mtrain.runs.lock` does; the folder must exist.
 
         Raises:
-            RunFolderError: another process works here; names it.
-            MachineError: the lock file cannot be written.
+            RunFolderError: Another process works here; the message names it.
+            MachineError: The lock file cannot be written.
         """
         with locked(self.lock_file, patience, lambda: new_number(self.starts)) as lock:
             with disk_faults(f"clean {self.path}"):
@@ -254,17 +256,17 @@ class RunFolder:
             yield lock
 
     def _clean(self) -> None:
-        """Removes what a killed run was about to put in place."""
+        """Removes files that a killed run was about to put in place."""
         for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
             remove(leftover)
 
 
 def _content(path: Path) -> bytes | None:
-    """Of a small file; None where there is none.
+    """Reads a small file; None where there is none.
 
     Raises:
-        DataError: something else lies there.
-        MachineError: it cannot be read.
+        DataError: Something else than a plain file is there.
+        MachineError: The file cannot be read.
     """
     with disk_faults(f"read {path}"):
         try:

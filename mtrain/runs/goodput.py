@@ -1,4 +1,4 @@
-"""Goodput: how much of a run's time went into steps that it kept, over all of its starts.
+"""Goodput: the share of a run's time that went into steps which it kept, over all of its starts.
 
 Pure arithmetic on `starts/` of the run folder (`mtrain.runs.starts`); no torch.
 """
@@ -16,41 +16,41 @@ from mtrain.runs.starts import RunStart, read_starts
 
 @dataclass(frozen=True)
 class Goodput:
-    """Times in seconds of wall clock, steps in optimizer updates."""
+    """Use of a run's time, in seconds of wall clock; steps are optimizer updates."""
 
     effective_s: float
-    """In steps that the run still has."""
+    """Time in steps that the run still has."""
     wall_s: float
-    """From the first start to the last sign of the last one."""
+    """Time from the first start to the last sign of life of the last one."""
     waiting_s: float
-    """Between starts: in the queue, or nobody restarted it."""
+    """Time between starts: in the queue, or until somebody restarted it."""
     start_up_s: float
-    """From a start to its first step: programs load, ranks meet, model, data and checkpoint are read."""
+    """Time from a start to its first step: programs load, ranks meet, model, data and checkpoint are read."""
     saving_s: float
-    """That training waited for."""
+    """Time in which training waited for saves."""
     validation_s: float
     export_s: float
-    """After the last step."""
+    """Time of the export after the last step."""
     lost_s: float
-    """In steps that were trained and then lost, as no checkpoint had them."""
+    """Time in steps that were trained and then lost, as no checkpoint had them."""
     other_s: float
-    """The rest: records, polls, what a killed start did after its last account."""
+    """Remaining time: records, polls, and the time of a killed start after its last account."""
     lost_steps: int
-    """Trained again after a restart or a rollback."""
+    """Number of updates that were trained again after a restart or a rollback."""
     num_starts: int
 
     @property
     def restarts(self) -> int:
-        """Starts after the first."""
+        """Number of starts after the first."""
         return self.num_starts - 1
 
     @property
     def fraction(self) -> float:
-        """effective_s / wall_s, between 0 and 1."""
+        """Share of the time in kept steps, effective_s / wall_s, between 0 and 1."""
         return self.effective_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Formats the goodput for people."""
         parts = {
             "start-up": self.start_up_s,
             "saving": self.saving_s,
@@ -69,10 +69,10 @@ class Goodput:
 
 
 def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
-    """What the starts of one run come to; None where there is none.
+    """Computes the goodput over the starts of one run; None where there is none.
 
     Args:
-        starts: In their order, as `read_starts` gives them.
+        starts: Starts in their order, as `read_starts` returns them.
     """
     if not starts:
         return None
@@ -102,18 +102,18 @@ def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
 
 
 def goodput_of_run(run_dir: Path) -> Goodput | None:
-    """Of a run folder; None where no start has written there."""
+    """Computes the goodput of a run folder; None where no start has written there."""
     return goodput_of(read_starts(run_dir / "starts"))
 
 
 def _lost(starts: Sequence[RunStart]) -> tuple[int, float]:
-    """Steps, and seconds in them, that a later start trained again."""
+    """Counts the steps that a later start trained again, and the seconds in them."""
     steps, seconds = 0, 0.0
     for number, start in enumerate(starts):
         begin = start.start_step
         if begin is None or start.step <= begin:
             continue
-        # every later start goes on from at least this: what lies beyond the lowest of them is gone
+        # every later start resumes at this step or later: updates beyond the lowest of them are gone
         resumed = min(
             (later.start_step for later in starts[number + 1 :] if later.start_step is not None), default=None
         )
@@ -126,7 +126,7 @@ def _lost(starts: Sequence[RunStart]) -> tuple[int, float]:
 
 
 def _trained_until(start: RunStart, begin: int, step: int) -> float:
-    """Seconds of a start in its steps up to one: as noted at that save, else in proportion."""
+    """Returns a start's seconds in its steps up to `step`: as noted at that save, else in proportion."""
     noted = dict(start.saves)
     return noted.get(step, start.trained_s * (step - begin) / (start.step - begin))
 

@@ -1,9 +1,9 @@
-"""One run in a run folder: a lock on a file, and a name in it.
+"""Mutual exclusion of runs in a run folder: a lock on a file, and a name in it.
 
-Where the file system has no locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) the name must do. The run
-marks the file every few seconds, and a start that finds another name watches for a while whether anyone still does.
-Two starts that miss each other nevertheless write their names after one another; the one whose name is gone stops
-before it publishes anything. Of two starts that both believe they hold the folder, the one with the higher number does.
+Where the file system has no locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) the name has to suffice. The
+run marks the file every few seconds, and a start that finds another name watches for a while whether the file is still
+marked. If two starts miss each other nevertheless, the later name overwrites the earlier one; the run whose name is
+gone stops before it publishes anything. Of two starts that both believe they hold the folder, the higher number wins.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CHECK_S = 1.0
 
 
 class Patience(NamedTuple):
-    """Times where there are no locks."""
+    """Times that matter where there are no locks."""
 
     beat_s: float = 5.0
-    """Between two marks."""
+    """Time between two marks."""
     watch_s: float = 20.0
-    """A run that has not marked the file for so long is dead, or loses the folder."""
+    """Time without a mark after which a run counts as dead."""
     settle_s: float = 1.0
-    """In which the names of two starts at the same moment arrive."""
+    """Time in which the names of simultaneous starts become visible."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,27 @@ class RunLock:
 
     file: Path
     owner: str
-    """The text that this process left in the lock file; no two runs share one."""
+    """Text that this process wrote into the lock file; no two runs share one."""
     number: int = 0
-    """Of this start of the run; of two that both hold the folder the higher one has it."""
+    """Number of this start of the run; of two starts that hold the folder, the higher one wins."""
     checked: list[float] = field(default_factory=lambda: [time.monotonic()], compare=False)
-    """One number: when the name was last seen there."""
+    """Monotonic time, as the only element, at which the name was last seen in the file."""
 
     def check(self) -> None:
-        """To be called before anything is published.
+        """Checks that the folder still belongs to this run; call it before anything is published.
 
         Where nodes do not see each other's locks (some network file systems), or where the file system has given the
-        lock of a node that it lost to another one, a run that was started elsewhere in the meantime has put its own
-        name into the lock file; the older one stops here. The file is opened anew, so that a network file system asks
+        lock of an unreachable node to another one, a run that was started elsewhere in the meantime has put its own
+        name into the lock file; the older run stops here. The file is opened anew, so that a network file system asks
         its server.
 
         Raises:
-            RunFolderError: the folder belongs to another run now.
+            RunFolderError: The folder belongs to another run now.
         """
         with disk_faults(f"read {self.file}"):
             owner = _owner(self.file)
         if owner != self.owner and 0 < _number_in(owner) < self.number:
-            # an older start was held up between taking the lock and writing its name: it has to go, not we
+            # an older start was delayed between taking the lock and writing its name: it has to stop, not we
             with disk_faults(f"write {self.file}"):
                 _put_name(self.file, self.owner)
                 owner = _owner(self.file)
@@ -80,10 +80,10 @@ class RunLock:
             )
 
     def check_now_and_then(self) -> None:
-        """As `check`, where a second has passed since the last one: for what is written at every step.
+        """Does the same check if the last one was more than a second ago; for files that are written at every step.
 
-        A process that was stopped for longer than that, as long as it takes to lose the folder, looks first of all. A
-        disk that does not answer says nothing of the folder: what is written next looks again.
+        A process that was suspended, long enough to lose the folder, checks before its next write. A disk that does not
+        answer says nothing about the folder: the next write checks again.
         """
         if time.monotonic() - self.checked[0] > _CHECK_S:
             with contextlib.suppress(MachineError):
@@ -98,16 +98,16 @@ def locked(
 ) -> Iterator[RunLock]:
     """Keeps other runs out inside the `with` block; the file's folder must exist.
 
-    The lock belongs to this process and ends with it, however it dies; children made by fork do not hold it.
+    The lock belongs to this process and ends with it, however it dies; forked children do not hold it.
 
     Args:
-        file: The lock file.
-        patience: Where the file system has no locks.
-        numbered: Called once nobody else works here; gives the number of this start.
+        file: Path of the lock file.
+        patience: Times to use where the file system has no locks.
+        numbered: Function that is called once nobody else works here; returns the number of this start.
 
     Raises:
-        RunFolderError: another process works here; names it.
-        MachineError: the lock file cannot be written.
+        RunFolderError: Another process works here; the message names it.
+        MachineError: The lock file cannot be written.
     """
     with disk_faults(f"lock {file.parent}"):
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -128,7 +128,7 @@ def locked(
                 marked.enter_context(_marked(lock, patience))
             yield lock
     finally:
-        if descriptor in _held:  # not in a forked child, which let go when it began
+        if descriptor in _held:  # not in a forked child, which closed it at once
             _held.discard(descriptor)
             with contextlib.suppress(OSError):  # where there are no locks
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -136,13 +136,13 @@ def locked(
 
 
 def refuse_if_held(file: Path) -> None:
-    """Looks whether a run works in a folder, and leaves it as it is; says nothing where there are no locks.
+    """Checks whether a run works in a folder, without a change to it; finds nothing where there are no locks.
 
     Args:
-        file: The lock file.
+        file: Path of the lock file.
 
     Raises:
-        RunFolderError: Another process works here; names it.
+        RunFolderError: Another process works here; the message names it.
         MachineError: The file cannot be read.
     """
     with disk_faults(f"lock {file.parent}"):
@@ -151,7 +151,7 @@ def refuse_if_held(file: Path) -> None:
         except (FileNotFoundError, NotADirectoryError):
             return
         try:
-            # shared, so that two that look do not see each other
+            # shared, so that two processes that check do not see each other
             if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY:
                 raise _in_use(file, _owner(file))
         finally:
@@ -159,7 +159,7 @@ def refuse_if_held(file: Path) -> None:
 
 
 def _sign(descriptor: int, owner: str) -> None:
-    """Puts the name over the one before, so that a full disk takes it."""
+    """Writes the name over the one before it; a full disk allows that."""
     os.pwrite(descriptor, owner.encode(), 0)
     os.ftruncate(descriptor, len(owner.encode()))
     os.fsync(descriptor)
@@ -175,10 +175,10 @@ def _warn(file: Path, patience: Patience) -> None:
 
 
 def _watch(file: Path, patience: Patience) -> None:
-    """Returns when nobody has marked the file for long enough, or its last run has signed off.
+    """Returns once nobody has marked the file for long enough, or its last run has removed its name.
 
     Raises:
-        RunFolderError: A run marks it.
+        RunFolderError: A run marks the file.
     """
     first = _mark(file)
     if not first.owner.strip():
@@ -196,26 +196,26 @@ def _watch(file: Path, patience: Patience) -> None:
 class _Mark(NamedTuple):
     owner: str
     time_ns: int
-    """Of the file system's clock, compared with itself only."""
+    """Modification time by the file system's clock, only compared with itself."""
 
 
 def _mark(file: Path) -> _Mark:
-    with file.open("rb", buffering=0) as opened:  # a network file system looks again at what is opened again
+    with file.open("rb", buffering=0) as opened:  # opened anew, so that a network file system looks again
         return _Mark(_text(opened.read(_OWNER_BYTES)), os.fstat(opened.fileno()).st_mtime_ns)
 
 
 @contextmanager
 def _marked(lock: RunLock, patience: Patience) -> Iterator[None]:
-    """Marks the file as long as the name in it is ours; takes the name away at the end.
+    """Marks the file as long as it holds our name; removes the name at the end.
 
     Raises:
-        RunFolderError: another start has put its name over ours at once.
+        RunFolderError: Another start has overwritten our name at once.
     """
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(patience.beat_s):
-            with contextlib.suppress(OSError):  # the next one may come through
+            with contextlib.suppress(OSError):  # the next one may succeed
                 if _owner(lock.file) != lock.owner:
                     return
                 os.utime(lock.file)
@@ -249,14 +249,15 @@ def _in_use(file: Path, owner: str) -> RunFolderError:
 
 
 def _this_process(number: int) -> str:
-    """Who this is, for people, the number of the start, and a token that makes it unique."""
+    """Returns a text for people with process, host, job and the number of the start, and a token that makes it
+    unique."""
     job = os.environ.get("SLURM_JOB_ID")
     where = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
     return f"{where}{f' (start {number})' if number else ''} [{secrets.token_hex(8)}]\n"
 
 
 def _number_in(owner: str) -> int:
-    """That a name holds; 0 where it has none, as older versions write it."""
+    """Returns the number of a start from its name; 0 where it has none, as in older versions."""
     found = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
     return int(found[1]) if found else 0
 
@@ -270,7 +271,7 @@ def _put_name(file: Path, owner: str) -> None:
 
 
 _held: set[int] = set()
-"""Descriptors of held locks. A forked child inherits them and, outliving its parent, would keep the folder locked."""
+"""Descriptors of held locks; a forked child that inherits them and outlives its parent would keep the folder locked."""
 
 
 def _let_go_in_child() -> None:

@@ -1,7 +1,7 @@
-"""The starts of a run: each has a number, which only grows, and a small file that says what became of it.
+"""Starts of a run: each has an increasing number, and a small file with its account.
 
-The number is what tells an older start from a newer one where locks do not (`mtrain.runs.lock`). The file is what the
-run's goodput is counted from (`mtrain.runs.goodput`).
+The number distinguishes an older start from a newer one where locks do not (`mtrain.runs.lock`). The file is the source
+of the run's goodput (`mtrain.runs.goodput`).
 """
 
 from __future__ import annotations
@@ -17,49 +17,50 @@ from typing import Any
 from mtrain.base.files import disk_faults
 
 _NUM_BYTES = 4096
-"""Of every file from the first word on, so that a later one needs no more room on the disk."""
+"""Size of every file from the first write on, so that a later one needs no more room on the disk."""
 _NAME = re.compile(r"(\d{5,})\.json")
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run, as rank 0 last wrote it down."""
+    """Account of one start of a run, as rank 0 last wrote it."""
 
     number: int
-    """From 1."""
+    """Number of the start, from 1."""
     began_s: float
     """Unix time at which rank 0's process began."""
     written_s: float
-    """Unix time of this account: until then the start is known to have lived."""
+    """Unix time of this account, until which the start is known to have run."""
     host: str
     job: str | None
-    """Slurm's, with its restart, where there is one."""
+    """Number of the Slurm job and its restart; None without Slurm."""
     world_size: int
     start_step: int | None = None
-    """Updates that the run had when it went on, or the fewest that it went back to; None before that is known."""
+    """Number of updates that the run had when it resumed, or the fewest that it went back to; None before that is
+    known."""
     step: int = 0
-    """Updates completed."""
+    """Number of updates completed."""
     trained_s: float = 0.0
     """Seconds spent in the steps that this start completed."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in each phase (`mtrain.base.heartbeat.Phase`), the present one included."""
+    """Seconds in each phase (`mtrain.base.heartbeat.Phase`), including the current one."""
     saves: tuple[tuple[int, float], ...] = ()
-    """The last saves: their step, and `trained_s` when it was completed."""
+    """Step of each of the last saves, and `trained_s` when that step was completed."""
     lost_steps: int = 0
-    """Completed, and gone back from in the same start."""
+    """Number of updates that were completed and then rolled back in this start."""
     lost_s: float = 0.0
-    """Seconds in them; not in `trained_s`."""
+    """Seconds in the lost updates; not in `trained_s`."""
     ended: str | None = None
-    """`done`, or the error that ended it; None where nobody wrote it: it runs, or was killed."""
+    """Way it ended: `done`, or an error's class; None where nobody wrote it: it runs, or was killed."""
 
 
 def start_file(folder: Path, number: int) -> Path:
-    """Where a start writes; `folder` is the run's `starts`."""
+    """Returns the file that a start writes; `folder` is the run's `starts`."""
     return folder / f"{number:05d}.json"
 
 
 def new_number(folder: Path) -> int:
-    """Takes the next number, which no other start gets.
+    """Reserves the next number, which no other start gets.
 
     Raises:
         MachineError: The disk refuses.
@@ -79,7 +80,7 @@ def new_number(folder: Path) -> int:
 
 
 def write_start(folder: Path, start: RunStart) -> None:
-    """Puts the account over the one before; waits for no disk.
+    """Overwrites the start's account; does not wait for the disk.
 
     Raises:
         OSError: The disk refuses.
@@ -93,7 +94,7 @@ def write_start(folder: Path, start: RunStart) -> None:
 
 
 def read_starts(folder: Path) -> list[RunStart]:
-    """All starts that have written something, in their order; what is damaged or just being written is left out."""
+    """Reads all accounts in the order of the starts; damaged ones, and those just being written, are left out."""
     try:
         found = (_read(start_file(folder, number)) for number in sorted(_numbers(folder)))
         return [start for start in found if start is not None]
