@@ -32,7 +32,7 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.num_steps={train.num_steps}; "
             "shorten the warm-up or lengthen the run"
         )
-    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + (optimizer.decay_steps or 1) > train.num_steps:
+    elif optimizer.decay == "at_end" and optimizer.warmup_steps + (optimizer.decay_steps or 1) > train.num_steps:
         yield (
             f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={optimizer.decay_steps} do not "
             f"fit into train.num_steps={train.num_steps} together; shorten one of them or lengthen the run"

@@ -58,13 +58,13 @@ def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
     """`optimizer.decay_steps`, or what stands for it where it is not given; nothing asks for it of a constant rate."""
     if optimizer.decay_steps is not None:
         return optimizer.decay_steps
-    match optimizer.schedule:
-        case "wsd":
+    match optimizer.decay:
+        case "at_end":
             return max(1, num_steps // 10)
-        case "constant" | "linear" | "cosine":
+        case "none" | "from_warmup":
             return num_steps
         case _:
-            assert_never(optimizer.schedule)
+            assert_never(optimizer.decay)
 
 
 def _height(n: int, optimizer: OptimizerSection, num_steps: int) -> float | None:

@@ -156,7 +156,7 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
     """Refuses other learning rates; the two configurations may differ in train.num_steps and optimizer.decay_steps
     only."""
     optimizer, num_steps = config.optimizer, config.train.num_steps
-    if optimizer.schedule == "constant":
+    if optimizer.decay == "none":
         return
     old, old_num_steps = _earlier_schedule(config, earlier, folder)
     old_decay, lengths = decay_steps(old, old_num_steps), f"train.num_steps={num_steps} was {old_num_steps}"

@@ -1,6 +1,6 @@
 """`train.*`, `optimizer.*` and `valid.*`: how long, how large, how fast."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from pydantic import Field, Tag
 
@@ -15,6 +15,8 @@ Fp8Format = Literal["hybrid", "e4m3"]
 """hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """What shares a scale: a tensor (by its elements now, or by those of earlier steps), or blocks of it."""
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+"""How the learning rate goes on after the warm-up."""
 BadStepAction = Literal["stop", "skip", "rollback"]
 """What becomes of a step whose gradient must not be applied."""
 
@@ -151,7 +153,7 @@ class OptimizerSection(Section):
     decay_norms_and_biases: bool = False
     clip_grad: float = Field(1.0, ge=0)
     """Largest global norm of the normalised gradient; 0 turns clipping off."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_steps: int = Field(0, ge=0)
     decay_steps: int | None = Field(None, gt=0)
     """linear, cosine: the step at which min_lr is reached (by default train.num_steps). wsd: length of the final decay
@@ -166,11 +168,23 @@ class OptimizerSection(Section):
             return None
         return f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
 
+    @property
+    def decay(self) -> Literal["none", "from_warmup", "at_end"]:
+        """Where in the run the schedule lowers the rate. from_warmup: up to the step decay_steps; at_end: in the last
+        decay_steps updates. Whatever depends on the schedule's shape asks this, so a new one says it here alone."""
+        match self.schedule:
+            case "constant":
+                return "none"
+            case "linear" | "cosine":
+                return "from_warmup"
+            case "wsd":
+                return "at_end"
+            case _:
+                assert_never(self.schedule)
+
     @rule
     def decay_follows_warmup(self) -> str | None:
-        if self.schedule not in ("linear", "cosine") or self.decay_steps is None:
-            return None
-        if self.decay_steps > self.warmup_steps:
+        if not (self.decay == "from_warmup" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps):
             return None
         return (
             f"decay_steps={self.decay_steps} is the step at which min_lr is reached and must be above "

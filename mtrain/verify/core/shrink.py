@@ -19,6 +19,7 @@ from mtrain.config.rules import dropout_keys, layout_dependent_keys
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import OptimizerSection
 from mtrain.plan import padded_vocab_size
 from mtrain.plan.features import FEATURES, SmallRun
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
@@ -122,6 +123,17 @@ def small(
         content[section] |= values
     changed = Config.model_validate(content)
     return Shrunk(changed, tuple(_changes(config, changed)), reads_files)
+
+
+def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:
+    """Keys of `optimizer.*` that fit the user's schedule into a few steps.
+
+    Args:
+        optimizer: The user's section.
+        warmup_steps: Updates of the warm-up.
+        final_steps: Updates of a decay that ends the run; any other one lasts from the warm-up to the run's end.
+    """
+    return {"warmup_steps": warmup_steps, "decay_steps": final_steps if optimizer.decay == "at_end" else None}
 
 
 def has_files(data: AnyData) -> bool:

@@ -42,7 +42,7 @@ def _has_warmup(config: Config) -> bool:
 
 
 def _schedules(config: Config) -> bool:
-    return _has_warmup(config) or config.optimizer.schedule != "constant"
+    return _has_warmup(config) or config.optimizer.decay != "none"
 
 
 def _decays(config: Config) -> bool:

@@ -26,7 +26,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import Prepared, Trial, full_trial, parse_trials, prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
-from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, small
+from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, small, small_schedule
 from mtrain.verify.parity.run import Progress, Request, device_for
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.preempt.inject import PREEMPT_FAULTS, plant
@@ -99,12 +99,10 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
     steps = request.num_steps
     also: dict[str, dict[str, Any]] = {
         "train": {"num_steps": steps},
-        "optimizer": {"warmup_steps": min(config.optimizer.warmup_steps, 1), "decay_steps": None},
+        "optimizer": small_schedule(config.optimizer, min(config.optimizer.warmup_steps, 1), 1),
         "checkpoint": {"interval_steps": steps - 2, "async_save": config.checkpoint.async_save},
         "metrics": {"tensorboard": False},
     }
-    if config.optimizer.schedule == "wsd":
-        also["optimizer"]["decay_steps"] = 1
     if _can_validate(config):
         also["valid"] = {"interval_steps": steps - 4, "max_samples": _VALID_SAMPLES}
     shrunk = with_loss_tokens(lambda length: _with_own_data(config, trial, length, also), config)

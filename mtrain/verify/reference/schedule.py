@@ -40,14 +40,11 @@ def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) 
     warmup = optimizer.warmup_steps
     if completed < warmup:
         return optimizer.lr * completed / warmup
-    if optimizer.schedule == "constant":
-        return optimizer.lr
-    begin, end = warmup, num_steps if optimizer.decay_steps is None else optimizer.decay_steps
-    if optimizer.schedule == "wsd":
-        length = max(1, num_steps // 10) if optimizer.decay_steps is None else optimizer.decay_steps
-        begin, end = num_steps - length, num_steps
+    begin, end = _decay(optimizer, num_steps)
     done = min(1.0, max(0.0, (completed - begin) / (end - begin)))
     match optimizer.schedule:
+        case "constant":
+            return optimizer.lr
         case "linear" | "wsd":
             height = 1 - done
         case "cosine":
@@ -57,13 +54,23 @@ def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) 
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * height
 
 
+def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
+    """Updates completed where the rate begins to fall and where it has fallen; of a constant rate the run's."""
+    match optimizer.schedule:
+        case "constant":
+            return 0, num_steps
+        case "linear" | "cosine":
+            return optimizer.warmup_steps, num_steps if optimizer.decay_steps is None else optimizer.decay_steps
+        case "wsd":
+            length = max(1, num_steps // 10) if optimizer.decay_steps is None else optimizer.decay_steps
+            return num_steps - length, num_steps
+        case _:
+            assert_never(optimizer.schedule)
+
+
 def telling_steps(optimizer: OptimizerSection, num_steps: int) -> list[int]:
     """Updates, counted from 0, at which a wrong schedule shows: around every turn, and some between."""
-    ends = [0, optimizer.warmup_steps, num_steps - 1]
-    if optimizer.schedule == "wsd":
-        ends.append(num_steps - (optimizer.decay_steps or max(1, num_steps // 10)))
-    elif optimizer.decay_steps is not None:
-        ends.append(optimizer.decay_steps)
+    ends = [0, optimizer.warmup_steps, num_steps - 1, *_decay(optimizer, num_steps)]
     around = [end + offset for end in ends for offset in range(-3, 4)]
     between = [num_steps * part // 64 for part in range(64)]
     return sorted({step for step in (*around, *between) if 0 <= step < num_steps})

@@ -18,7 +18,7 @@ def _has_dropout(config: Config) -> bool:
 
 
 def _rate_changes(config: Config) -> bool:
-    return config.optimizer.schedule != "constant" or config.optimizer.warmup_steps > 0
+    return config.optimizer.decay != "none" or config.optimizer.warmup_steps > 0
 
 
 def _is_half(config: Config) -> bool:

@@ -30,7 +30,7 @@ from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
-from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, small
+from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, small, small_schedule
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
@@ -175,8 +175,8 @@ def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
 def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
     """The user's schedule over the few steps: each of its phases has some."""
     warmup = min(config.optimizer.warmup_steps, max(1, num_steps // 3))
-    is_wsd = config.optimizer.schedule == "wsd"  # whose decay would have the one step that begins it
-    return {"warmup_steps": warmup, "decay_steps": min(max(2, num_steps // 3), num_steps - warmup) if is_wsd else None}
+    # more than the one step that begins a decay
+    return small_schedule(config.optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
 
 
 def _curriculum(config: Config, request: ResumeRequest) -> dict[str, Any]:
