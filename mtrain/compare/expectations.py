@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtrain.config.rules import DROPOUT_KEYS, LAYOUT_DEPENDENT_KEYS
+from mtrain.config.derived import DROPOUT_KEYS, LAYOUT_DEPENDENT_KEYS
 from mtrain.runs.changes import Change
 
 FULL_RTOL = 1e-5

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mtrain.config.schema.adapter import GROUPS, AdapterSection
 from mtrain.config.schema.model import ModelSection
-
-if TYPE_CHECKING:
-    from mtrain.config.schema.root import Config
+from mtrain.config.schema.sections import Sections
 
 _ATTENTION = frozenset(GROUPS["qkv"])
 _FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
 
 
-def broken_rules(config: Config, adapter: AdapterSection) -> Iterator[str]:
+def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     """A message for every broken rule: what was given, what is needed, what to change."""
     yield from _targets(config.model, adapter)
     yield from _run(config, adapter)
@@ -76,7 +73,7 @@ def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
     return not (model.tied_embeddings and "embedding" in adapter.parts)
 
 
-def _run(config: Config, adapter: AdapterSection) -> Iterator[str]:
+def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     model = config.model
     every = config.checkpoint.export_hf_every_steps
     if every and not has_merged_form(model, adapter):

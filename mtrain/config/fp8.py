@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
+from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Fp8Recipe
 
-if TYPE_CHECKING:
-    from mtrain.config.schema.root import Config
 
-
-def broken_rules(config: Config) -> Iterator[str]:
+def broken_rules(config: Sections) -> Iterator[str]:
     """What was given, what is needed, what to change; nothing where `train.fp8` is off."""
     train, model = config.train, config.model
     if train.fp8 is None:
@@ -46,7 +44,7 @@ def broken_rules(config: Config) -> Iterator[str]:
     yield from _unaligned(config, key)
 
 
-def _unaligned(config: Config, key: str) -> Iterator[str]:
+def _unaligned(config: Sections, key: str) -> Iterator[str]:
     """Sizes on a rank that a product in 8 bits cannot have."""
     model, layout, train = config.model, config.layout, config.train
     columns, rows = _multiples(train.fp8_recipe or "tensorwise")

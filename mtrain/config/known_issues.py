@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, assert_never, get_args
+from typing import Any, assert_never, get_args
 
-from mtrain.config.rules import dropout_keys, layout_dependent_keys
+from mtrain.config.derived import dropout_keys, layout_dependent_keys
 from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.loss import own_functions
-
-if TYPE_CHECKING:
-    from mtrain.config.schema.root import Config
+from mtrain.config.schema.sections import Sections
 
 CLIP_EPSILON = 1e-6
 """megatron-core and torch multiply gradients by clip_grad / (norm + CLIP_EPSILON)."""
@@ -23,11 +21,11 @@ _SMALL_CLIP = 1e3 * CLIP_EPSILON
 """Below this limit the epsilon can take more than 0.1 % off a clipped gradient."""
 
 
-def _is_on(value: Any, config: Config) -> bool:
+def _is_on(value: Any, config: Sections) -> bool:
     return bool(value)
 
 
-def _overlaps(config: Config) -> bool:
+def _overlaps(config: Sections) -> bool:
     """Whether an interleaved schedule computes while it transfers."""
     return config.model.megatron.get("overlap_p2p_comm") is not False
 
@@ -40,10 +38,10 @@ class Refusal:
     reason: str
     """Completes "model.megatron.<field>=<value> ..."."""
     remedy: str = "remove it"
-    breaks: Callable[[Any, Config], bool] = _is_on
+    breaks: Callable[[Any, Sections], bool] = _is_on
     """Whether a field of this value lets the fault in."""
 
-    def messages(self, config: Config) -> Iterator[str]:
+    def messages(self, config: Sections) -> Iterator[str]:
         """What was given, why it cannot be, what to change; one for each field."""
         given = config.model.megatron
         for field in self.fields:
@@ -147,13 +145,13 @@ REFUSALS = (
 )
 
 
-def refusals(config: Config) -> Iterator[str]:
+def refusals(config: Sections) -> Iterator[str]:
     """A message for every field that would let a silent fault in."""
     for refusal in REFUSALS:
         yield from refusal.messages(config)
 
 
-def documents_need_torch_layers(config: Config) -> Iterator[str]:
+def documents_need_torch_layers(config: Sections) -> Iterator[str]:
     """TransformerEngine's attention does not see the documents of a row."""
     match config.model.backend:
         case "te" if config.data.isolate_documents:
@@ -168,7 +166,7 @@ def documents_need_torch_layers(config: Config) -> Iterator[str]:
             assert_never(config.model.backend)
 
 
-def beyond_transformer_engine(config: Config) -> Iterator[str]:
+def beyond_transformer_engine(config: Sections) -> Iterator[str]:
     """What a run asks for that TransformerEngine's kernels do not do, whatever the model: the keys, and why."""
     model, layout = config.model, config.layout
     if config.train.precision == "fp32":
@@ -190,19 +188,19 @@ def beyond_transformer_engine(config: Config) -> Iterator[str]:
         )
 
 
-def context_kinds(config: Config) -> tuple[CpComm, ...]:
+def context_kinds(config: Sections) -> tuple[CpComm, ...]:
     """Kinds of context parallelism that go with the model and its rows; whether heads divide, each layout says."""
     return tuple(kind for kind in get_args(CpComm) if kind != "ring" or not any(unknown_to_a_ring(config)))
 
 
-def beyond_a_ring(config: Config) -> Iterator[str]:
+def beyond_a_ring(config: Sections) -> Iterator[str]:
     """A message for each thing that a ring does not know, where one is asked for; whatever cp is."""
     if config.layout.cp_comm == "ring":
         for key, why in unknown_to_a_ring(config):
             yield f"layout.cp_comm=ring does not know {why} ({key}); set layout.cp_comm to allgather or ulysses"
 
 
-def unknown_to_a_ring(config: Config) -> Iterator[tuple[str, str]]:
+def unknown_to_a_ring(config: Sections) -> Iterator[tuple[str, str]]:
     """Keys, and what kernels that attend to the keys of one hop, without a mask, cannot do."""
     model = config.model
     reasons = {
@@ -220,7 +218,7 @@ def unknown_to_a_ring(config: Config) -> Iterator[tuple[str, str]]:
             yield key, why
 
 
-def too_much_for_transformer_engine(config: Config) -> Iterator[str]:
+def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
     """A message for each of these where its layers were asked for by name."""
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
@@ -231,12 +229,12 @@ def too_much_for_transformer_engine(config: Config) -> Iterator[str]:
 class Note:
     """Something that cannot be fixed and is said once."""
 
-    applies: Callable[[Config], bool]
+    applies: Callable[[Sections], bool]
     text: str
 
 
 DROPOUT = Note(
-    lambda config: bool(dropout_keys(config)),
+    lambda config: bool(dropout_keys(config.model, config.adapter)),
     "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
 )
 FP8 = Note(
@@ -273,6 +271,6 @@ OWN_LOSS = Note(
 NOTES = (DROPOUT, FP8, CLIPPING, TORCH_LAYERS, ADAPTER_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
 
 
-def notes(config: Config) -> list[str]:
+def notes(config: Sections) -> list[str]:
     """What the run says once about itself."""
     return [note.text for note in NOTES if note.applies(config)]

@@ -3,26 +3,23 @@
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
+from mtrain.config.derived import PREFERENCE_FORMATS, compared, dropout_keys, layout_dependent_keys, row_width
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
-    LABEL,
     LOSS_FUNCTIONS,
     NUMBER_LOSSES,
     PREFERENCE_LOSSES,
     LossSection,
 )
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.section import Section
+from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
-
-if TYPE_CHECKING:
-    from mtrain.config.schema.root import Config
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
@@ -135,11 +132,6 @@ def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
         )
 
 
-def row_width(train: TrainSection, data: AnyData) -> int:
-    """Positions of a row."""
-    return data.seq_length if train.tokens_per_micro_batch is None else train.tokens_per_micro_batch
-
-
 def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Iterator[str]:
     """Context parallelism cuts a row into 2 x cp chunks; sequence parallelism cuts a rank's part over tp."""
     factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
@@ -212,12 +204,12 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
         )
 
 
-def compiled(config: "Config") -> Iterator[str]:
+def compiled(config: Sections) -> Iterator[str]:
     """What torch.compile would do otherwise than the layers as they are written."""
     if config.train.compile == "none":
         return
     key = f"train.compile={config.train.compile}"
-    for name in dropout_keys(config):
+    for name in dropout_keys(config.model, config.adapter):
         if name != "model.attention_dropout":  # stands outside of the graphs
             yield f"{key} does not go with {name}, as a compiled layer draws other numbers; turn one of the two off"
     if config.train.offload_layers is not None:
@@ -246,27 +238,11 @@ def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterat
         )
 
 
-_PREFERENCE_FORMATS: dict[str, Literal["pairs", "answers"]] = {"preference": "pairs", "unpaired_preference": "answers"}
-"""What records of a data.format are."""
-
-
-def compared(loss: LossSection, data: AnyData) -> Literal["pairs", "answers"] | None:
-    """What a run compares, as its loss says, or where that is the user's own, as data.format does; None: nothing."""
-    if loss.preference is not None:
-        return loss.preference.compares
-    return _PREFERENCE_FORMATS.get(data.format) if isinstance(data, SftSection) else None
-
-
-def sequences_per_sample(loss: LossSection, data: AnyData) -> int:
-    """A pair is two sequences; an answer that is judged alone comes with one that KTO measures by."""
-    return 1 if compared(loss, data) is None else 2
-
-
-def preferences(config: "Config") -> Iterator[str]:
+def preferences(config: Sections) -> Iterator[str]:
     """Two passes have to see the same model, and pairs have to be there."""
     loss, data, name = config.loss, config.data, f"loss.function={config.loss.function}"
     if isinstance(data, SftSection) and loss.function in LOSS_FUNCTIONS:
-        given, needed = _PREFERENCE_FORMATS.get(data.format), compared(loss, data)
+        given, needed = PREFERENCE_FORMATS.get(data.format), compared(loss, data)
         if loss.preference is None and given is not None:
             yield (
                 f"data.format={data.format} is for losses that compare answers, but {name} does not; set loss.function "
@@ -290,7 +266,7 @@ def preferences(config: "Config") -> Iterator[str]:
             f"data.extras={list(data.extras)} are numbers of a record's tokens, but {name} compares answers, of which "
             "a record has two; remove data.extras"
         )
-    for key in dropout_keys(config):
+    for key in dropout_keys(config.model, config.adapter):
         yield (
             f"{key} is above 0, but {name} sees the model twice in a step, which has to be the same model; set it to 0"
         )
@@ -306,12 +282,7 @@ def preferences(config: "Config") -> Iterator[str]:
         )
 
 
-def label_columns(loss: LossSection) -> tuple[str, ...]:
-    """Extras that hold the label of a record, where that is no class."""
-    return (LABEL,) if loss.function in NUMBER_LOSSES else ()
-
-
-def heads(config: "Config") -> Iterator[str]:
+def heads(config: Sections) -> Iterator[str]:
     """A head and a loss that reads it go together, and nothing else that asks for tokens."""
     loss, labels, name = config.loss, config.model.num_labels, f"loss.function={config.loss.function}"
     if labels is None:
@@ -357,37 +328,6 @@ def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
             "sequence_balance_coefficient and model.experts.bias_update_rate), or set "
             "loss.allow_layout_dependent=true and give the promise up"
         )
-
-
-LAYOUT_DEPENDENT_KEYS = (
-    "model.experts.capacity_factor",
-    "loss.router.microbatch_balance_coefficient",
-    "loss.router.global_balance_coefficient",
-)
-"""Knobs whose effect changes with the layout by definition, when they are above 0."""
-DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout", "adapter.dropout")
-"""Above 0 they draw other numbers under another layout or micro-batch size, so that no two of them are the same run."""
-
-
-def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
-    """Those of LAYOUT_DEPENDENT_KEYS that are in use."""
-    return _above_zero(LAYOUT_DEPENDENT_KEYS, {"model": model, "loss": loss})
-
-
-def dropout_keys(config: "Config") -> list[str]:
-    """Those of DROPOUT_KEYS that are in use."""
-    return _above_zero(DROPOUT_KEYS, {"model": config.model, "adapter": config.adapter})
-
-
-def _above_zero(keys: Iterable[str], sections: Mapping[str, Section | None]) -> list[str]:
-    def value(key: str) -> Any:
-        name, *parts = key.split(".")
-        found: Any = sections[name]
-        for part in parts:
-            found = None if found is None else getattr(found, part)
-        return found
-
-    return [key for key in keys if value(key)]
 
 
 def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:

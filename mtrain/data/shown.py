@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from mtrain.config import Config
-from mtrain.config.rules import compared
+from mtrain.config.derived import compared
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
 from mtrain.data.samples.sft import SftDataset

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import ConfigError, NothingToLearnError
 from mtrain.config import Config
-from mtrain.config.rules import compared, label_columns
+from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.curriculum import BlendFrom, later_blends, with_later

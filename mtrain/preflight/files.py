@@ -7,7 +7,7 @@ from typing import assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.config.rules import compared, label_columns
+from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.data.own_tokenizer import check_own_tokenizer

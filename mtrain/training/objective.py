@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.derived import label_columns
 from mtrain.config.extras import as_configured
-from mtrain.config.rules import label_columns
 from mtrain.loss.objective import Objective
 
 

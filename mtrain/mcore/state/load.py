@@ -23,7 +23,7 @@ from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, T
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
-from mtrain.config.rules import dropout_keys
+from mtrain.config.derived import dropout_keys
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups, seed_generators
@@ -33,9 +33,6 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.state.base import base_of, check_base, refused_as_model
-from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
-from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.sharded_parameters import (
     ShardedParameter,
     base_parameters,
@@ -44,6 +41,9 @@ from mtrain.mcore.state.sharded_parameters import (
     run_of,
     whole_of,
 )
+from mtrain.mcore.state.base import base_of, check_base, refused_as_model
+from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
+from mtrain.mcore.state.save import Saver
 
 OUTPUT = "output_layer.weight"
 """Key of the output layer, or of the head in its place."""
@@ -340,7 +340,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | No
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
     # With the step: else dropout would repeat the run's first masks.
     seed_generators(config.train.seed, state.step, groups)
-    if groups.rank == 0 and dropout_keys(config):
+    if groups.rank == 0 and dropout_keys(config.model, config.adapter):
         _log.warning(
             "the checkpoint was saved by %s on %s and continues on %s on %s: dropout draws from new seeds",
             *(state.layout, state.device, groups.layout, groups.device.type),

@@ -15,7 +15,7 @@ from typing import Any, assert_never
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.rules import dropout_keys, layout_dependent_keys
+from mtrain.config.derived import dropout_keys, layout_dependent_keys
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
@@ -164,7 +164,7 @@ def refuse_incomparable(config: Config) -> None:
 
 
 def _refuse_dropout(config: Config) -> None:
-    if keys := dropout_keys(config):
+    if keys := dropout_keys(config.model, config.adapter):
         raise ConfigError(
             f"{' and '.join(keys)} above 0 draw other numbers under every layout and micro-batch size, so that no two "
             f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"

@@ -6,7 +6,7 @@ Every one of them has been made by a real trainer. `mtrain verify resume --injec
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.config.rules import dropout_keys
+from mtrain.config.derived import dropout_keys
 from mtrain.verify.planted.fault import Fault
 
 CRASH = "crash"
@@ -14,7 +14,7 @@ CRASH = "crash"
 
 
 def _has_dropout(config: Config) -> bool:
-    return bool(dropout_keys(config))
+    return bool(dropout_keys(config.model, config.adapter))
 
 
 def _rate_changes(config: Config) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import ConfigError, MtrainError, NumericError
 from mtrain.config import Config
-from mtrain.config.rules import layout_dependent_keys
+from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.data import MockSection
 from mtrain.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed

@@ -1,0 +1,58 @@
+"""The sections of a configuration, and what follows from several of them."""
+
+from mtrain.config import derived
+from mtrain.config.schema.adapter import AnyAdapter
+from mtrain.config.schema.data import AnyData
+from mtrain.config.schema.eval import EvalSection
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection, WatchSection
+from mtrain.config.schema.section import Section
+from mtrain.config.schema.train import AnyOptimizer, TrainSection, ValidSection
+
+
+class Sections(Section):
+    """The values of a configuration; `Config` is these and the rules between them, which read them."""
+
+    run: RunSection
+    model: ModelSection
+    adapter: AnyAdapter | None = None
+    """Where it is there, the model is frozen and its adapters learn."""
+    layout: LayoutSection = LayoutSection()
+    train: TrainSection
+    optimizer: AnyOptimizer
+    loss: LossSection = LossSection()
+    data: AnyData
+    valid: ValidSection = ValidSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
+    watch: WatchSection = WatchSection()
+
+    @property
+    def is_layout_dependent(self) -> bool:
+        """Whether the run is that of its layout and micro-batch size only: by definition of something in use, by the
+        draws of dropout, or by the scales of fp8."""
+        keys = derived.layout_dependent_keys(self.model, self.loss) or derived.dropout_keys(self.model, self.adapter)
+        return bool(keys) or self.train.fp8 is not None
+
+    @property
+    def row_width(self) -> int:
+        """Positions of a row: of one sample, or of several that are packed."""
+        return derived.row_width(self.train, self.data)
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that a sample of the data is made of: two where answers are compared, else one."""
+        return derived.sequences_per_sample(self.loss, self.data)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of a step, where it does not count packed rows."""
+        return self.train.global_batch_size * self.sequences_per_sample
+
+    @property
+    def steps_count_rows(self) -> bool:
+        """Whether train.global_batch_size is a number of packed rows, not of samples."""
+        return self.data.packing is not None and self.data.packing.batch == "rows"
