@@ -34,6 +34,9 @@ LAYERS = {package: layer for layer, packages in enumerate(PACKAGES_BY_LAYER) for
 LAST_WITHOUT_TORCH = 1
 APART_LAYER = 3
 
+MCORE_ROOMS = ("distributed", "offload", "model", "engine", "state", "health")
+"""Folders of `mtrain/mcore` from the bottom up: each imports from those before it alone."""
+
 MAX_FILES_IN_A_FOLDER = 20
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -77,12 +80,32 @@ def test_imports_go_downwards() -> None:
     assert wrong == []
 
 
+def mcore_room(target: str) -> int | None:
+    """Which of MCORE_ROOMS a module lies in; None where it lies in none."""
+    parts = target.split(".")
+    return MCORE_ROOMS.index(parts[2]) if parts[:2] == ["mtrain", "mcore"] and len(parts) > 2 else None
+
+
+def test_no_import_in_the_engine_goes_upwards() -> None:
+    found = [
+        (room, target_room, f"{module.path.relative_to(ROOT)}:{each.line} imports {each.target}")
+        for module in modules()
+        if (room := mcore_room(module.name)) is not None
+        for each in imports(module)
+        if (target_room := mcore_room(each.target)) is not None
+    ]
+    assert {room for room, _, _ in found} == set(range(len(MCORE_ROOMS)))
+    assert [line for room, target_room, line in found if target_room > room] == []
+
+
 def test_there_are_no_import_cycles() -> None:
+    """Imports for type checkers count as well: two modules that name each other's types are one subject."""
     graph = {
         module.name: {
             each.target
             for each in imports(module)
-            if each.target in module_names() and each.target != module.name and not each.is_for_types_only
+            if each.target in module_names() and each.target != module.name
+            if not (module.name == "mtrain" and each.is_for_types_only)  # the public API, named for type checkers
         }
         for module in modules()
     }

@@ -23,9 +23,9 @@ from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, StepTo
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.engine.rank_model import RankModel
+from mtrain.mcore.engine.router_balance import RouterBalance
 from mtrain.mcore.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule, start_grad_sync
 from mtrain.mcore.health.non_finite import largest_local_gradients
-from mtrain.mcore.model.moe.balance import RouterBalance
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.forward import forward_totals, num_microbatches

@@ -26,7 +26,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer_state import momenta
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import (
+from mtrain.mcore.model.sharded_parameters import (
     ShardedParameter,
     has_own_shard,
     is_written_here,

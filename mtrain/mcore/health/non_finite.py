@@ -19,8 +19,8 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 from mtrain.mcore.state.local_state import local_state
-from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 
 
 class Cause(NamedTuple):

@@ -18,15 +18,14 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import weight_gradients
+from mtrain.mcore.model import weight_gradients
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.mcore.model.compiled import compile_layers
-from mtrain.mcore.model.head import ScoreHead, put_head
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
 from mtrain.mcore.model.mtp import depths_spec, drop_unused_table
-from mtrain.mcore.model.output_layer import DeferredLogits, Logits, defer_output
+from mtrain.mcore.model.output_layer import DeferredLogits, Logits, ScoreHead, defer_output, put_head
 from mtrain.mcore.model.own_parameters import ShardedOffsets
 from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, local_frequencies
 from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer

@@ -23,7 +23,7 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
+from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 
 # Part of what defines the initial weights: another size draws another model from the same seed. A rank draws at most
 # two blocks that it needs in part only, whatever the size of the tensor.

@@ -26,7 +26,7 @@ from mtrain.mcore.model.adapters.adapter import adapters_of, is_adapter_key
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import (
+from mtrain.mcore.model.sharded_parameters import (
     ShardedParameter,
     frozen_parameters,
     is_written_here,

@@ -22,7 +22,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import is_written_here, sharded_parameters, shards, whole_of
+from mtrain.mcore.model.sharded_parameters import is_written_here, sharded_parameters, shards, whole_of
 
 
 def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:

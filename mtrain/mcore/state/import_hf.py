@@ -8,8 +8,8 @@ from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.sharded_parameters import base_parameters
 from mtrain.mcore.state.load import filler_of, read_weights
-from mtrain.mcore.state.sharded_parameters import base_parameters
 
 _DEPTHS = "mtp."
 """Beginning of keys of predictions further ahead."""

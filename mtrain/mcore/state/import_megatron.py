@@ -22,9 +22,9 @@ from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import canonical_name
+from mtrain.mcore.model.sharded_parameters import base_parameters, whole_of
 from mtrain.mcore.state.load import filler_of
 from mtrain.mcore.state.reader import Wanted, load_parameters, memory_for
-from mtrain.mcore.state.sharded_parameters import base_parameters, whole_of
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler)\.")

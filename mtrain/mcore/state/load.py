@@ -33,7 +33,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.optimizer_state import MAIN, STATES
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.state.sharded_parameters import (
+from mtrain.mcore.model.sharded_parameters import (
     ShardedParameter,
     base_parameters,
     checkpoint_parameters,

@@ -13,7 +13,7 @@ from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, shards
+from mtrain.mcore.model.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, shards
 
 WEIGHTS = "weights"
 """The weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""

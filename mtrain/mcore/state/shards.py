@@ -18,8 +18,7 @@ from mtrain.mcore.distributed import rng
 from mtrain.mcore.engine import optimizer_state
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.state.local_state import local_state
-from mtrain.mcore.state.sharded_parameters import (
+from mtrain.mcore.model.sharded_parameters import (
     checkpoint_parameters,
     has_own_shard,
     is_written_here,
@@ -27,6 +26,7 @@ from mtrain.mcore.state.sharded_parameters import (
     run_of,
     whole_of,
 )
+from mtrain.mcore.state.local_state import local_state
 
 _SPOILED = {"nan": math.nan, "huge": 3e38}
 

@@ -25,11 +25,11 @@ from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, St
 from mtrain.mcore.engine.muon import Muon
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.engine.router_balance import Factors, RouterBalance
 from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
 from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
 from mtrain.mcore.model.attention.mla import LatentCore
-from mtrain.mcore.model.moe.balance import Factors, RouterBalance
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.plan import padded_vocab_size

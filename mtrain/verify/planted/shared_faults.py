@@ -37,8 +37,8 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
+from mtrain.mcore.engine.router_balance import Factors, RouterBalance
 from mtrain.mcore.model.attention.context_parallel import RowAttention
-from mtrain.mcore.model.moe.balance import Factors, RouterBalance
 from mtrain.plan import padded_vocab_size
 from mtrain.plan.lr import learning_rate
 from mtrain.training.output.loss import OutputLoss

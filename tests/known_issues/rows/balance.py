@@ -7,7 +7,7 @@ from mtrain.plan.layout import Layout
 from tests.known_issues.rows.row import KnownIssue, Place
 
 _ROUTER = "transformer/moe/router.py"
-_BALANCE = "mtrain/mcore/model/moe/balance.py"
+_BALANCE = "mtrain/mcore/engine/router_balance.py"
 _FAULTS = "tests/known_issues/test_balance.py::test_"
 _OURS = "tests/parity/models/test_balance.py::test_"
 _PARITY = f"{_OURS}balancing_does_not_change_with_the_layout"

@@ -27,7 +27,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Weights, main weights and moments are whole tensors under names that do not depend on the layout.",
-        ("mtrain/mcore/state/shards.py", "mtrain/mcore/state/sharded_parameters.py"),
+        ("mtrain/mcore/state/shards.py", "mtrain/mcore/model/sharded_parameters.py"),
         (
             issue_test("the_default_checkpoint_form_cannot_be_saved"),
             f"{_CHECKPOINT_TESTS}::test_another_layout_gets_the_same_bits_and_trains_alike",

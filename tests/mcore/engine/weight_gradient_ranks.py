@@ -11,8 +11,8 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import weight_gradients
-from mtrain.mcore.engine.weight_gradients import add_product
+from mtrain.mcore.model import weight_gradients
+from mtrain.mcore.model.weight_gradients import add_product
 from tests.mcore.state.checkpoint_ranks import build
 
 

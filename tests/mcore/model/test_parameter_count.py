@@ -9,7 +9,7 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.muon import is_matrix
 from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.state.sharded_parameters import sharded_parameters
+from mtrain.mcore.model.sharded_parameters import sharded_parameters
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.pool import Pool

@@ -37,8 +37,8 @@ from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.model import build
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import canonical_name, chosen_backend
+from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 from mtrain.mcore.model.transformer_config import transformer_config
-from mtrain.mcore.state.sharded_parameters import sharded_parameters, shards
 from mtrain.plan.layout import Layout
 
 WORLD_SIZE, RANK = 2, 1

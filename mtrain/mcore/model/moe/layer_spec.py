@@ -54,7 +54,7 @@ def experts_fields(model: ModelSection) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": section.scaling_factor,
         "moe_router_dtype": "fp32",  # our router computes so anyhow; unset, TransformerConfig warns from 32 experts on
         "moe_router_load_balancing_type": "none",
-        # Terms of the objective instead: see mtrain/mcore/model/moe/balance.py.
+        # Terms of the objective instead: see mtrain/mcore/engine/router_balance.py.
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": section.dispatcher,
         "moe_expert_capacity_factor": section.capacity_factor,
