@@ -1,1 +1,1 @@
-"""Two runs against each other."""
+"""Comparison of runs."""

@@ -1,4 +1,4 @@
-"""How far two runs may lie apart: what rounding allows in their precision, and whether a difference is expected."""
+"""Tolerances between two runs: what rounding allows in their precision, and whether a difference is expected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mtrain.config.derived import DROPOUT_KEYS, LAYOUT_DEPENDENT_KEYS
 from mtrain.runs.changes import Change
 
 FULL_RTOL = 1e-5
-"""Of float32, and of learning rates, which are float64 in every precision."""
+"""Tolerance of float32, and of learning rates, which are float64 in every precision."""
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Of the precisions that round coarser than float32, the finer first: 2^-p for p significant bits."""
+"""Unit roundoff of the precisions below float32, the finer first: 2^-p for p significant bits."""
 
 NORM_ROUNDINGS = 10
-"""A gradient is behind about 26 roundings a layer, there and back; independent ones add up as squares, to 10 for four
-layers. A loss is behind half of them, and its mean over tokens makes their errors smaller: 1."""
+"""Factor for gradient norms. A gradient has about 26 roundings per layer, forward and backward; independent ones add up
+as squares, to 10 for four layers. A loss has half of them, and its mean over tokens makes their errors smaller: 1."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Allowed:
     grad_norm: float
     lr: float
     reason: str
-    """Where they come from, for people."""
+    """Origin of the tolerances, for people."""
 
     def __str__(self) -> str:
         if self.loss == self.grad_norm:
@@ -37,11 +37,11 @@ class Allowed:
 
 
 def allowed(rtol: float | None, precisions: Sequence[str | None]) -> Allowed:
-    """What `--rtol` says, else what the coarser of the runs' precisions lets rounding do in one step.
+    """Returns the tolerances of `--rtol`, else those that rounding in the coarser of the runs' precisions needs.
 
     Args:
-        rtol: As asked for; None where the precision decides.
-        precisions: `train.precision` of the runs; None where a run does not tell.
+        rtol: Tolerance that the user gave; None where the precision decides.
+        precisions: Value of `train.precision` of each run; None where a run has not recorded it.
     """
     if rtol is not None:
         return Allowed(rtol, rtol, rtol, "--rtol")
@@ -58,12 +58,12 @@ def expected_difference(
     changes: Sequence[Change],
     environments: Sequence[Mapping[str, str] | None],
 ) -> str | None:
-    """Why the two runs differ by definition; None where they should not.
+    """Explains why the two runs differ by definition; None where they should not.
 
     Args:
-        configs: Dotted key -> value, of both runs.
-        changes: Between them.
-        environments: Of both runs; None where one is not recorded.
+        configs: Dotted key -> value, for each run.
+        changes: Changes between the configurations.
+        environments: Environments of both runs; None where one is not recorded.
     """
     keys = [key for key in (*DROPOUT_KEYS, *LAYOUT_DEPENDENT_KEYS) if any(config.get(key) for config in configs)]
     if not keys:

@@ -1,4 +1,4 @@
-"""The comparison of two runs as one HTML file that needs nothing else."""
+"""HTML page that compares two runs, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtrain.verify.report.html import render
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """The page's text: verdict, quantities, curves, configuration, environment, in this order."""
+    """Makes the page: verdict, quantities, curves, configuration, environment, in this order."""
     name_a, name_b = comparison.names
     first, last = comparison.steps[0], comparison.steps[-1]
     labels = [f"A: {name_a}", f"B: {name_b}"]
@@ -38,7 +38,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _pictures(quantity: Quantity, labels: Sequence[str]) -> list[tuple[str, str]]:
-    """(What the axis tells, chart or nothing) of the values and of their difference."""
+    """Draws the values and their difference: (caption of the axis, chart or "")."""
     points = [tuple(zip(quantity.steps, values, strict=True)) for values in (quantity.a, quantity.b)]
     values = value_chart(f"{quantity.name} of both runs by step", _curves(labels, points), ())
     if quantity.worst == 0:

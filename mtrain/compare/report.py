@@ -1,4 +1,4 @@
-"""What `mtrain compare` shows: lines and a table on the terminal, a picture, and a page."""
+"""Output of `mtrain compare`: lines and a table on the terminal, a picture, and a page."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mtrain.metrics.plot import draw_curve, finish_axes
 from mtrain.runs.changes import Change
 
 _PLAIN_WIDTH = 160
-"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+"""Width of a line, in characters, where the output is no terminal, so that no row is broken in two."""
 
 
 def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path) -> bool:
-    """Compares two runs, prints what was found and writes `compare.html` and `compare.png`; whether they are equal.
+    """Compares two runs, prints the result and writes `compare.html` and `compare.png`; returns whether they are equal.
 
     Raises:
-        DataError: As `compare_runs`.
+        DataError: A folder lacks its configuration or metrics, a file is damaged, or the runs share no step.
         MachineError: A file cannot be read or written.
     """
     comparison = compare_runs(run_a, run_b, rtol)
@@ -55,7 +55,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def comparison_picture(comparison: Comparison) -> Figure:
-    """Loss, gradient norm and denominator of both runs above their relative differences."""
+    """Draws loss, gradient norm and denominator of both runs above their relative differences."""
     kinds = ("loss", "grad_norm", "denominator")
     panels = [next(each for each in comparison.quantities if each.kind == kind) for kind in kinds]
     figure = Figure(figsize=(9, 11), dpi=120, layout="constrained")
@@ -71,7 +71,7 @@ def comparison_picture(comparison: Comparison) -> Figure:
 
 
 def _draw_differences(axes: Any, panels: Sequence[Quantity], rtols: Sequence[float]) -> None:
-    """Relative differences; what is exactly equal has no point on an axis of logarithms."""
+    """Draws relative differences; exactly equal values have no point on a logarithmic axis."""
     shown = [[value if 0 < value < math.inf else math.nan for value in panel.differences] for panel in panels]
     for number, (panel, values) in enumerate(zip(panels, shown, strict=True), start=2):
         label = f"{panel.name}: 0 in every step" if panel.worst == 0 else panel.name
@@ -112,7 +112,7 @@ def _in_one_line(changes: Sequence[Change]) -> str:
 
 
 def _table(comparison: Comparison, plain: bool) -> Table:
-    """One row for each quantity."""
+    """Makes the table with one row per quantity."""
     table = Table(pad_edge=False)
     if plain:
         table.box = None

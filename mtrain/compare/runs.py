@@ -1,4 +1,4 @@
-"""Two run folders against each other: where configuration, environment and numbers differ, and which differed first."""
+"""Comparison of two run folders: where configuration, environment and numbers differ, and which differed first."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from mtrain.runs.folder import RunFolder
 
 Kind = Literal["denominator", "loss", "grad_norm", "lr"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""In the order in which a step computes them: the first that differs is nearest to the cause."""
+"""Kinds in the order in which a step computes them: the first that differs is nearest to the cause."""
 
 DENOMINATOR_RTOL = 1e-12
-"""Denominators are sums of float64: counts below 1e12 must be equal, fractional weights up to the order of the sum."""
+"""Tolerance of denominators, sums of float64: counts below 1e12 must be equal, fractional weights but for the order."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number a step, in both runs, over the steps that both have."""
+    """Number that both runs record at each step, over the steps that both have."""
 
     kind: Kind
     name: str
-    """The kind, with the term where there are several, such as `loss of z`."""
+    """Name of the kind, with the term where there are several, such as `loss of z`."""
     steps: tuple[int, ...]
     a: tuple[float, ...]
-    """nan where the run does not have it."""
+    """Values of run A; nan where it has none."""
     b: tuple[float, ...]
     rtol: float
     """Largest relative difference that counts as equal."""
 
     @cached_property
     def differences(self) -> tuple[float, ...]:
-        """Relative, of each step."""
+        """Relative difference at each step."""
         return tuple(relative_difference(a, b) for a, b in zip(self.a, self.b, strict=True))
 
     @property
     def worst(self) -> float:
-        """The largest relative difference."""
+        """Largest relative difference."""
         return max(self.differences)
 
     def first_step_beyond(self, rtol: float) -> int | None:
-        """The first step whose relative difference is larger; None where there is none."""
+        """Returns the first step whose relative difference is larger than `rtol`; None where there is none."""
         pairs = zip(self.steps, self.differences, strict=True)
         return next((step for step, difference in pairs if difference > rtol), None)
 
 
 @dataclass(frozen=True)
 class FirstDivergence:
-    """The first step and quantity that two runs do not share."""
+    """First step and quantity in which two runs differ."""
 
     step: int
     name: str
-    """Of the quantity."""
+    """Name of the quantity."""
     a: float
     b: float
     difference: float
-    """Relative."""
+    """Relative difference."""
     rtol: float
 
     def __str__(self) -> str:
@@ -76,28 +76,28 @@ class FirstDivergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was compared."""
+    """Result of comparing two runs."""
 
     names: tuple[str, str]
-    """Of the two runs, distinct."""
+    """Names of the two runs, distinct."""
     num_steps: tuple[int, int]
-    """That each run has recorded."""
+    """Number of steps that each run has recorded."""
     allowed: Allowed
     """Tolerances of losses, gradient norms and learning rates."""
     expected: str | None
-    """Why the runs differ by definition; None where they should not."""
+    """Reason why the runs differ by definition; None where they should not."""
     changes: tuple[Change, ...]
-    """Of the configuration, `old` from A and `new` from B."""
+    """Changes of the configuration, `old` from A and `new` from B."""
     environment: tuple[Change, ...]
-    """Of the environment; differences there may excuse last digits, nothing more."""
+    """Changes of the environment; they may explain differences in the last digits, nothing more."""
     tokens: tuple[str, str]
-    """What the shared steps of each run hold, in words."""
+    """Description of the tokens in each run's shared steps."""
     on_the_way: tuple[str, ...]
-    """Keys that a run gave another value at a later start, in words."""
+    """Descriptions of keys that a run changed at a later start."""
     unrecorded: tuple[str, ...]
-    """Names of the runs that do not tell their environment."""
+    """Names of the runs that have not recorded their environment."""
     quantities: tuple[Quantity, ...]
-    """In the order of KINDS, the main term first."""
+    """Quantities in the order of KINDS, the main term first."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def divergence(self) -> FirstDivergence | None:
-        """The first by step, then in the order of the quantities; None where the runs are equal."""
+        """First divergence by step, then in the order of the quantities; None where the runs are equal."""
         found = [
             (step, place)
             for place, quantity in enumerate(self.quantities)
@@ -122,13 +122,13 @@ class Comparison:
 
 
 def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
-    """Reads two run folders, also while the runs go on.
+    """Compares two run folders, also while the runs are in progress.
 
     Args:
-        run_a: The `run.dir` of one run.
-        run_b: That of the other.
+        run_a: Folder `run.dir` of one run.
+        run_b: Folder `run.dir` of the other run.
         rtol: Largest relative difference of losses, gradient norms and learning rates that counts as equal; None
-            takes what the precision of the runs lets rounding do. Denominators must be equal.
+            uses the rounding of the runs' precision. Denominators must be equal.
 
     Raises:
         ConfigError: `rtol` is negative or not finite.
@@ -169,7 +169,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
 
 
 def relative_difference(a: float, b: float) -> float:
-    """|a - b| / max(|a|, |b|): 0 where both are the same, nan included; inf where only one is a finite number."""
+    """Returns |a - b| / max(|a|, |b|): 0 where both are the same, including nan; inf where only one is finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):
@@ -232,7 +232,7 @@ def _quantities(pairs: list[tuple[StepRecord, StepRecord]], allowed: Allowed) ->
 
 
 def _value(record: StepRecord, kind: Kind, term: str) -> float:
-    """A record's number; nan for a term it does not have and for the loss of a step without loss tokens."""
+    """Returns a record's number; nan for a term it does not have and for the loss of a step without loss tokens."""
     match kind:
         case "denominator" | "loss" if term:
             shown = record.terms.get(term)

@@ -1,4 +1,5 @@
-"""More than two runs: each against the first one, as a table, one page of curves, and a page for each pair."""
+"""Comparison of more than two runs: each with the first one, as a table, one page of curves, and a page for each
+pair."""
 
 from __future__ import annotations
 
@@ -27,21 +28,21 @@ _PLAIN_WIDTH = 200
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of several."""
+    """One of several runs, and its comparison with the first."""
 
     label: str
-    """Its folder, distinct, and `run.name` where it has one."""
+    """Name of its folder, distinct, and `run.name` where it has one."""
     notes: str
-    """`run.notes`."""
+    """Text of `run.notes`."""
     records: tuple[StepRecord, ...]
     comparison: Comparison | None
-    """With the first run; None for the first one itself."""
+    """Comparison with the first run; None for the first one itself."""
     page: str
-    """File name of that comparison."""
+    """File name of that comparison's page."""
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """Verdict in a few words."""
         if self.comparison is None:
             return "reference"
         divergence = self.comparison.divergence
@@ -49,25 +50,25 @@ class ComparedRun:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it is the run of the first one."""
+        """Whether the run equals the first one."""
         return self.comparison is None or self.comparison.divergence is None
 
     @property
     def last(self) -> StepRecord:
-        """Its newest step."""
+        """Newest step of the run."""
         return self.records[-1]
 
 
 def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bool:
-    """Compares each run with the first, prints a table and writes the pages; whether all are equal.
+    """Compares each run with the first, prints a table and writes the pages; returns whether all are equal.
 
     Args:
-        runs: Three run folders or more.
-        rtol: As for `compare_runs`.
+        runs: Folders of three runs or more.
+        rtol: Largest relative difference that counts as equal; None uses the rounding of the runs' precision.
         output: Folder for `compare.html` and a page for each pair.
 
     Raises:
-        DataError: As `compare_runs`.
+        DataError: A folder lacks its configuration or metrics, a file is damaged, or two runs share no step.
         MachineError: A file cannot be read or written.
     """
     found = compare_several(runs, rtol)
@@ -86,10 +87,10 @@ def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bo
 
 
 def compare_several(runs: Sequence[Path], rtol: float | None) -> list[ComparedRun]:
-    """The first run and all others against it.
+    """Compares every other run with the first one.
 
     Raises:
-        DataError: As `compare_runs`.
+        DataError: A folder lacks its configuration or metrics, a file is damaged, or two runs share no step.
     """
     names = distinct_names(list(runs))
     found = []
@@ -110,7 +111,7 @@ def compare_several(runs: Sequence[Path], rtol: float | None) -> list[ComparedRu
 
 
 def page_of_several(found: Sequence[ComparedRun]) -> str:
-    """The page's text: verdicts, then the curves of all runs."""
+    """Makes the page: verdicts, then the curves of all runs."""
     different = [each for each in found if not each.is_equal]
     count = len(found) - 1
     return render(

@@ -1,1 +1,1 @@
-"""One record for each step, and the sinks that keep it."""
+"""Records of steps and validations, and the sinks that keep them."""

@@ -1,7 +1,7 @@
-"""Files that grow by one entry after the other, and wait where the disk refuses.
+"""Append-only files that survive a full disk.
 
-A full disk must not end a run: what it does not take is kept in memory and written when there is room again. A file
-holds whole entries only, in order, each once.
+A full disk must not end a run: entries that cannot be written are kept in memory and written when there is room again.
+A file holds only whole entries, in order, each once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults
 
 MOST_WAITING_BYTES = 64_000_000
-"""What waits beyond this is dropped, the oldest first, and counted: about 100,000 steps."""
+"""Limit of waiting data; beyond it the oldest entries are dropped and counted: about 100,000 steps."""
 
 
 class _Entry(NamedTuple):
@@ -26,15 +26,15 @@ class _Entry(NamedTuple):
 
 
 class AppendedFile:
-    """A file that takes entries at its end."""
+    """File to which entries are appended."""
 
     def __init__(self, path: Path, first: bytes = b"", most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         """Opens the file, which may exist.
 
         Args:
-            path: Its folder must exist.
-            first: Is written together with the first entry.
-            most_waiting_bytes: Limit of what waits in memory.
+            path: Path of the file, whose folder must exist.
+            first: Bytes that are written together with the first entry.
+            most_waiting_bytes: Limit of the data that wait in memory.
 
         Raises:
             MachineError: The file cannot be opened.
@@ -51,11 +51,11 @@ class AppendedFile:
         self._is_torn = False
 
     def append(self, step: int, data: bytes) -> None:
-        """Hands the entry to the operating system, after those that wait; it waits too where the disk refuses.
+        """Hands the entry to the operating system, after those that wait; where the disk refuses, it waits, too.
 
         Args:
-            step: For messages.
-            data: Is written as a whole or not at all.
+            step: Step of the entry, for messages.
+            data: Content of the entry; written as a whole or not at all.
         """
         self._waiting.append(_Entry(step, data))
         self._waiting_bytes += len(data)
@@ -72,7 +72,7 @@ class AppendedFile:
         """Tries once more, and closes the file.
 
         Raises:
-            MachineError: Entries are missing in the file; says which.
+            MachineError: Entries are missing in the file; the message says which.
         """
         fault = self._flush()
         self._file.close()
@@ -85,7 +85,7 @@ class AppendedFile:
             )
 
     def _flush(self) -> OSError | None:
-        """Writes what waits, in order; what stopped it."""
+        """Writes what waits, in order; returns the error that stopped it, or None."""
         while self._waiting:
             try:
                 self._write(self._first + self._waiting[0].data)
@@ -96,7 +96,7 @@ class AppendedFile:
         return None
 
     def _write(self, data: bytes) -> None:
-        """All of it or, where the disk refuses, nothing."""
+        """Writes all of the data or, where the disk refuses, nothing."""
         if self._is_torn:
             self._take_back()
         rest = data
@@ -111,7 +111,7 @@ class AppendedFile:
         self._size_bytes += len(data)
 
     def _take_back(self) -> None:
-        """Removes half an entry at the end."""
+        """Removes a partial entry at the end of the file."""
         self._file.truncate(self._size_bytes)
         self._is_torn = False
 

@@ -1,25 +1,25 @@
-"""The colours of curves, the same in every picture and on every page."""
+"""Colours of curves, the same in every picture and on every page."""
 
 from __future__ import annotations
 
 import colorsys
 
 SATURATION, LIGHTNESS = 0.75, 0.40
-"""Of a curve on white paper: dark enough to be read in every hue."""
+"""Saturation and lightness of a curve on white paper: dark enough to be visible in every hue."""
 
 
 def curve_hue(slot: int) -> int:
-    """The hue of a curve, in degrees.
+    """Returns the hue of a curve, in degrees.
 
-    Steps of the golden angle: any number of curves, and neighbours stay far apart.
+    Hues differ by the golden angle: that works for any number of curves, and neighbours stay far apart.
 
     Args:
-        slot: The curve's place among all of the picture, from 0.
+        slot: Index of the curve in its picture, from 0.
     """
     return round(215 + 137.508 * slot) % 360
 
 
 def curve_colour(slot: int) -> str:
-    """The colour of a curve on white paper, as `#rrggbb`."""
+    """Returns the colour of a curve on white paper, as `#rrggbb`."""
     channels = colorsys.hls_to_rgb(curve_hue(slot) / 360, LIGHTNESS, SATURATION)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)

@@ -1,4 +1,4 @@
-"""What a person watching the run sees: a progress bar on a terminal, one plain line a step in a job log."""
+"""Console display of a run: a progress bar on a terminal, one plain line per step in a job log."""
 
 import time
 from collections import deque
@@ -11,11 +11,11 @@ from mtrain.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord
 from mtrain.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
 
 ETA_WINDOW_STEPS = 50
-"""The remaining time follows from the pace of so many steps, validation and saving between them included."""
+"""Number of steps whose pace predicts the remaining time; includes validation and saving between them."""
 
 
 class ConsoleSink:
-    """Shows steps with loss, gradient norm, tokens per second and remaining time."""
+    """Sink that shows steps with loss, gradient norm, tokens per second and remaining time."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class ConsoleSink:
         """Starts the display.
 
         Args:
-            num_steps: Steps of the whole run.
-            resume_step: Steps already done.
-            interval_steps: Plain lines come at multiples of this and at the last step; the bar moves at every step.
-            console: Where to write; standard output by default. The bar is drawn where it is a terminal.
-            clock: Seconds from any origin, never going back.
+            num_steps: Number of steps of the whole run.
+            resume_step: Number of steps already done.
+            interval_steps: Interval of plain lines, which also appear at the last step; the bar moves at every step.
+            console: Console to write to; standard output by default. The bar is drawn where it is a terminal.
+            clock: Function that returns seconds from any origin and never goes back.
         """
         self._num_steps = num_steps
         self._interval_steps = interval_steps
@@ -61,7 +61,7 @@ class ConsoleSink:
                 self._print(f"step {record.step}/{self._num_steps}  from here on {record}")
 
     def close(self) -> None:
-        """Leaves the bar as it stands and gives the terminal back."""
+        """Leaves the bar as it is and releases the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -91,19 +91,19 @@ class ConsoleSink:
 
 
 class Pace:
-    """How fast steps go by, from the moments of the last ones."""
+    """Speed of the run, from the times of its last steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Remembers nothing yet; `clock` gives seconds."""
+        """Starts without any step; `clock` returns seconds."""
         self._clock = clock
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW_STEPS + 1)
 
     def mark(self, step: int) -> None:
-        """`step` steps are done now."""
+        """Notes that `step` steps are done now."""
         self._marks.append((step, self._clock()))
 
     def remaining_s(self, num_steps: int) -> float | None:
-        """Seconds until `num_steps` steps are done; None before the first step."""
+        """Predicts the seconds until `num_steps` steps are done; None before the first step."""
         (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
         if last_step == first_step:
             return None

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the truth about a run, from which every other view can be drawn again."""
+"""metrics.jsonl: the authoritative record of a run, from which every other view can be made again."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord, from_json_line, to_json_line
 
 _LONGEST_LINE = 1 << 20
-"""Characters; a record of a hundred terms has 20,000."""
+"""Longest line in characters; a record of a hundred terms has 20,000."""
 
 
 class JsonlSink:
-    """Appends one line a record; a line that was written stays readable if the process is killed.
+    """Sink that appends one line per record; written lines stay readable if the process is killed.
 
-    A later step begins the file's next attempt: opening at step k takes away what an earlier attempt wrote beyond it.
+    A resumed run continues the file: opening it at step k removes what an earlier start wrote beyond k.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -41,14 +41,14 @@ class JsonlSink:
 
 
 def rewind(path: Path, resume_step: int) -> None:
-    """Takes the file back to what it held at `resume_step`, in one move; a half line at its end goes too.
+    """Removes records beyond `resume_step`, in one move; a partial line at the end is removed, too.
 
-    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well. A line tells
-    the user of steps that are missing, since an earlier start ended before the disk took them.
+    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well. A warning tells
+    the user if steps are missing, because an earlier start ended before the disk accepted them.
 
     Raises:
-        DataError: a line other than the last is damaged; names it.
-        MachineError: the disk refuses.
+        DataError: A line other than the last is damaged; the message names it.
+        MachineError: The disk refuses.
     """
     if not path.exists():
         return
@@ -69,22 +69,22 @@ def rewind(path: Path, resume_step: int) -> None:
 
 def _is_kept(record: Record, resume_step: int) -> bool:
     if isinstance(record, ChangeRecord):
-        # one at the very step was brought by a start that saved nothing with it; this start writes its own
+        # a change at this very step belongs to a start that saved nothing with it; this start writes its own
         return record.step < resume_step
     return 0 < resume_step >= record.step
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Records in the order of the file; what follows the last newline is a line still being written and is left out.
+    """Yields records in the order of the file; text after the last newline is still being written and is left out.
 
     Raises:
-        DataError: a line is damaged; names it.
+        DataError: A line is damaged; the message names it.
     """
     return (record for _, record in _whole_lines(path))
 
 
 def last_step(path: Path) -> int:
-    """Steps that the file tells of; 0 where there is no file, or none that can be read."""
+    """Returns the last step in the file; 0 where there is no file, or no readable step in it."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * _LONGEST_LINE))

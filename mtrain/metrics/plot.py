@@ -1,4 +1,4 @@
-"""Loss curves of one or more runs as a picture."""
+"""Pictures of the loss curves of one or more runs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,25 +16,25 @@ from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import ChangeRecord, StepRecord, ValidRecord
 
 SMOOTH_ABOVE_STEPS = 100
-"""Runs longer than this show their curve in a light tone under its running mean over a fiftieth of the steps."""
+"""Length above which a curve is drawn in a light tone under its running mean over a fiftieth of the steps."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What one run's picture is drawn from."""
+    """Records of one run that its picture shows."""
 
     steps: list[StepRecord]
-    """In order of the step; of a step written twice, the last."""
+    """Records in order of the step; of a step that was written twice, the last."""
     passes: list[ValidRecord]
     changes: list[ChangeRecord]
-    """Keys that got another value on the way, in the order of their steps."""
+    """Keys whose value a later start changed, in the order of their steps."""
 
 
 def load_curves(run_folder: Path) -> Curves:
-    """Reads a run folder, also while the run goes on.
+    """Reads a run folder, also while the run is in progress.
 
     Raises:
-        DataError: it has no metrics.jsonl, that holds no record, or a line of it is damaged.
+        DataError: The folder has no metrics.jsonl, it holds no record, or a line of it is damaged.
     """
     path = run_folder / "metrics.jsonl"
     if not path.is_file():
@@ -50,15 +50,15 @@ def load_curves(run_folder: Path) -> Curves:
 
 
 def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
-    """Draws training and validation loss above the gradient norm, all runs over the same axis of steps.
+    """Draws training and validation loss above the gradient norm, with all runs over the same axis of steps.
 
     Args:
-        run_folders: One or more; a run's curves have one colour in both panels.
-        picture: The PNG to write, in one move.
+        run_folders: Folders of one or more runs; a run's curves have the same colour in both panels.
+        picture: Path of the PNG to write, in one move.
 
     Raises:
-        DataError: a run has nothing to draw.
-        MachineError: the picture cannot be written.
+        DataError: A run has nothing to draw.
+        MachineError: The picture cannot be written.
     """
     runs = [load_curves(folder) for folder in run_folders]
     names = distinct_names(run_folders)
@@ -77,7 +77,8 @@ def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
 
 
 def running_mean(values: Sequence[float], half_window: int) -> list[float]:
-    """Mean of each value and up to `half_window` on either side; values that are no numbers do not enter."""
+    """Averages each value with up to `half_window` neighbours on either side; values that are not finite are left
+    out."""
     raw = np.asarray(values, dtype=np.float64)
     is_number = np.isfinite(raw)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_number, raw, 0.0))])
@@ -92,14 +93,14 @@ def running_mean(values: Sequence[float], half_window: int) -> list[float]:
 def draw_curve(
     axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str, *, dashed: bool = False
 ) -> None:
-    """One run's quantity over steps; a long one in a light tone under its running mean.
+    """Draws one run's quantity over steps; a long curve in a light tone under its running mean.
 
     Args:
-        axes: Of matplotlib.
-        label: For the legend.
-        points: (step, value).
-        colour: As matplotlib names it.
-        dashed: To leave visible what lies under an equal curve.
+        axes: Axes of matplotlib.
+        label: Label in the legend.
+        points: Pairs of (step, value).
+        colour: Colour as matplotlib names it.
+        dashed: Whether to draw dashes, so that an equal curve below stays visible.
     """
     line = "--" if dashed else "-"
     steps, values = [step for step, _ in points], [value for _, value in points]
@@ -111,7 +112,7 @@ def draw_curve(
 
 
 def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
-    """Labels and grid of one panel."""
+    """Sets the label and the grid of one panel."""
     axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -120,7 +121,7 @@ def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
 
 
 def distinct_names(run_folders: Iterable[Path]) -> list[str]:
-    """The folders' last names, or their whole paths where two of those are the same."""
+    """Returns the folders' last names, or their whole paths where two last names are the same."""
     paths = [folder.resolve() for folder in run_folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]

@@ -1,8 +1,8 @@
-"""What is known about one step or one validation pass, and its line of JSON.
+"""Records of a step, a validation or a change, and their lines of JSON.
 
-metrics.jsonl holds one object a line. Floats are written with the digits that give back the same float64. JSON has no
-word for the numbers that are none, so they stand there as the strings "NaN", "Infinity" and "-Infinity", which
-`float()` reads.
+metrics.jsonl holds one object per line. Floats are written with enough digits to read back the same float64. JSON
+cannot express non-finite numbers, so they are written as the strings "NaN", "Infinity" and "-Infinity", which `float()`
+reads.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from mtrain.base.errors import DataError
 
 MAIN_TERM = "main"
-"""The term whose mean is `loss`; all others are beside it."""
+"""Name of the term whose mean is `loss`; all others are side terms."""
 
 OF_THE_MACHINE = (
     "seconds",
@@ -26,115 +26,116 @@ OF_THE_MACHINE = (
     "memory_bytes",
     "time_s",
 )
-"""Fields that tell how fast and where a step was made; all others are the same for every repetition of a run."""
+"""Fields that depend on the machine's speed; all others are the same in every repetition of a run."""
 
 _LARGEST_INTEGER = 2**63 - 1
 
 Json = Any
-"""What json.loads gives back."""
+"""Value that json.loads returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TermRecord:
-    """One term of the objective over one global batch."""
+    """Term of the objective over one global batch."""
 
     loss: float
-    """numerator / denominator, without the term's coefficient."""
+    """Mean of the term, numerator / denominator, without its coefficient."""
     numerator: float
     denominator: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step."""
+    """Record of one optimizer step."""
 
     step: int
     """Optimizer updates completed, this one included: the first record has step 1."""
     loss: float
-    """Main term over the global batch, in nats: numerator / denominator. Means nothing where `empty`."""
+    """Main term over the global batch, in nats: numerator / denominator. Meaningless where `empty`."""
     objective: float | None = None
-    """The quantity that was differentiated: sum over terms of coefficient x numerator / denominator."""
+    """Quantity that was differentiated: sum over terms of coefficient x numerator / denominator."""
     denominator: float
-    """What the main term was divided by."""
+    """Denominator of the main term."""
     grad_norm: float
     """Global L2 norm of the normalised gradient, before clipping."""
     lr: float
     tokens: int
-    """Positions of the global batch that hold text, prompts included and padding apart. Records of version 0.1.0, which
-    have no `padding_tokens`, count padding, too."""
+    """Number of positions of the global batch that hold text, with prompts and without padding. Records of version
+    0.1.0, which have no `padding_tokens`, include padding."""
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float
     """tokens / seconds, over all ranks."""
     padding_tokens: int | None = None
-    """Positions that hold no text, which the model processed beside them; None where it was not recorded."""
+    """Number of padding positions that the model also processed; None where it was not recorded."""
     loss_tokens: int | None = None
-    """Positions that the main term counts; None where it was not recorded."""
+    """Number of positions that the main term counts; None where it was not recorded."""
     flops: float | None = None
-    """Floating-point operations that training on this batch needs: of text, of pairs inside documents, of logits that a
-    term counts; None where it was not recorded."""
+    """Floating-point operations that training on this batch needs, counting only text, attention inside documents, and
+    logits that a term uses; None where they were not recorded."""
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name."""
     sources: Mapping[str, TermRecord] = field(default_factory=dict)
-    """The main term over the samples of each source of a blend, by the end of its path; of sources that the step held
-    something of to learn. Empty where there are not several."""
+    """Main term over the samples of each source of a blend, by the end of its path, for sources with loss tokens in the
+    step. Empty where there is one source only."""
     empty: bool = False
-    """No token of the global batch was in the loss; weights and optimizer state stayed as they were."""
+    """Whether no token of the global batch was in the loss; weights and optimizer state stayed unchanged."""
     skipped: str | None = None
-    """Why the update was not applied, e.g. "fp16 overflow", or what made the step bad."""
+    """Reason why the update was not applied, e.g. "fp16 overflow"; None where it was."""
     loss_scale: float | None = None
-    """fp16 only."""
+    """Loss scale of an fp16 run; else None."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1, where the device's peak is known."""
+    """Model FLOPs utilisation, 0 to 1; None where the device's peak is unknown."""
     layout_dependent: bool = False
-    """The run uses something that changes with the layout by definition: its numbers are those of its layout only."""
+    """Whether the run uses something that changes with the layout by definition, so that its numbers hold for it
+    only."""
     waited_seconds: float | None = None
     """Part of `seconds` in which the first rank's host waited for other ranks, on GPUs also for its device; None where
     it was not recorded."""
     slow_rank: int | None = None
     """The rank that the others wait for, by `watch.slow_rank_percent`; None where none is slow."""
     slow_rank_ratio: float | None = None
-    """Its own work, in medians of its pipeline stage."""
+    """Working time of the slow rank, divided by the median of its pipeline stage."""
     memory_bytes: int | None = None
-    """What the first rank needed: the peak on its GPU, or what is resident on a CPU; None where it was not recorded."""
+    """Memory of the first rank: the peak on its GPU, or resident memory on a CPU; None where it was not recorded."""
     time_s: float | None = None
     """Unix time at which the step ended; None where it was not recorded."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss functions report beside their loss, over all tokens or groups of the step
+    """Values that the loss functions report besides their loss, over all tokens or groups of the step
     (docs/policy-losses.md, docs/preference.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidRecord:
-    """One pass over the validation sets; all numbers but `seconds` and `valid_sets` are those of the first one."""
+    """Record of one pass over the validation sets; all numbers but `seconds` and `valid_sets` concern the first set."""
 
     step: int
     """Optimizer updates completed before the pass."""
     valid_loss: float
-    """Sum over sum over exactly the samples of the set, in nats."""
+    """Main term over exactly the samples of the set, numerator / denominator, in nats."""
     denominator: float
     samples: int
     seconds: float
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name, over the same samples."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """As in `StepRecord`, over the same samples."""
+    """Values that the loss functions report besides their loss, over the same samples."""
     valid_sets: Mapping[str, TermRecord] = field(default_factory=dict)
-    """Main term over each set, by its name, the first one too; empty where there is one set only."""
+    """Main term over each set, by its name, including the first; empty where there is only one set."""
     layout_dependent: bool = False
-    """As in `StepRecord`."""
+    """Whether the numbers hold for the run's layout only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeRecord:
-    """A key that a start gave another value than its checkpoint had, as checkpoint.allow_changed let it."""
+    """Configuration key that a start changed from its checkpoint's value, as checkpoint.allow_changed permits."""
 
     step: int
-    """Optimizer updates completed before it: those that follow are made with the new value."""
+    """Optimizer updates completed before the change: later updates use the new value."""
     key: str
-    """Dotted."""
+    """Dotted key."""
     old: str | None = None
-    """As JSON; None where the key was missing."""
+    """Old value as JSON; None where the key was missing."""
     new: str | None = None
 
     def __str__(self) -> str:
@@ -144,11 +145,11 @@ class ChangeRecord:
 Record = StepRecord | ValidRecord | ChangeRecord
 
 _KINDS: dict[type[Record], str] = {StepRecord: "step", ValidRecord: "valid", ChangeRecord: "change"}
-"""What a line of JSON calls it."""
+"""Kind of each record in its line of JSON."""
 
 
 def to_json_line(record: Record) -> str:
-    """One line, newline included, that `from_json_line` turns back into an equal record."""
+    """Writes a record as one line, with newline, that `from_json_line` reads back as an equal record."""
     return json.dumps({"kind": _KINDS[type(record)]} | _plain_fields(record), allow_nan=False) + "\n"
 
 
@@ -156,7 +157,7 @@ def from_json_line(line: str) -> Record:
     """Reads one line of metrics.jsonl.
 
     Raises:
-        DataError: the line is not a record.
+        DataError: The line is not a record.
     """
     try:
         values = json.loads(line)
@@ -185,7 +186,7 @@ def _plain_fields(record: Record | TermRecord) -> dict[str, Json]:
 def _plain(value: object) -> Json:
     match value:
         case float() if not math.isfinite(value):
-            return json.dumps(value)  # NaN, Infinity or -Infinity, as a string from here on
+            return json.dumps(value)  # NaN, Infinity or -Infinity, as a string
         case TermRecord():
             return _plain_fields(value)
         case Mapping():
@@ -195,7 +196,7 @@ def _plain(value: object) -> Json:
 
 
 def _terms_read(values: dict[str, Json], name: str) -> dict[str, TermRecord]:
-    """A field of terms, taken out of the values; empty in records of versions that did not have it."""
+    """Removes a field of terms from the values and reads it; empty in records of versions that did not have it."""
     return {term: TermRecord(**_fields_read(TermRecord, each)) for term, each in values.pop(name, {}).items()}
 
 
@@ -205,7 +206,8 @@ def _fields_read(record: type[Record | TermRecord], values: dict[str, Json]) -> 
 
 
 def _value_read(name: str, kind: Any, value: Json) -> Json:
-    """A field of the kind that the record has; floats from integers and from the strings of non-finite numbers too."""
+    """Converts a value to the type of its field; floats also from integers and from the strings of non-finite
+    numbers."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(0.0, kind) and (is_whole or isinstance(value, str)):
         return float(value)

@@ -1,4 +1,4 @@
-"""The numbers of a record as TensorBoard and trackers have them."""
+"""Numbers of a record for TensorBoard and trackers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mtrain.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Tag -> number; empty for what has none."""
+    """Returns tag -> number; empty for a record without numbers."""
     match record:
         case ChangeRecord():
             return {}
@@ -44,5 +44,5 @@ def _per_second(count: float | None, seconds: float) -> float | None:
 
 
 def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, float]:
-    """Terms that had something to learn."""
+    """Returns the means of terms that have a denominator."""
     return {f"{prefix}/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}

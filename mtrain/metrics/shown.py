@@ -1,4 +1,4 @@
-"""The numbers of a record as people see them: console, `mtrain status` and pages take names and digits from here."""
+"""Numbers of a record as people see them: console, `mtrain status` and pages take names and digits from here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
 
 LAYOUT_DEPENDENT = "(of this layout only)"
 _UNIT_NAMES = frozenset({"tokens/s"})
-"""Stand behind their number."""
+"""Names that are written after their number."""
 
 
 def step_numbers(record: StepRecord) -> dict[str, str]:
-    """Name -> number of a step, in the order in which they are shown."""
+    """Returns name -> number of a step, in the order in which they are shown."""
     numbers = {
         "loss": "-" if record.empty else f"{record.loss:.4f}",
         **side_terms(record),
@@ -30,12 +30,12 @@ def step_numbers(record: StepRecord) -> dict[str, str]:
 
 
 def as_line(numbers: dict[str, str]) -> str:
-    """All on one line."""
+    """Joins names and numbers in one line."""
     return "  ".join(f"{text} {name}" if name in _UNIT_NAMES else f"{name} {text}" for name, text in numbers.items())
 
 
 def side_terms(record: StepRecord | ValidRecord) -> dict[str, str]:
-    """The means of all terms but the main one, without coefficients."""
+    """Returns the means of all terms but the main one, without coefficients."""
     return {
         name: f"{term.loss:.4g}" if term.denominator else "-"
         for name, term in record.terms.items()
@@ -44,7 +44,7 @@ def side_terms(record: StepRecord | ValidRecord) -> dict[str, str]:
 
 
 def as_duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, as 1:02:03."""
+    """Formats seconds as hours, minutes and seconds, such as 1:02:03."""
     if seconds is None:
         return "-:--:--"
     minutes, second = divmod(round(seconds), 60)
@@ -52,7 +52,7 @@ def as_duration(seconds: float | None) -> str:
 
 
 def as_size(num_bytes: int) -> str:
-    """In the unit that fits, as 3.2 GiB."""
+    """Formats a size in the unit that fits, such as 3.2 GiB."""
     size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -1,4 +1,4 @@
-"""Where records go. One rank writes; the others hold an empty `Sinks`."""
+"""Sinks for records. One rank writes; the others have an empty `Sinks`."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,7 @@ __all__ = ["ConsoleSink", "Fence", "JsonlSink", "Sink", "Sinks", "TensorBoardSin
 
 
 class Sink(Protocol):
-    """Takes records in the order of their steps."""
+    """Receiver of records in the order of their steps."""
 
     def write(self, record: Record) -> None:
         """Takes one record."""
@@ -27,27 +27,27 @@ class Sink(Protocol):
 
 
 class Fence:
-    """Before a record is written: whether this start of the run still has the folder."""
+    """Sink that checks, before a record is written, whether this start of the run still owns the folder."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """Args:
-        check: Raises where another one has taken it.
+        Function that raises where another start has taken the folder over.
         """
         self._check = check
 
     def write(self, record: Record) -> None:
-        """Raises what `check` does."""
+        """Calls `check`, which may raise."""
         self._check()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, as nothing is open."""
 
 
 class Sinks:
-    """Several sinks as one; leaves the `with` block by closing all of them."""
+    """Several sinks as one; the end of the `with` block closes all of them."""
 
     def __init__(self, *sinks: Sink) -> None:
-        """Writes go to the sinks in this order; metrics.jsonl first, as it is the truth."""
+        """Sets the order of writes; metrics.jsonl should come first, as it is authoritative."""
         self._sinks = sinks
 
     def __enter__(self) -> "Sinks":
@@ -72,7 +72,7 @@ class Sinks:
             sink.write(record)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """Hands a text to the sinks that have a page of texts."""
+        """Hands a text to the sinks that can show texts."""
         for sink in self._sinks:
             if isinstance(sink, TensorBoardSink | TrackerSink):
                 sink.write_text(tag, text, step)
@@ -81,7 +81,7 @@ class Sinks:
         """Closes every sink, also where one of them fails.
 
         Raises:
-            MachineError: A disk has refused records to the end; names all files that lack some.
+            MachineError: A disk has refused records to the end; the message names all files that lack some.
         """
         faults: list[MachineError] = []
         with ExitStack() as stack:

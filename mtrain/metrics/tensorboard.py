@@ -1,4 +1,4 @@
-"""The run's curves for TensorBoard."""
+"""Event files of a run for TensorBoard."""
 
 import io
 import itertools
@@ -24,9 +24,9 @@ _numbers = itertools.count()
 
 
 class TensorBoardSink:
-    """Writes every number of a record as a scalar at its step.
+    """Sink that writes every number of a record as a scalar at its step.
 
-    TensorBoard's own writer hands events to a thread that a full disk ends, and leaves half an event, behind which its
+    TensorBoard's own writer hands events to a thread that a full disk ends, and leaves a partial event, after which its
     reader sees nothing; so whole events are appended here.
     """
 
@@ -34,9 +34,9 @@ class TensorBoardSink:
         """Opens an event file.
 
         Args:
-            folder: Of all event files of the run.
-            resume_step: TensorBoard hides what an earlier attempt wrote beyond it.
-            texts: Tag -> text of this start, such as its configuration; shown as it is.
+            folder: Folder of all event files of the run.
+            resume_step: Step after which TensorBoard hides what an earlier start wrote.
+            texts: Texts of this start by tag, such as its configuration; shown verbatim.
         """
         with disk_faults(f"write TensorBoard events in {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class TensorBoardSink:
         self._file.append(record.step, _framed(event))
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """Appends a text, shown as it is."""
+        """Appends a text, which is shown verbatim."""
         self._file.append(step, _framed(_text_event(tag, text, step)))
 
     def close(self) -> None:
@@ -70,7 +70,8 @@ class TensorBoardSink:
 
 
 def _text_event(tag: str, text: str, step: int) -> Event:
-    """As the plugin of texts reads it: a tensor of strings, in Markdown, where four spaces keep lines as they are."""
+    """Makes an event as the text plugin reads it: a tensor of strings, in Markdown, where four spaces keep lines
+    verbatim."""
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     tensor = TensorProto(
         dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]), string_val=[lines.encode()]
@@ -81,7 +82,7 @@ def _text_event(tag: str, text: str, step: int) -> Event:
 
 
 def _framed(event: Event) -> bytes:
-    """With length and checksums, as TensorBoard reads it."""
+    """Serializes an event with length and checksums, as TensorBoard reads it."""
     framed = io.BytesIO()
     RecordWriter(framed).write(event.SerializeToString())
     return framed.getvalue()

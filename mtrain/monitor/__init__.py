@@ -1,1 +1,1 @@
-"""How runs are doing: `mtrain status` and the page of `mtrain report`, from run folders that may be in work."""
+"""Monitoring of runs: `mtrain status` and the page of `mtrain report`, from run folders that may be in use."""

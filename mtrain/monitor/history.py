@@ -1,4 +1,4 @@
-"""All that a run folder tells of a run from its first start on, over all of its starts."""
+"""History of a run over all of its starts, from its run folder."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mtrain.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class StartOfHistory:
-    """One start of the run."""
+    """One start in the history of a run."""
 
     began_s: float
-    """Unix time."""
+    """Unix time at which the start began."""
     resumed_step: int | None
-    """Updates completed before its first one; None where it ended before that was known."""
+    """Number of updates completed before its first one; None where it ended before that was known."""
     num_repeated: int
-    """Steps that earlier starts had made and that it made again."""
+    """Number of updates of earlier starts that this start repeated."""
     last_step: int
-    """Updates completed at its end, as far as anything tells."""
+    """Number of updates completed at its end, as far as it is known."""
     seconds: float
-    """Wall time, to its end or to the last thing that is known of it."""
+    """Wall time until its end, or until its last sign of life."""
     end: str
-    """In words."""
+    """Description of how it ended."""
     layout: str
     num_ranks: int
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Everything about one run."""
+    """Complete history of one run."""
 
     status: RunStatus
     curves: Curves
@@ -44,20 +44,20 @@ class RunHistory:
     starts: Sequence[StartOfHistory]
     beats: Sequence[Beat]
     config: str
-    """YAML; empty where there is none."""
+    """Configuration as YAML; empty where there is none."""
     environment: dict[str, str]
 
 
 def read_history(path: Path, now_s: float) -> RunHistory:
-    """Reads a run folder, also while the run goes on.
+    """Reads a run folder, also while the run is in progress.
 
     Args:
-        path: The `run.dir`.
-        now_s: Unix time.
+        path: Folder `run.dir`.
+        now_s: Current Unix time.
 
     Raises:
-        DataError: It holds no run or no step yet, or a file of it is damaged.
-        MachineError: It cannot be read.
+        DataError: The folder holds no run or no step yet, or a file of it is damaged.
+        MachineError: The folder cannot be read.
     """
     folder, status = RunFolder(path), read_status(path, now_s)
     events = read_events(folder.events)
@@ -99,7 +99,7 @@ def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iter
 
 
 def _is_next_resume(event: RunEvent, own: Sequence[RunEvent]) -> bool:
-    """Whether it is of a later start, and so tells how far this one came."""
+    """Says whether an event is the resumption of another start, which records how far this one came."""
     return event.kind is EventKind.RESUME and event not in own
 
 

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file that needs nothing else."""
+"""HTML report of a run, as one self-contained file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mtrain.verify.report.html import render
 
 _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0
-"""A norm whose largest value is so many times its least stands on an axis of logarithms."""
+"""Ratio of a norm's largest to its smallest value from which its axis is logarithmic."""
 _MAX_ROWS = 300
 _GIB = 2**30
 
@@ -34,7 +34,7 @@ class HistoryLine(NamedTuple):
     """One line of the list of events."""
 
     time: str
-    """Empty where nothing tells."""
+    """Time for people; empty where it is unknown."""
     step: int
     kind: str
     text: str
@@ -44,11 +44,11 @@ def write_run_page(run: Path, page: Path) -> None:
     """Writes the report of a run, in one move.
 
     Args:
-        run: The run folder.
-        page: The file to write.
+        run: Path of the run folder.
+        page: File to write.
 
     Raises:
-        DataError: As `read_history`.
+        DataError: The folder holds no run or no step yet, or a file of it is damaged.
         MachineError: A file cannot be read or written.
     """
     text = run_page(read_history(run, time.time()))
@@ -58,7 +58,7 @@ def write_run_page(run: Path, page: Path) -> None:
 
 
 def run_page(run: RunHistory) -> str:
-    """The page's text: state, numbers, curves, starts, events, ranks, configuration, in this order."""
+    """Makes the page: state, numbers, curves, starts, events, ranks, configuration, in this order."""
     lines = list(_lines(run))
     figures = [(title, [(axis, chart)]) for title, axis, chart in _figures(run)]
     return render(
@@ -136,18 +136,18 @@ def _facts(run: RunHistory) -> dict[str, str]:
 
 
 def _marks(run: RunHistory) -> list[int]:
-    """Steps after which a later start went on."""
+    """Returns the steps after which a later start resumed."""
     return sorted({start.resumed_step for start in run.starts[1:] if start.resumed_step})
 
 
 def _legend(run: RunHistory) -> list[Curve]:
-    """Of curves that share a picture."""
+    """Returns the legend of curves that share a picture."""
     names = [_TRAINING, *_set_names(run.curves.passes)]
     return [Curve(name, name, slot, ()) for slot, name in enumerate(names)]
 
 
 def _set_names(passes: Sequence[ValidRecord]) -> list[str]:
-    """Of the validation sets, as the legend has them."""
+    """Returns the names of the validation sets in the legend."""
     if not passes:
         return []
     names = dict.fromkeys(name for record in passes for name in record.valid_sets)
@@ -155,7 +155,7 @@ def _set_names(passes: Sequence[ValidRecord]) -> list[str]:
 
 
 def _figures(run: RunHistory) -> Iterator[tuple[str, str, Markup]]:
-    """(Title, what the axis tells, picture) of everything that the run has recorded."""
+    """Yields title, caption of the axis, and picture of everything that the run has recorded."""
     marks, steps = _marks(run), run.curves.steps
     for title, axis, curves in _quantities(run):
         drawn = [curve for curve in curves if curve.points]
@@ -202,7 +202,7 @@ def _quantities(run: RunHistory) -> Iterator[tuple[str, str, list[Curve]]]:
 
 
 def _of_term(records: Sequence[StepRecord | ValidRecord], term: str) -> Iterator[tuple[int, float]]:
-    """Its mean where it had something to learn."""
+    """Yields step and mean of a term, where it has a denominator."""
     for record in records:
         if term in record.terms and record.terms[term].denominator:
             yield record.step, record.terms[term].loss
@@ -214,7 +214,7 @@ def _of(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]
 
 
 def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
-    """Of each set; of the only one where there are no names."""
+    """Returns the validation curves: one for each set, or a single one where sets have no names."""
     curves = []
     for slot, label in enumerate(_set_names(passes), start=1):
         name = label.removeprefix(f"{_VALIDATION}: ")
@@ -228,7 +228,7 @@ def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
 
 
 def _lines(run: RunHistory) -> Iterator[HistoryLine]:
-    """Everything but saves that happened, by time where it is known, else by step."""
+    """Yields all events but saves, by time where it is known, else first."""
     reported = [
         (event.time_s, HistoryLine(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
         for event in run.events

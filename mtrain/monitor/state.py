@@ -1,4 +1,4 @@
-"""In which state a run is, from what its ranks have left in the run folder."""
+"""State of a run, from what its ranks have left in the run folder."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from mtrain.base.heartbeat import Beat, Phase
 from mtrain.runs.events import ENDS, EventKind, RunEvent
 
 SILENT_AFTER_S = 15.0
-"""A rank beats every second; a shared file system shows it some seconds later."""
+"""Time after which a rank is silent: it beats every second; a shared file system shows it some seconds later."""
 _RANKS_A_SECOND = 100
-"""Ranks of a large run beat more rarely: each of n ranks every n / 500 seconds, five of which make it silent."""
+"""Scale of that time for large runs: each of n ranks beats every n / 500 seconds, and five missed beats make it
+silent."""
 _CLOCKS_S = 5.0
-"""Clocks of nodes may differ by so much."""
+"""Largest difference between the clocks of nodes."""
 
 
 class RunState(StrEnum):
-    """What a run does."""
+    """State of a run."""
 
     STARTING = "starting"
-    """Ranks build model and data."""
+    """The ranks build model and data."""
     RUNNING = "running"
     SAVING = "saving"
-    """Its ranks wait for a checkpoint, or it writes the last one."""
+    """The ranks wait for a checkpoint, or the run writes its last one."""
     STOPPED = "stopped for requeue"
     FINISHED = "finished"
     FAILED = "failed"
     SILENT = "silent"
-    """It has not ended, but none of its ranks gives a sign of life."""
+    """The run has not ended, but none of its ranks shows a sign of life."""
     UNKNOWN = "not started"
-    """The folder is there, but nothing tells of a start."""
+    """The folder is there, but nothing shows a start."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The state, and what belongs to it."""
+    """State of a run, with its time and reason."""
 
     state: RunState
     since_s: float | None
-    """Unix time since when; None where nothing tells."""
+    """Unix time since which it holds; None where it is unknown."""
     reason: str = ""
-    """Why it failed or stopped."""
+    """Reason why the run failed or stopped."""
     silent_ranks: tuple[int, ...] = ()
-    """That give no sign of life while others do, or that have not begun."""
+    """Ranks that show no sign of life while others do, or that have not begun."""
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
@@ -52,36 +53,36 @@ class Standing:
 
 @dataclass(frozen=True)
 class Signs:
-    """What a run folder tells, beside numbers."""
+    """Contents of a run folder that determine the state, besides numbers."""
 
     events: Sequence[RunEvent]
-    """By time."""
+    """Events by time."""
     beats: Sequence[Beat]
-    """The latest of each rank that has one, of whatever start."""
+    """Latest beat of each rank that has one, of any start."""
     world_size: int
-    """Of the latest start, as far as it is known."""
+    """World size of the latest start; 0 where it is unknown."""
     steps: int
-    """Done."""
+    """Number of steps done."""
     num_steps: int | None
-    """To do; None where nothing tells."""
+    """Number of steps to do; None where it is unknown."""
     requeue: str | None
-    """Text of the marker; None where there is none."""
+    """Text of the requeue marker; None where there is none."""
     written_s: float | None
-    """Unix time at which metrics.jsonl was written last; None where there is none."""
+    """Unix time of the last write to metrics.jsonl; None where there is none."""
 
 
 def latest_start(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
-    """Events of the latest start, that one first; empty where there was none."""
+    """Returns the events of the latest start, from its start on; empty where there was none."""
     places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
     return events[places[-1] :] if places else ()
 
 
 def standing(signs: Signs, now_s: float) -> Standing:
-    """The state at a moment.
+    """Determines the state at a moment.
 
     Args:
-        signs: Of the run folder.
-        now_s: Unix time.
+        signs: Signs from the run folder.
+        now_s: Current Unix time.
     """
     events = latest_start(signs.events)
     since_s = events[0].time_s - _CLOCKS_S if events else 0.0
@@ -121,14 +122,14 @@ def _ended(events: Sequence[RunEvent], signs: Signs) -> Standing:
 
 
 def _reason(failures: Sequence[RunEvent]) -> str:
-    """The first failure that is not the loss of a rank which failed itself."""
+    """Describes the first failure that is not just the loss of another rank."""
     own = [event for event in failures if not event.text.startswith("RankLostError")]
     first = (own or failures)[0]
     return f"rank {first.rank}: {first.text}"
 
 
 def _left_with_error(beats: Sequence[Beat]) -> Standing | None:
-    """Where ranks left by an error that nobody wrote down."""
+    """Returns the state where ranks left by an error that no event records; else None."""
     left = [beat for beat in beats if beat.left_with not in (None, "done")]
     own = [beat for beat in left if beat.left_with != "RankLostError"] or left
     if not own:
@@ -138,7 +139,7 @@ def _left_with_error(beats: Sequence[Beat]) -> Standing | None:
 
 
 def _ended_without_events(signs: Signs, beats: Sequence[Beat]) -> Standing | None:
-    """Of a run that began before there were events."""
+    """Returns the state of a run of a version without events, if it has ended; else None."""
     if signs.requeue is not None:
         return Standing(RunState.STOPPED, signs.written_s, signs.requeue)
     is_done = signs.num_steps is not None and signs.steps >= signs.num_steps
@@ -148,7 +149,7 @@ def _ended_without_events(signs: Signs, beats: Sequence[Beat]) -> Standing | Non
 
 
 def _without_life(events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float) -> Standing:
-    """No rank beats; `limit_s` is the Unix time before which a sign of life is too old."""
+    """Returns the state when no rank beats; `limit_s` is the Unix time before which a sign of life is too old."""
     times = [*(beat.written_s for beat in beats), *(event.time_s for event in events)]
     if not events and signs.written_s is not None:
         times.append(signs.written_s)

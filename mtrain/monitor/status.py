@@ -1,5 +1,6 @@
-"""`mtrain status`: one look at a run folder, however it is being written. Loads neither torch nor the configuration's
-schema, so that it answers at once."""
+"""Status of a run folder at one moment, for `mtrain status`, while the folder may be written to.
+
+It loads neither torch nor the configuration's schema, so that it answers at once."""
 
 from __future__ import annotations
 
@@ -25,53 +26,53 @@ from mtrain.runs.goodput import Goodput, goodput_of
 from mtrain.runs.starts import read_starts
 
 _TAIL_BYTES = 2**18
-"""Of metrics.jsonl: some hundred steps, without reading the whole file of a long run."""
+"""Number of bytes at the end of metrics.jsonl that are read: some hundred steps of a long run."""
 PACE_STEPS = 50
-"""The remaining time follows from so many steps, with what lies between them."""
+"""Number of steps whose pace predicts the remaining time, with what lies between them."""
 _MAX_ALARMS = 5
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of a run at one moment."""
+    """Status of a run at one moment."""
 
     folder: Path
     name: str
     standing: Standing
     num_steps: int | None
     last: StepRecord | None
-    """The latest step."""
+    """Latest step; None before the first."""
     last_pass: ValidRecord | None
-    """The latest validation."""
+    """Latest validation; None before the first."""
     eta_s: float | None
     """Seconds to the last step, at the pace of the latest ones; None where none can be predicted."""
     world_size: int
-    """Ranks of the latest start; 0 where nothing tells."""
+    """Number of ranks of the latest start; 0 where it is unknown."""
     num_beating: int
-    """Ranks of the latest start that have not left and are not silent."""
+    """Number of ranks of the latest start that have not left and are not silent."""
     memory_bytes: int | None
-    """The most that a rank needed in its last step; None where no rank tells."""
+    """Largest memory of a rank in its last step; None where no rank has recorded it."""
     last_checkpoint: int | None
-    """Step of the newest checkpoint."""
+    """Step of the newest checkpoint; None without one."""
     saved_s: float | None
-    """Unix time at which it was saved."""
+    """Unix time at which that checkpoint was saved."""
     num_starts: int
     alarms: tuple[str, ...]
-    """The latest last."""
+    """Alarms of the latest start, the newest last."""
     goodput: Goodput | None = None
-    """So far, over all starts; None where no start has given an account."""
+    """Goodput so far, over all starts; None where no start has written an account."""
     failure: FailureRecord | None = None
-    """The first cause, where the latest start has failed."""
+    """First cause, where the latest start has failed; else None."""
     summary: str = ""
-    """The same for people."""
+    """Summary of that failure for people; empty without one."""
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return 0 if self.last is None else self.last.step
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; records stand as in metrics.jsonl."""
+        """Returns the status for programs; records have the form of metrics.jsonl."""
         now_s = time.time()
         return {
             "folder": str(self.folder),
@@ -98,15 +99,15 @@ class RunStatus:
 
 
 def read_status(path: Path, now_s: float | None = None) -> RunStatus:
-    """Looks at a run folder.
+    """Reads the status of a run folder.
 
     Args:
-        path: The `run.dir` of a run.
-        now_s: Unix time; by default the present.
+        path: Folder `run.dir` of a run.
+        now_s: Current Unix time; by default the clock is read.
 
     Raises:
         DataError: The folder holds no run.
-        MachineError: It cannot be read.
+        MachineError: The folder cannot be read.
     """
     if not is_run_folder(path):
         raise DataError(f"{path} holds no run: neither events.jsonl nor metrics.jsonl nor config.yaml; give a run.dir")
@@ -153,16 +154,16 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a run has been here."""
+    """Says whether the folder holds files of a run."""
     folder = RunFolder(path)
     return any(file.is_file() for file in (folder.events, folder.metrics, folder.config))
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """The run folders that arguments stand for, in their order: run folders, folders of runs, and patterns.
+    """Finds the run folders that arguments name, in their order: run folders, folders of runs, and patterns.
 
     Raises:
-        DataError: One stands for no run.
+        DataError: An argument names no run.
         MachineError: A folder cannot be listed.
     """
     found: dict[Path, None] = {}
@@ -198,7 +199,7 @@ def _runs_below(path: Path, levels: int = 2) -> list[Path]:
 
 
 def _tail(path: Path) -> tuple[list[StepRecord], list[ValidRecord]]:
-    """The latest steps and validations, each by step; a line that is torn, or being written, is left out."""
+    """Reads the latest steps and validations, each by step; a torn line, or one being written, is left out."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
@@ -232,7 +233,7 @@ def _eta_s(steps: Sequence[StepRecord], num_steps: int | None, latest: Sequence[
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The latest of each rank that has one, by rank; `folder` is the run's `heartbeats`."""
+    """Reads the latest beat of each rank that has one, by rank; `folder` is the run's `heartbeats`."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -259,8 +260,8 @@ def _saved_s(folder: RunFolder, step: int, events: Sequence[RunEvent]) -> float 
 
 
 def _old_config(path: Path) -> dict[str, Any]:
-    """`num_steps` of a run that has no events."""
-    from mtrain.base.yaml_text import read_yaml  # only here, as it costs as much as all the rest
+    """Reads `num_steps` of a run that has no events."""
+    from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
 
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         content: Any = read_yaml(path.read_text()).content

@@ -1,4 +1,4 @@
-"""What `mtrain status` shows: a block of lines for one run, a row each for many."""
+"""Output of `mtrain status`: a block of lines for one run, one row per run for several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENDED = (RunState.FINISHED, RunState.FAILED, RunState.STOPPED)
 
 
 def status_view(found: Sequence[RunStatus], is_terminal: bool) -> RenderableType:
-    """All lines of one run, or a row for each of several."""
+    """Formats the status of one run as a block of lines, of several as a table."""
     return _block(found[0]) if len(found) == 1 else _table(found, is_terminal)
 
 

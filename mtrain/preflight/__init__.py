@@ -1,1 +1,1 @@
-"""What `mtrain check` looks at on this machine before a run starts."""
+"""Checks of `mtrain check` on this machine before a run starts."""

@@ -1,4 +1,4 @@
-"""Whether the checkpoints and exports to come fit on the disk of the run folder."""
+"""Check that the future checkpoints and exports fit on the disk of the run folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _GIB = 2**30
 
 
 def look_at_disk(config: Config, findings: Findings) -> None:
-    """Compares what the run will keep with what is free, and with what an earlier start of it has written already.
+    """Compares the space that the run will need with the free space and with what an earlier start has written already.
 
     Args:
-        config: Of the run.
-        findings: Takes what is found.
+        config: Configuration of the run.
+        findings: Findings to add to.
     """
     folder, need = RunFolder(Path(config.run.dir)), disk_need(config)
     place = _nearest(folder.path)
@@ -47,7 +47,7 @@ def look_at_disk(config: Config, findings: Findings) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Returns the folder itself, or the nearest one above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 

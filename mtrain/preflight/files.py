@@ -1,4 +1,4 @@
-"""The files that a configuration names: whether they are there, whole, and fit the model."""
+"""Check of the files that a configuration names: whether they exist, are whole, and fit the model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 
 def look_at_files(config: Config, findings: Findings) -> None:
-    """Opens each file of text that a run would open by itself, so that all faults are found at once.
+    """Opens each data and tokenizer file that a run would open, so that all faults are found at once.
 
-    Of an indexed corpus the whole index is read and tokens at a few places; of records the first one of each file is
-    made into a sample, under the run's chat template.
+    It reads the whole index of an indexed corpus, and tokens at a few places; it makes the first record of each record
+    file into a sample, under the run's chat template.
 
     Args:
-        config: Of the run.
-        findings: Takes what is found.
+        config: Configuration of the run.
+        findings: Findings to add to.
     """
     tokenizer = None
     if config.data.tokenizer is not None:
@@ -53,7 +53,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
 
 
 def _look_at_prompts(config: Config, tokenizer: Tokenizer, findings: Findings) -> None:
-    """Makes token ids of what the run is asked, under its chat template."""
+    """Tokenizes the run's evaluation prompts, under its chat template."""
     from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
 
     section = config.eval
@@ -70,7 +70,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer) -> str:
 
 
 def source_paths(data: FilesSection) -> list[str]:
-    """Of all sources, each once."""
+    """Returns the paths of all sources, each once."""
     held_out = [each for sections in data.valid_sets.values() for each in sections]
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
@@ -121,7 +121,7 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
 
 
 def _look_for_learnable(config: Config, data: SftSection, encoder: SampleEncoder) -> None:
-    """Opens the data as a run does where none of their first records shows that something is learned.
+    """Opens the data as a run does if none of the first records shows that there is something to learn.
 
     Raises:
         DataError: No sample has anything to learn.
@@ -135,11 +135,11 @@ def _look_for_learnable(config: Config, data: SftSection, encoder: SampleEncoder
             try:
                 found = encoder.encode(chunk.record(index))
             except DataError:
-                continue  # what becomes of a bad record, opening the data says
-            # a record that is whole in its row has something to learn, unless it counts 0
+                continue  # opening the data reports bad records
+            # a record that fits its row has something to learn, unless its weight is 0
             if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
                 return
-    from mtrain.data.sources import Sources  # numpy and the token cache, of which a usual check has no need
+    from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does not need
 
     Sources(config).training()
 

@@ -1,4 +1,4 @@
-"""What was found before a start: facts for the user, and faults that would end the run."""
+"""Findings before a start: facts for the user, and faults that would end the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Findings:
     """Facts and faults, in the order in which they were found."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
-    """What was looked at, and what is there."""
+    """Pairs of what was checked and what was found."""
     faults: list[MtrainError] = field(default_factory=list)
 
     def fact(self, name: str, value: str) -> None:
@@ -23,7 +23,7 @@ class Findings:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Notes the fault that ends the block, if one does, so that all are found at once."""
+        """Notes a fault that ends the block, and goes on, so that all are found at once."""
         try:
             yield
         except MtrainError as fault:
@@ -31,5 +31,6 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        """Of the first kind that a start would meet: configuration, data, machine; 0 where there is no fault."""
+        """Exit code of the kind of fault that a start would meet first: configuration, data, machine; 0 without a
+        fault."""
         return min((fault.exit_code for fault in self.faults), default=0)

@@ -1,4 +1,4 @@
-"""Everything that can be looked at before a start, in one call."""
+"""All checks before a start, in one call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mtrain.preflight.start import look_at_start
 
 
 def look(config: Config, findings: Findings) -> None:
-    """Goes through a start, asks its disks for room, and looks for the libraries of its trackers.
+    """Goes through a start, checks its disks for room, and looks for the libraries of its trackers.
 
     Args:
-        config: Of the run.
-        findings: Takes what is found.
+        config: Configuration of the run.
+        findings: Findings to add to.
     """
     if config.metrics.trackers:
         with findings.looking():

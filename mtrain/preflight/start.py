@@ -1,6 +1,6 @@
-"""What a start does before its first step, by the functions that do it there: whatever they refuse, a check refuses.
+"""Checks of a start before its first step, by the same functions as there: what they refuse, the check refuses.
 
-Torch is loaded where weights, or a loss function other than the usual one, are to be looked at.
+Torch is only loaded to check weights, or a loss function other than the usual one.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from mtrain.data.opened import OpenedData
 
 _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
-"""Of records, and of a checkpoint: more would take longer than a look."""
+"""Size of records, and of a checkpoint, up to which a check reads them; more would take too long."""
 
 
 def look_at_start(config: Config, findings: Findings) -> None:
     """Goes through a start, up to where it would need ranks and devices.
 
     Args:
-        config: Of the run.
-        findings: Takes what is found.
+        config: Configuration of the run.
+        findings: Findings to add to.
     """
     folder = RunFolder(Path(config.run.dir))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
-            from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which other runs do without
+            from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which others do not need
 
             refuse_unexportable(config)
     with findings.looking():
         refuse_if_held(folder.lock_file)
     if folder.path.is_dir():
         with findings.looking():
-            from mtrain.training.changed import going_on  # numpy, which a new run may do without
+            from mtrain.training.changed import going_on  # loads numpy, which a new run does not need
 
             config = going_on(folder, config)
     if not _is_usual(config.loss) or config.model.num_labels is not None:
@@ -68,14 +68,15 @@ def look_at_start(config: Config, findings: Findings) -> None:
 
 
 def _is_usual(loss: LossSection) -> bool:
-    """Whether nothing of the loss could be refused: next_token alone, as it is."""
+    """Says whether nothing in the loss can be refused: next_token alone, without options."""
     terms = (loss, *loss.side_terms.values())
     return loss.teacher is None and all(term.function == "next_token" and not term.options for term in terms)
 
 
 def _is_soon_opened(config: Config) -> bool:
-    """Whether opening the data is a matter of seconds: what is indexed is, and few records. Of random tokens only what
-    asks for others could be refused."""
+    """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
+
+    Random tokens are opened only where the configuration asks for more than tokens, which could be refused."""
     if isinstance(config.data, MockSection):
         return config.sequences_per_sample > 1 or config.model.num_labels is not None
     if not isinstance(config.data, SftSection):
@@ -87,13 +88,13 @@ def _is_soon_opened(config: Config) -> bool:
 
 
 def _look_at_weights(config: Config, folder: RunFolder, data: OpenedData | None, findings: Findings) -> None:
-    """Where the weights come from; a run that goes on has its own, and needs of others the frozen model alone."""
+    """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
     from mtrain.training.changed import changes_since, resumable
 
     own = _verified(partial(resumable, config, folder)) if folder.path.is_dir() else None
     if own is not None:
         findings.fact("goes on", f"from {own.path}")
-        # scores of a reference model are part of what data are called, and only a run has them
+        # scores of a reference model are part of the data's fingerprint, and only a run has them
         if data is not None and not data.preferences:
             changes_since(own, data, config, folder.path)
     if own is None or config.adapter is not None:
@@ -167,10 +168,10 @@ def _entry(start: Path) -> CheckpointEntry:
 
 
 def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | None:
-    """The newest checkpoint that passes. As a start does, all bytes of it are read, unless that takes long.
+    """Returns the newest checkpoint that is valid. As at a start, all its bytes are read, unless that takes long.
 
     Args:
-        find: Steps that turned out unusable, and why -> the newest other checkpoint.
+        find: Function that returns the newest checkpoint but for unusable ones, given as step -> reason.
     """
     from mtrain.checkpoint.store.verification import verify_files
 

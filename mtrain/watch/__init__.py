@@ -1,1 +1,1 @@
-"""The watchdog: one process a node that sees which rank is silent, says where it stands, and ends the job."""
+"""Watchdog: one process per node that notices a silent rank, says where it hangs, and ends the job."""

@@ -1,7 +1,7 @@
-"""Which rank is lost: from looks at the ranks of a node, and, when these stand still, at what the others have written.
+"""Decision which rank is lost, from repeated looks at a node's ranks and, when these make no progress, at other nodes.
 
-A step of training ends on all ranks or on none, so a job stands still when no rank of it does anything. Then the rank
-that has come least far is the one that the others wait for. Time that the watchdog itself did not run does not count.
+A training step ends on all ranks or on none, so a job hangs when none of its ranks makes progress. Then the others wait
+for the rank that is at the earliest place. Time in which the watchdog itself did not run does not count.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ _MOST_NAMED = 8
 
 
 class Lost(StrEnum):
-    """How a rank is lost."""
+    """Way in which a rank is lost."""
 
     STOPPED = "is stopped"
-    """It gives no sign of life: no time of a processor, no thread of its beats."""
+    """The rank shows no sign of life: it uses no processor time, and its heartbeat thread does not run."""
     STUCK = "makes no progress"
-    """It lives, but neither it nor any other rank gets on."""
+    """The rank is alive, but neither it nor any other rank makes progress."""
     GONE = "is gone without a word"
     ABSENT = "has never begun"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds in which a rank has to do something."""
+    """Time limits in seconds within which a rank has to make progress."""
 
     step_s: float
-    """In data, forward_backward, update and validation; and to give a sign of life anywhere."""
+    """Limit in data, forward_backward, update and validation; also for a sign of life in any phase."""
     start_s: float
-    """Until the first step is done: programs load, kernels are compiled, data are built."""
+    """Limit until the first step is done: programs load, kernels are compiled, data are built."""
     save_s: float
 
     def of(self, phase: str, is_first_step: bool) -> float:
-        """In this phase; infinite where nothing shows progress."""
+        """Returns the limit of a phase; infinite where nothing shows progress."""
         match Phase(phase):
             case Phase.START | Phase.BUILD:
                 return max(self.start_s, self.step_s)
@@ -54,25 +54,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank of this node at one look."""
+    """State of one rank of this node at one look."""
 
     state: PulseState
     process: ProcessState | None
-    """None: it has ended."""
+    """State of its process; None once it has ended."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A rank that the job waits for."""
+    """Rank that is lost, as far as the watchdog can tell."""
 
     rank: int
-    """Its number; negative where only the node is known."""
+    """Number of the rank; negative where only the node is known."""
     how: Lost
     place: str
     silent_s: float
-    """How long nothing has come from it."""
+    """Time since the last sign of life or progress of the rank."""
     is_here: bool
-    """On this node."""
+    """Whether the rank is on this node."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank of this node"
@@ -85,7 +85,7 @@ class Loss:
 
 @dataclass
 class _Clock:
-    """Of one rank: for how long nothing has changed."""
+    """Time for which nothing has changed on one rank."""
 
     sign: object = None
     silent_s: float = 0.0
@@ -97,14 +97,16 @@ class _Clock:
 
 
 class Judge:
-    """Remembers looks; asked again and again."""
+    """Judge that remembers earlier looks; it is asked again and again."""
 
     def __init__(self, limits: Limits, longest_gap_s: float, others: Callable[[], Mapping[int, Beat]] = dict) -> None:
         """
         Args:
-            limits: For how long is too long.
-            longest_gap_s: Between two looks; of a longer one no more counts, as the node or the watchdog stood still.
-            others: The beats of the ranks of other nodes; asked where those of this one stand still.
+            limits: Limits after which a rank is lost.
+            longest_gap_s: Longest time between two looks that counts; a longer gap means that the node or the watchdog
+                was suspended.
+            others: Function that returns the beats of other nodes' ranks; called when this node's ranks make no
+                progress.
         """
         self._limits, self._longest_gap_s, self._others = limits, longest_gap_s, others
         self._life: dict[int, _Clock] = {}
@@ -116,15 +118,15 @@ class Judge:
         self._looked_s: float | None = None
         self._beats: Mapping[int, Beat] = {}
         self.nearness = 0.0
-        """How much of its time the rank that is behind has used up, by the latest look; 1: it is lost."""
+        """Part of its limit that the slowest rank has used up at the latest look; at 1 it is lost."""
 
     def look(self, now: float, seen: Sequence[Seen], expected: int) -> Loss | None:
-        """Who is lost, where somebody is.
+        """Returns the rank that is lost; None where there is none.
 
         Args:
-            now: Of a monotonic clock.
-            seen: The ranks of this node that have begun and not left by themselves.
-            expected: How many ranks this node has to have, those that have left included.
+            now: Time of a monotonic clock.
+            seen: Ranks of this node that have begun and have not left by themselves.
+            expected: Number of ranks that should be among `seen`.
         """
         passed_s = min(now - (now if self._looked_s is None else self._looked_s), self._longest_gap_s)
         self._looked_s = now
@@ -156,7 +158,7 @@ class Judge:
         return _loss(first, Lost.STOPPED, self._life[first.state.rank].silent_s)
 
     def _standing_still(self, now: float, seen: Sequence[Seen]) -> Loss | None:
-        """Where no rank of the job has done anything for longer than the one that is behind may take."""
+        """Finds the slowest rank if no rank of the job has made progress for longer than that rank's limit."""
         if not seen:
             return None
         here_s = min(self._progress[one.state.rank].silent_s for one in seen)
@@ -170,7 +172,7 @@ class Judge:
         return replace(behind, silent_s=still_s) if still_s > limit_s else None
 
     def _ask_others(self, now: float, here_s: float, limit_s: float) -> None:
-        """Looks at the ranks of other nodes, seldom: a thousand nodes may do so at once."""
+        """Looks at the ranks of other nodes, but seldom: a thousand nodes may do so at once."""
         if here_s == 0.0:
             self._beats, self._elsewhere = {}, _Clock()
             return
@@ -179,7 +181,7 @@ class Judge:
         is_first, before_s, self._asked_s = not self._beats, self._asked_s, now
         self._beats = self._others()
         sign = {rank: (beat.changed_s, beat.step, beat.phase, beat.left_with) for rank, beat in self._beats.items()}
-        # what stood still here has stood still there for as long, unless a second look says otherwise
+        # ranks there are assumed to hang for as long as those here, unless a second look shows a change
         self._elsewhere = _Clock(sign, here_s) if is_first else self._elsewhere
         self._elsewhere.look(sign, 0.0 if is_first else now - before_s)
 
@@ -188,7 +190,7 @@ class Judge:
         return self._limits.of(state.phase, self._first_steps.get(state.rank, state.step) == state.step)
 
     def _absent(self, seen: Sequence[Seen], expected: int, passed_s: float) -> Loss | None:
-        """A rank of this node that has not begun though others have."""
+        """Reports a rank of this node that has not begun although others have."""
         self._absent_s = self._absent_s + passed_s if seen and len(seen) < expected else 0.0
         if self._absent_s <= self._limits.step_s:
             return None
@@ -200,7 +202,7 @@ def _loss(one: Seen, how: Lost, silent_s: float) -> Loss:
 
 
 def _behind(seen: Sequence[Seen], beats: Mapping[int, Beat]) -> Loss:
-    """Of all ranks the one that has come least far: by step, by phase, then who does not wait for another one."""
+    """Returns the rank at the earliest place: by step, by phase, then one that does not wait for another."""
     here = {one.state.rank for one in seen}
     found: list[tuple[tuple[int, int, bool, int], Loss]] = []
     for one in seen:

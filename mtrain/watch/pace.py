@@ -1,4 +1,4 @@
-"""Which rank is slower than the others, by the time in which it works and does not wait for them.
+"""Detection of slow ranks, by the time in which each works and does not wait for others.
 
 Ranks of one pipeline stage do the same work, so they are compared with each other; a step takes as long on all of them.
 """
@@ -11,44 +11,44 @@ from typing import NamedTuple
 
 
 class OwnTime(NamedTuple):
-    """Of one rank over a window of steps."""
+    """Working time of one rank over a window of steps."""
 
     stage: int
-    """Of the pipeline."""
+    """Pipeline stage of the rank."""
     seconds: float
-    """A step's mean, without waiting for other ranks."""
+    """Mean time per step, without waiting for other ranks."""
 
 
 def slow_ranks(window: Mapping[int, OwnTime], percent: float) -> dict[int, float]:
-    """Rank -> how many times the median of its stage it took, where that is too much.
+    """Returns the slow ranks: rank -> its time divided by the median of its stage.
 
     Args:
-        window: All ranks over the same steps.
-        percent: A rank is slow where it takes so much more than the median.
+        window: Times of all ranks over the same steps.
+        percent: Percentage above the median from which a rank is slow.
     """
     found: dict[int, float] = {}
     for stage in {one.stage for one in window.values()}:
         times = {rank: one.seconds for rank, one in window.items() if one.stage == stage}
-        usual = statistics.median_low(times.values())  # of two ranks the faster one
+        usual = statistics.median_low(times.values())  # of two ranks the faster one is the reference
         if usual > 0:
             found |= {rank: own / usual for rank, own in times.items() if own > usual * (1 + percent / 100)}
     return found
 
 
 class PaceJudge:
-    """Remembers windows: a rank is slow that was so in several of them, one after the other."""
+    """Judge over several windows: a rank is slow if it was slow in enough consecutive ones."""
 
     def __init__(self, percent: float, num_windows: int) -> None:
         """
         Args:
-            percent: As for `slow_ranks`.
-            num_windows: So many in a row.
+            percent: Percentage above the median from which a rank is slow in a window.
+            num_windows: Number of consecutive windows.
         """
         self._percent, self._num_windows = percent, num_windows
         self._in_a_row: dict[int, int] = {}
 
     def add(self, window: Mapping[int, OwnTime]) -> dict[int, float]:
-        """The ranks that are slow by now, with the last window's ratio to the median."""
+        """Returns the ranks that are slow by now, with the last window's ratio to the median."""
         slow = slow_ranks(window, self._percent)
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in slow}
         return {rank: ratio for rank, ratio in slow.items() if self._in_a_row[rank] >= self._num_windows}

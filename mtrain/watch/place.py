@@ -1,4 +1,4 @@
-"""Where the ranks of a node and their watchdog meet: a folder in memory that belongs to one launch on one node."""
+"""Meeting place of a node's ranks and their watchdog: a folder in memory that belongs to one launch on one node."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OF_SRUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_NODEI
 
 
 def node_folder(environ: Mapping[str, str]) -> Path:
-    """The same for all ranks of one launch on one node, and for no other; not made here.
+    """Returns a folder that is the same for all ranks of one launch on one node, and for no other; does not create it.
 
     Args:
-        environ: What the launcher has set.
+        environ: Environment variables that the launcher has set.
     """
     if environ.get("MTRAIN_LAUNCH"):
         names: tuple[str, ...] = _OF_LOCAL_LAUNCH
@@ -37,15 +37,15 @@ def node_folder(environ: Mapping[str, str]) -> Path:
 
 
 def pulse_file(folder: Path, rank: int) -> Path:
-    """Where the rank writes its pulse."""
+    """Returns the file to which the rank writes its pulse."""
     return folder / f"rank_{rank:05d}"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where the rank's own handler writes its stacks."""
+    """Returns the file to which the rank's own handler writes its stacks."""
     return folder / f"stack_{rank:05d}"
 
 
 def has_launcher(environment: RankEnvironment) -> bool:
-    """Whether there is one, so that nobody sits at this very process with a debugger."""
+    """Says whether a launcher started this process, so that nobody is debugging it at a terminal."""
     return environment.master_port != 0

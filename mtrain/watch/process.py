@@ -1,4 +1,4 @@
-"""What the kernel knows of a process, read from /proc; costs microseconds and needs no library."""
+"""State of a process as the kernel reports it in /proc; reading it costs microseconds and needs no library."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ _LONGEST = 20_000
 
 
 class ProcessState(NamedTuple):
-    """One look at a process."""
+    """State of a process at one time."""
 
     letter: str
-    """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
+    """State letter: R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
     cpu_s: float
-    """Time of processors that it has used."""
+    """Processor time that the process has used."""
     tracer: int
-    """Process that debugs it; 0 where none does."""
+    """Process that debugs it; 0 where there is none."""
     caught_signals: int
-    """A bit for each signal that it has a handler for."""
+    """Bit mask of the signals that the process has a handler for."""
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or a terminal."""
+        """Whether SIGSTOP or a terminal has stopped the process."""
         return self.letter == "T"
 
     @property
     def is_debugged(self) -> bool:
-        """By gdb, strace, py-spy or the like."""
+        """Whether gdb, strace, py-spy or the like is attached."""
         return self.tracer != 0
 
     def catches(self, number: int) -> bool:
-        """Whether a signal does not end it."""
+        """Says whether the process has a handler for a signal."""
         return bool(self.caught_signals >> (number - 1) & 1)
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """None where the process has ended, or cannot be seen."""
+    """Reads the state of a process; None where it has ended, or cannot be seen."""
     try:
-        # the name, in brackets, may hold anything
+        # the name, in parentheses, may contain anything
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         status = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -53,7 +53,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def kernel_view(pid: int) -> str:
-    """Where each thread waits in the kernel, as far as this user may read it."""
+    """Describes where each thread waits in the kernel, as far as this user may read it."""
     lines = []
     try:
         threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
@@ -70,7 +70,7 @@ def kernel_view(pid: int) -> str:
 
 
 def memory_kills() -> int:
-    """How many processes the kernel has killed for memory so far, in this cgroup and on this machine."""
+    """Counts the processes that the kernel has killed for lack of memory, in this cgroup and on this machine."""
     counts = []
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         lines = [line.split() for line in _read(path).splitlines()]

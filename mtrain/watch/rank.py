@@ -1,4 +1,5 @@
-"""A rank's side of the watchdog: its pulse, its answer to the question for stacks, and the watchdog's process."""
+"""Rank's side of the watchdog: its pulse, its answer to requests for stacks, and the start of the watchdog's
+process."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ _MOST_STARTS = 2
 
 @contextlib.contextmanager
 def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | None]:
-    """Inside the block this rank has a pulse, and its node a watchdog, which the first rank of the node starts.
+    """Gives this rank a pulse inside the block, and its node a watchdog, which the node's first rank starts.
 
-    To be entered before torch is loaded, so that a rank that hangs while it loads is found, too. Yields None where
-    nobody watches: watch.enabled=false, or somebody sits at the terminal of a single rank, perhaps with a debugger.
+    Enter it before torch is loaded, so that a rank that hangs during loading is found, too. Yields None where nobody
+    watches: watch.enabled=false, or a single rank runs at a terminal, perhaps in a debugger.
     """
     alone_at_a_terminal = not has_launcher(environment) and sys.stdin is not None and sys.stdin.isatty()
     if not config.watch.enabled or alone_at_a_terminal:
@@ -72,7 +73,7 @@ def _settings(config: Config, environment: RankEnvironment, folder: Path) -> Set
 
 
 def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> None:
-    """Shows that the interpreter runs; the node's first rank looks after the watchdog as well."""
+    """Shows that the interpreter runs; on the node's first rank it also restarts the watchdog."""
     process, num_started = None, 0
     while True:
         pulse.beat()

@@ -1,4 +1,4 @@
-"""Stacks of ranks that hang: by their own handler in C, which no interpreter's lock holds up, and from outside."""
+"""Stacks of ranks that hang: by a handler of their own in C, which needs no interpreter lock, and from outside."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ FLIGHT_RECORDER = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""Makes NCCL's process groups remember their last collectives, with sequence number, sizes and state."""
+"""Environment variables that make NCCL's process groups record their last collectives: sequence number, sizes,
+state."""
 
 
 def answer_to_signal(folder: Path, rank: int) -> None:
-    """Writes this process's stacks to its stack file whenever it is sent SIGNAL, whatever it does then."""
+    """Makes this process write its stacks to its stack file whenever it receives SIGNAL, whatever it is doing."""
     # kept open to the end of the process: the handler may neither open nor allocate
     file = stack_file(folder, rank).open("wb")
     faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
@@ -42,7 +43,7 @@ _files: list[object] = []
 
 
 def flight_recorder(folder: Path) -> dict[str, str]:
-    """Environment under which NCCL's flight recorder can be asked for a dump, into a folder on this node."""
+    """Returns environment variables with which NCCL's flight recorder dumps on request, into a folder on this node."""
     return {
         **FLIGHT_RECORDER,
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl_trace_"),
@@ -52,11 +53,11 @@ def flight_recorder(folder: Path) -> dict[str, str]:
 
 
 def ask(states: Sequence[PulseState]) -> list[PulseState]:
-    """Asks ranks for their stacks, which costs each a millisecond; those that will answer.
+    """Asks ranks for their stacks, which costs each a millisecond; returns those that will answer.
 
-    One that is stopped answers when it goes on. All its threads go on at once then, and were another thread to answer,
-    the main one would have left its place: it has to answer itself. Else any thread may, since the main one may be deep
-    in the kernel.
+    A stopped rank answers when it is continued. All its threads continue at once then, and if another thread answered,
+    the main thread would have moved on: so it has to answer itself. Otherwise any thread may answer, since the main
+    thread may be deep in the kernel.
     """
     found = []
     for state in states:
@@ -69,10 +70,10 @@ def ask(states: Sequence[PulseState]) -> list[PulseState]:
 
 
 def _send_to_main_thread(pid: int, number: int) -> None:
-    """Sends a signal that no other thread of the process may take; to the process, where the C library cannot.
+    """Sends a signal to the main thread only; to the process, where the C library lacks the call.
 
     Raises:
-        OSError: The process has ended, or is another user's.
+        OSError: The process has ended, or belongs to another user.
     """
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "tgkill"):  # glibc before 2.30, musl
@@ -82,16 +83,17 @@ def _send_to_main_thread(pid: int, number: int) -> None:
 
 
 def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> dict[int, Path]:
-    """Writes a file of stacks for each rank. One that is stopped goes on for it, so it is to be ended at once after.
+    """Writes a file of stacks for each rank. A stopped rank is continued for that, so it should be ended at once
+    afterwards.
 
     Args:
-        folder: The node's.
-        states: The ranks.
-        lost: The rank that the others wait for; more is asked about it.
-        out: Where the files go; is made.
+        folder: Folder of the node.
+        states: States of the ranks.
+        lost: Rank that the others wait for; more is collected about it.
+        out: Folder for the files; it is created.
 
     Returns:
-        Rank -> its file; only where it could be written.
+        Rank -> its file, for those that could be written.
     """
     seen = {state.rank: process_state(state.pid) for state in states}
     in_kernel = {state.rank: kernel_view(state.pid) for state in states}
@@ -122,14 +124,14 @@ def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> di
 
 
 def innermost(text: str, num_frames: int = 3) -> list[str]:
-    """Where the main thread is, innermost call first, in what `dump` wrote: `File "x.py", line 3 in f`."""
-    # faulthandler lists the oldest thread last; in the last section the words are others
+    """Returns the innermost frames of the main thread from a file of `dump`: `File "x.py", line 3 in f`."""
+    # faulthandler lists the oldest thread last; the title of the last section differs
     blocks = re.split(r"^(?:Current t|T)hread 0x.*$", text.partition("\n== by py-spy")[0], flags=re.MULTILINE)
     return [line.strip() for line in blocks[-1].splitlines() if line.startswith("  File ")][:num_frames]
 
 
 def _settle(files: Sequence[Path]) -> None:
-    """Until each has grown and stands still, or patience ends."""
+    """Waits until every file has grown and no longer changes, or patience ends."""
     deadline, sizes, since = time.monotonic() + _PATIENCE_S, [0] * len(files), time.monotonic()
     while time.monotonic() < deadline:
         now = [_size(path) for path in files]
@@ -154,7 +156,7 @@ def _py_spy(pid: int) -> str:
 
 
 def _ask_flight_recorders(folder: Path) -> None:
-    """torch listens on a pipe for each rank, and dumps when anything is written to it."""
+    """Asks NCCL's flight recorders to dump: torch listens on a pipe for each rank, and dumps on any write."""
     for pipe in folder.glob(f"{_TRACES}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

@@ -1,6 +1,6 @@
-"""The watchdog's process: `python -m mtrain.watch.watchdog` with its settings as JSON; `mtrain.watch.rank` starts it.
+"""Process of the watchdog: `python -m mtrain.watch.watchdog` with its settings as JSON; `mtrain.watch.rank` starts it.
 
-It imports no torch, holds no GPU, and leaves when the ranks of its node have left. See docs/survive.md.
+It imports no torch, uses no GPU, and exits when the ranks of its node have left. See docs/survive.md.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from mtrain.watch.process import memory_kills, process_state
 from mtrain.watch.stacks import ask, dump, innermost
 
 ENDING = "ending"
-"""File beside the pulses: the watchdog ends the job; the folder goes when it has said everything."""
+"""File next to the pulses: the watchdog ends the job; the folder is deleted when it has reported everything."""
 
 ORDERED = "ordered"
-"""File beside the pulses: who started the ranks ends them all now, so that none of them is lost."""
+"""File next to the pulses: the launcher ends all ranks now, so that none of them counts as lost."""
 
 _LOOKS_PER_TIMEOUT = 30
 _LOOK_S = (0.1, 0.5)
 _LONGEST_GAP = 4.0
-"""In looks; what is longer was no time for the ranks either."""
+"""Longest gap that counts, in looks; in a longer one the ranks did not run either."""
 _FIRST_S = 60.0
-"""In which the first rank has to be there."""
+"""Time in which the first rank has to appear."""
 _HEAD_START_S = 3.0
-"""In which the node of the lost rank ends it, so that it is the first to end."""
+"""Time that the lost rank's node has to end it, so that it is the first to end."""
 _OLD_S = 600.0
 _EARLY = 0.8
-"""Part of the time of a rank after which all are asked for their stacks."""
+"""Part of a rank's limit after which all ranks are asked for their stacks."""
 _GRACE_S = 6.0
-"""In which the other ranks leave by themselves when one has been ended."""
+"""Time in which the other ranks may leave by themselves after one has been ended."""
 _GONE_S = 0.7
-"""A launcher that ends all ranks ends the watchdog, too: so long it waits before it calls a rank lost."""
+"""Time before an ended rank counts as lost: a launcher that ends all ranks ends the watchdog, too."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the watchdog is given."""
+    """Settings of the watchdog, as the node's first rank passes them."""
 
     node: str
     """Folder of the pulses."""
@@ -58,23 +58,23 @@ class Settings:
     local_world_size: int
     world_size: int
     parent: int
-    """Process that has started it."""
+    """Process that started the watchdog."""
     step_s: float
     start_s: float
     save_s: float
     launch: str | None
 
     def as_json(self) -> str:
-        """On one line."""
+        """Returns the settings as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 class Watchdog:
-    """Of one node of one start."""
+    """Watchdog of one node in one start."""
 
     def __init__(self, settings: Settings) -> None:
         """Args:
-        settings: As they come.
+        Settings from the command line.
         """
         self._settings, self._node, self._run_dir = settings, Path(settings.node), Path(settings.run_dir)
         shortest, longest = _LOOK_S
@@ -86,7 +86,7 @@ class Watchdog:
         self._began_s, self._has_asked = time.monotonic(), False
 
     def run(self) -> None:
-        """Until the ranks of this node have left, or the job is ended."""
+        """Watches until the ranks of this node have left, or the job is ended."""
         while not self._is_over():
             now = time.monotonic()
             states = self._states()
@@ -104,7 +104,7 @@ class Watchdog:
             time.sleep(self._look_s)
 
     def _ask_early(self, states: Sequence[PulseState]) -> None:
-        """For stacks a while before the end: ranks that wait for the lost one leave as soon as it comes."""
+        """Asks for stacks some time before the end: ranks that wait for the lost one leave as soon as it is gone."""
         if self._judge.nearness < _EARLY:
             self._has_asked = False
         elif not self._has_asked:
@@ -112,14 +112,14 @@ class Watchdog:
             ask([state for state in states if state.left_with is None])
 
     def _is_over(self) -> bool:
-        """Whether nobody is left to be watched."""
+        """Says whether no rank is left to watch."""
         if self._is_ordered():
             return True
         states = self._states()
         if any(state.left_with is None and process_state(state.pid) is not None for state in states):
             return False
         if any(state.left_with is None and state.pid not in self._known_gone for state in states):
-            return False  # one is gone without a word, which is still to be said
+            return False  # one has ended silently, which is still to be reported
         if len(states) >= self._settings.local_world_size or process_state(self._settings.parent) is None:
             return True
         return time.monotonic() - self._began_s > max(_FIRST_S, self._settings.step_s)
@@ -141,14 +141,14 @@ class Watchdog:
         return {rank: beat for rank, beat in beats if beat is not None and beat.start == number}
 
     def _named(self, loss: Loss, states: Sequence[PulseState]) -> Loss:
-        """With the number of a rank that has never begun, where there is one node."""
+        """Adds the number of a rank that has never begun, where there is only one node."""
         if loss.rank >= 0 or self._settings.local_world_size != self._settings.world_size:
             return loss
         missing = set(range(self._settings.world_size)) - {state.rank for state in states}
         return Loss(min(missing, default=-1), loss.how, loss.place, loss.silent_s, loss.is_here)
 
     def _note_gone(self, loss: Loss, gone: Sequence[PulseState]) -> None:
-        """A rank has ended and has not said why; who started it knows more, and ends the others."""
+        """Reports a rank that ended without saying why; its launcher knows more, and ends the others."""
         time_s = time.time()
         time.sleep(_GONE_S)
         self._known_gone |= {state.pid for state in gone}
@@ -160,12 +160,12 @@ class Watchdog:
         self._record(loss, kind, text, gone, time_s)
 
     def _end(self, loss: Loss, states: Sequence[PulseState]) -> None:
-        """Says who is lost, keeps all stacks of this node, and ends its ranks, the lost one first."""
+        """Reports the lost rank, saves all stacks of this node, and ends its ranks, the lost one first."""
         time_s = time.time()
         print(f"watchdog: {loss}; this job is ended", file=sys.stderr, flush=True)
         (self._node / ENDING).touch()
         running = [state for state in states if process_state(state.pid) is not None]
-        if loss.is_here:  # at once: whoever ends the job may end this process, too
+        if loss.is_here:  # at once: the launcher that ends the job may end this process, too
             self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, is_last=False)
         out = records_folder(self._run_dir, _number(states))
         files = dump(self._node, states, loss.rank, out)
@@ -197,7 +197,8 @@ class Watchdog:
         files: Sequence[str] = (),
         is_last: bool = True,
     ) -> None:
-        """In the run folder, where this start has it; and for whoever reads the log of the node's first rank."""
+        """Writes a record into the run folder, if this start has it; else prints the final summary on standard
+        error."""
         failure = FailureRecord(
             rank=loss.rank,
             kind=kind,
@@ -214,7 +215,7 @@ class Watchdog:
             files=tuple(files),
         )
         if failure.start:
-            with contextlib.suppress(OSError):  # a full disk: the line on standard error is all there is
+            with contextlib.suppress(OSError):  # a full disk: only the line on standard error remains
                 record_failure(self._run_dir, failure, again=True)
         elif is_last:
             print(summary(failure, self._run_dir), end="", file=sys.stderr, flush=True)
@@ -225,7 +226,7 @@ def _number(states: Sequence[PulseState]) -> int:
 
 
 def _sweep(own: Path) -> None:
-    """Deletes folders of launches that are over and whose watchdog was ended with them, as Slurm does."""
+    """Deletes folders of launches that are over and whose watchdog was ended with them, as under Slurm."""
     for folder in own.parent.glob(f"mtrain-{os.getuid()}-*"):
         with contextlib.suppress(OSError):  # the watchdog of another launch may delete the folder at this moment
             pulses = (read_pulse(path) for path in folder.glob("rank_*"))
@@ -235,15 +236,15 @@ def _sweep(own: Path) -> None:
 
 
 def main() -> None:
-    """Reads the settings from the command line."""
+    """Runs the watchdog with the settings from the command line."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the ranks, which may save for minutes yet
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks, which may still save for minutes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     os.nice(5)
     settings = Settings(**json.loads(sys.argv[1]))
     _sweep(Path(settings.node))
     Watchdog(settings).run()
-    shutil.rmtree(settings.node, ignore_errors=True)  # not where it fails: another one may be started
+    shutil.rmtree(settings.node, ignore_errors=True)  # not after an error: another watchdog may be started
 
 
 if __name__ == "__main__":

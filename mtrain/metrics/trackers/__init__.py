@@ -1,1 +1,1 @@
-"""Trackers of others: what W&B, MLflow and Trackio get, by a thread that training never waits for."""
+"""External trackers: W&B, MLflow and Trackio get a run's numbers from a thread that training never waits for."""

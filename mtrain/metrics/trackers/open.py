@@ -1,4 +1,4 @@
-"""The trackers that a run names, each under one run id for all of its starts."""
+"""Trackers that a run names, each with one run id for all starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mtrain.metrics.trackers.sink import PATIENCE_S, Tracker, TrackerSink
 
 TrackerName = Literal["wandb", "mlflow", "trackio"]
 _EXTRAS: Mapping[TrackerName, str] = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""Tracker -> what is installed with `pip install mtrain[...]`, under the name by which it is imported."""
+"""Tracker -> name by which it is imported."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is given about a run, without secrets."""
+    """Facts about a run for a tracker, without secrets."""
 
     folder: Path
     project: str
@@ -37,7 +37,7 @@ class TrackedRun:
     """Dotted key -> value as text."""
 
     def run_id(self, tracker: TrackerName) -> str | None:
-        """By which the tracker knows it since an earlier start; None at the first one."""
+        """Returns the tracker's id of this run from an earlier start; None at the first one."""
         with suppress(OSError, ValueError, AttributeError):
             found = json.loads(self._ids.read_text()).get(tracker)
             if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found):
@@ -45,7 +45,7 @@ class TrackedRun:
         return None
 
     def keep_run_id(self, tracker: TrackerName, run_id: str) -> None:
-        """For later starts."""
+        """Saves the tracker's id of this run for later starts."""
         ids: dict[str, str] = {}
         with suppress(OSError, ValueError, TypeError):
             ids = dict(json.loads(self._ids.read_text()))
@@ -57,10 +57,10 @@ class TrackedRun:
 
 
 def refuse_missing(trackers: Sequence[TrackerName]) -> None:
-    """Raises where a library is not installed; imports none.
+    """Refuses trackers whose library is not installed; imports none.
 
     Raises:
-        ConfigError: Names all that are missing.
+        ConfigError: Libraries are missing; the message names all of them.
     """
     if missing := [name for name in trackers if importlib.util.find_spec(_EXTRAS[name]) is None]:
         names, verb = ", ".join(missing), "are" if len(missing) > 1 else "is"
@@ -73,14 +73,14 @@ def refuse_missing(trackers: Sequence[TrackerName]) -> None:
 def tracked_run(
     folder: Path, project: str, run: Any, config: Mapping[str, Any], environment: Mapping[str, str]
 ) -> TrackedRun:
-    """A run for trackers.
+    """Makes the facts about a run for trackers.
 
     Args:
         folder: The run folder.
-        project: Under which trackers file it.
+        project: Project under which trackers file the run.
         run: Section `run` of the configuration.
         config: Dotted key -> value, of the whole configuration.
-        environment: What it runs on.
+        environment: Versions, device and layout of the start.
     """
     reported = {**config, **{f"environment.{name}": value for name, value in environment.items()}}
     words = without_secrets({"name": run.name or folder.resolve().name, "notes": run.notes}, os.environ)
@@ -89,7 +89,7 @@ def tracked_run(
 
 
 def tracker_sink(name: TrackerName, run: TrackedRun, patience_s: float = PATIENCE_S) -> TrackerSink:
-    """The sink of a tracker, which is given the run; its end waits for the tracker for `patience_s` seconds."""
+    """Makes the sink of a tracker for a run; its `close` waits up to `patience_s` seconds for the tracker."""
     return TrackerSink(name, _opener(name, run), patience_s=patience_s)
 
 
@@ -133,7 +133,7 @@ class _Wandb:
             dir=run.folder,
             settings=settings,
         )
-        # its own step may not go back, but a run that was killed repeats steps
+        # its own step must not decrease, but a run that was killed repeats steps
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -143,7 +143,7 @@ class _Wandb:
     def log_text(self, step: int, tag: str, text: str) -> None:
         import wandb
 
-        # not a table, which a run that goes on would begin anew; escaped, since a model may say tags
+        # not a table, which a resumed run would begin anew; escaped, since a model may write tags
         self._run.log({tag: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False), "step": step})
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ class _MLflow:
     """MLflow, at MLFLOW_TRACKING_URI."""
 
     _MOST_PARAMETERS = 100
-    """In one call."""
+    """Largest number of parameters in one call."""
     _LONGEST_VALUE = 6000
 
     def __init__(self, run: TrackedRun) -> None:
@@ -211,7 +211,7 @@ class _Trackio:
         self._run.log(dict(numbers), step=step)
 
     def log_text(self, step: int, tag: str, text: str) -> None:
-        """It shows numbers only."""
+        """Does nothing: Trackio shows only numbers."""
 
     def finish(self) -> None:
         self._run.finish()

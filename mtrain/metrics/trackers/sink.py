@@ -1,4 +1,4 @@
-"""A tracker as a sink that cannot stop a run: it has a thread of its own, and what it does not take is dropped."""
+"""Sink for a tracker that cannot stop a run: it has a thread of its own, and drops what the tracker does not accept."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mtrain.metrics.record import Record
 from mtrain.metrics.scalars import scalars
 
 MOST_WAITING = 10_000
-"""Records that wait for a slow tracker; those that follow are dropped and counted."""
+"""Number of records that may wait for a slow tracker; later ones are dropped and counted."""
 PATIENCE_S = 10.0
-"""How long the end of a run waits for a tracker."""
+"""Time that the end of a run waits for a tracker."""
 
 
 class Tracker(Protocol):
-    """A run at a tracker; any method may fail or hang."""
+    """Run at a tracker; any method may fail or hang."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Takes the numbers of a step."""
+        """Sends the numbers of a step."""
 
     def log_text(self, step: int, tag: str, text: str) -> None:
-        """Takes a text, to be shown as it is; does nothing where the tracker has no place for one."""
+        """Sends a text, to be shown verbatim; does nothing where the tracker cannot show one."""
 
     def finish(self) -> None:
-        """No more will come from this start of the run, which later ones may take up."""
+        """Ends this start of the run, which later starts may continue."""
 
 
 class _Text(NamedTuple):
@@ -39,7 +39,7 @@ class _Text(NamedTuple):
 
 
 class TrackerSink:
-    """Hands records to a thread, which opens the tracker and feeds it."""
+    """Sink that hands records to a thread, which opens the tracker and sends them."""
 
     def __init__(
         self, name: str, opened: Callable[[], Tracker], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S
@@ -47,10 +47,10 @@ class TrackerSink:
         """Starts the thread.
 
         Args:
-            name: For messages.
-            opened: Connects; called in the thread.
-            most_waiting: Records.
-            patience_s: Of `close`.
+            name: Name of the tracker, for messages.
+            opened: Function that connects; called in the thread.
+            most_waiting: Number of records that may wait.
+            patience_s: Time that `close` waits for the tracker.
         """
         self._name, self._opened, self._patience_s = name, opened, patience_s
         self._waiting: queue.Queue[Record | _Text] = queue.Queue(most_waiting)
@@ -61,11 +61,11 @@ class TrackerSink:
         self._work = started(self._feed, f"tracker {name}")
 
     def write(self, record: Record) -> None:
-        """Hands the record over, at once; it is lost to the tracker where that has ended or is too far behind."""
+        """Hands the record over at once; drops it where the tracker has ended or is too far behind."""
         self._hand_over(record)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """Hands a text over, as `write` does a record."""
+        """Hands a text over in the same way as a record."""
         self._has_texts = True
         self._hand_over(_Text(step, tag, text))
 
@@ -81,7 +81,7 @@ class TrackerSink:
                 self._tell(f"{self._fault}; those that follow are lost to it, metrics.jsonl has them")
 
     def close(self) -> None:
-        """Waits a little for what is left, and says what the tracker has not got."""
+        """Waits a little for the rest, and reports what the tracker has not received."""
         self._closing.set()
         deadline = time.monotonic() + self._patience_s
         while not self._work.done() and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ class TrackerSink:
                     continue
                 self._log(tracker, record)
             tracker.finish()
-        except Exception as fault:  # whatever a library of others raises, training goes on
+        except Exception as fault:  # whatever an external library raises, training goes on
             self._tell(f"{_said(fault)}; training goes on without it")
 
     def _log(self, tracker: Tracker, record: Record | _Text) -> None:
@@ -112,7 +112,7 @@ class TrackerSink:
             elif numbers := scalars(record):
                 tracker.log(record.step, numbers)
             self._num_taken += 1
-        except Exception as fault:  # as above; the next record may come through
+        except Exception as fault:  # as above; the next record may succeed
             if self._fault is None:
                 self._fault = _said(fault)
                 self._tell(f"step {record.step}: {self._fault}; training goes on")
@@ -122,5 +122,5 @@ class TrackerSink:
 
 
 def _said(fault: Exception) -> str:
-    """In one line of bounded length, since libraries put whole pages into their errors."""
+    """Formats an error in one line of bounded length, since libraries put whole pages into their errors."""
     return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
