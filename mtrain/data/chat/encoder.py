@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,15 @@ from mtrain.base.errors import DataError
 from mtrain.data.chat.conversation import ANSWERS, Conversation, LossOn, conversation_of
 from mtrain.data.chat.provenance import PRIVATE, holds, literal_places, with_marks
 from mtrain.data.chat.rendering import Rendering, Weighed, found_answers, marked_answers
-from mtrain.data.chat.sandbox import Cut, NotRendered, RenderLimits, Sandbox
+from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered, RenderLimits, Sandbox
 from mtrain.data.chat.shown import check_shown
 from mtrain.data.chat.spans import refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.tokenizer import EncodedText, Tokenizer
 
-_VERSION = 2
-"""Counts the changes of this package that give other ids or weights for the same record."""
+_VERSION = 3
+"""Counts the changes of this package that give other ids or weights for the same record, or refuse other records."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -96,7 +96,7 @@ class ChatEncoder:
         conversation = conversation_of(record, self._options.ignored, None)
         form, given = self._form(conversation), _checked_texts(conversation)
         variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), True)
-        (text,) = form.sandbox.render(conversation.messages, conversation.tools, variables, [whole])
+        text = form.sandbox.render(conversation.messages, conversation.tools, variables, whole)
         if isinstance(text, NotRendered):
             raise refused(text)
         return self._encoded(form, given, whole, text, []).ids
@@ -145,17 +145,20 @@ class ChatEncoder:
     def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
         variables = {**self._variables, **conversation.variables}
 
-        def render(cuts: Sequence[Cut]) -> list[str | NotRendered]:
-            return form.sandbox.render(conversation.messages, conversation.tools, variables, cuts)
+        def compare(cuts: Sequence[Cut]) -> list[Rendered | NotRendered]:
+            return form.sandbox.compare(conversation.messages, conversation.tools, variables, cuts)
+
+        def render_numbered(messages: Sequence[Mapping[str, Any]], cut: Cut) -> str | NotRendered:
+            return form.sandbox.render(messages, conversation.tools, variables, cut)
 
         def render_other(other: dict[str, Any]) -> str | NotRendered:
             whole = Cut(len(conversation.messages), False)
-            return form.sandbox.render(other["messages"], other["tools"], variables, [whole])[0]
+            return form.sandbox.render(other["messages"], other["tools"], variables, whole)
 
         if form.marks_answers:
-            rendering = marked_answers(conversation, render)
+            rendering = marked_answers(conversation, compare, render_numbered)
         else:
-            rendering = found_answers(conversation, render, self._stops)
+            rendering = found_answers(conversation, compare, self._stops)
         check_shown(conversation, rendering.text, rendering.places, form.template.text, render_other)
         return rendering
 
@@ -179,7 +182,7 @@ class ChatEncoder:
     def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
         """Where special tokens begin in the rendering that come from the conversation itself."""
         messages, tools, own = with_marks(given, self._special.pattern)
-        (marked,) = form.sandbox.render(messages, tools, {**self._variables, **own}, [cut])
+        marked = form.sandbox.render(messages, tools, {**self._variables, **own}, cut)
         if isinstance(marked, NotRendered):
             raise refused(marked)
         literals = literal_places(text, marked)
@@ -251,10 +254,14 @@ def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[n
     else the answer would begin with a token that is never learned. In two spans, the larger weight counts.
     """
     places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    starts, ends = places[:, 0], places[:, 1]
+    # before the first one no token reaches into a span, and from the second one on none does
+    reached, beyond = np.maximum.accumulate(ends), np.minimum.accumulate(starts[::-1])[::-1]
     weights = np.zeros(len(places), np.float32)
     for start, end, weight in weighed:
-        inside = (places[:, 0] < end) & (places[:, 1] > start)
+        near = slice(np.searchsorted(reached, start, "right"), np.searchsorted(beyond, end, "left"))
+        inside = (starts[near] < end) & (ends[near] > start)
         if not inside.any():
             raise DataError("the tokenizer makes no token of an answer; remove the line")
-        weights[inside] = np.maximum(weights[inside], np.float32(weight))
+        weights[near][inside] = np.maximum(weights[near][inside], np.float32(weight))
     return weights

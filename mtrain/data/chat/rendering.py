@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.data.chat.conversation import ANSWERS, Conversation
-from mtrain.data.chat.sandbox import OPEN, Cut, NotRendered
-from mtrain.data.chat.spans import AnswerFinder, Render, SpecialTexts, marked_spans, refused
+from mtrain.data.chat.marks import RenderOther, marks_of
+from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts
 
 
 class Weighed(NamedTuple):
@@ -33,14 +32,14 @@ class Rendering(NamedTuple):
     """What an end token counts that has to follow, as the last answer is in the loss and has none; else None."""
 
 
-def found_answers(conversation: Conversation, render: Render, special: SpecialTexts) -> Rendering:
+def found_answers(conversation: Conversation, compare: Compare, special: SpecialTexts) -> Rendering:
     """Of a template that does not mark answers.
 
     Raises:
         DataError: They cannot be found, or the template refuses the conversation.
     """
     messages, weights = conversation.messages, conversation.answer_weights
-    finder = AnswerFinder(len(messages), render, special)
+    finder = AnswerFinder(len(messages), compare, special)
     spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
     weighed = [Weighed(span.start, span.end, weights[span.message]) for span in spans]
     is_open = spans[-1].message == len(messages) - 1 and not spans[-1].is_ended
@@ -48,38 +47,21 @@ def found_answers(conversation: Conversation, render: Render, special: SpecialTe
     return Rendering(finder.full, weighed, places, weighed[-1].weight if is_open else None)
 
 
-def marked_answers(conversation: Conversation, render: Render) -> Rendering:
+def marked_answers(conversation: Conversation, compare: Compare, render_other: RenderOther) -> Rendering:
     """Of a template that marks answers by `{% generation %}`.
 
     Raises:
         DataError: It marks none, or which answer a mark belongs to is not clear.
     """
-    size, weights = len(conversation.messages), conversation.answer_weights
-    answers = [number for number, message in enumerate(conversation.messages) if message["role"] == ANSWERS]
-    full, marked, *beginnings = map(
-        _text,
-        render([Cut(size, False), Cut(size, False, True), *(Cut(number + 1, False, True) for number in answers[:-1])]),
-    )
-    spans = marked_spans(full, marked)
-    counts = [0, *(each.count(OPEN) for each in beginnings), len(spans)]
-    if any(earlier > later for earlier, later in pairwise(counts)):
-        raise DataError("the template marks fewer answers by {% generation %} when more follow; correct it")
-    weighed, places = [], {}
-    for answer, (first, last) in zip(answers, pairwise(counts)):
-        own = [span for span in spans[first:last] if span[0] < span[1]]
-        if answer not in weights:
-            continue
-        if not own:
+    messages, weights = conversation.messages, conversation.answer_weights
+    answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+    full, spans = marks_of(messages, answers, compare, render_other)
+    for answer in weights:
+        if not spans[answer]:
             raise DataError(f"the template marks nothing of messages[{answer}] by {{% generation %}}; correct it")
-        weighed += [Weighed(start, end, weights[answer]) for start, end in own]
-        places[answer] = (own[0][0], own[-1][1])
+    weighed = [Weighed(start, end, weight) for answer, weight in weights.items() for start, end in spans[answer]]
+    places = {answer: (spans[answer][0][0], spans[answer][-1][1]) for answer in weights}
     return Rendering(full, weighed, places, None)
-
-
-def _text(rendered: str | NotRendered) -> str:
-    if isinstance(rendered, NotRendered):
-        raise refused(rendered)
-    return rendered
 
 
 def _own_words(message: Mapping[str, Any]) -> Iterator[str]:

@@ -35,15 +35,13 @@ class RenderLimits:
     """What the renderings of one conversation may cost."""
 
     cpu_s: float = 10.0
-    """Processor time, so that a busy machine refuses nothing."""
-    wall_s: float = 120.0
-    """For a process that does not run at all."""
+    """Processor time of each rendering, so that a busy machine refuses nothing."""
+    wall_s: float = 600.0
+    """Time of all renderings together, and of a process that does not run at all."""
     memory_bytes: int = 1 << 30
     """Address space of the process."""
     max_chars: int = 1 << 26
-    """Of all renderings together, each without what it has in common with the beginning of the one before it."""
-    max_total_chars: int = 1 << 29
-    """Of all renderings together, as they stand in memory."""
+    """Of all renderings together, each without the beginning that it shares with the first one."""
 
 
 class Cut(NamedTuple):
@@ -55,6 +53,15 @@ class Cut(NamedTuple):
     """Whether the beginning of an answer follows (add_generation_prompt)."""
     marked: bool = False
     """Whether `OPEN` and `CLOSE` surround what the template marks by `{% generation %}`."""
+
+
+class Rendered(NamedTuple):
+    """A text, by how it differs from the first one of its request."""
+
+    common: int
+    """Characters at its beginning that are those of the first one; of the first one itself, none."""
+    rest: str
+    """The characters after them."""
 
 
 class NotRendered(NamedTuple):
@@ -104,9 +111,21 @@ class Sandbox:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[object] | None,
         variables: Mapping[str, object],
+        cut: Cut,
+    ) -> str | NotRendered:
+        """One text; arguments and errors are those of `compare`."""
+        (found,) = self.compare(messages, tools, variables, [cut])
+        return found if isinstance(found, NotRendered) else found.rest
+
+    def compare(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[object] | None,
+        variables: Mapping[str, object],
         cuts: Sequence[Cut],
-    ) -> list[str | NotRendered]:
-        """One text for each cut.
+    ) -> list[Rendered | NotRendered]:
+        """One text for each cut, by how it differs from the first: what is kept grows with the conversation, and not
+        with its square.
 
         Args:
             messages: Of the whole conversation, plain JSON values.
@@ -129,7 +148,7 @@ class Sandbox:
             answer = self._answer(line)
         if "error" in answer:
             raise DataError(f"{self._name} does not render the conversation: {answer['error']}")
-        return _whole_texts(answer["texts"])
+        return [NotRendered(each["error"]) if isinstance(each, dict) else Rendered(*each) for each in answer["texts"]]
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         if self._process is None:
@@ -156,20 +175,6 @@ class Sandbox:
     def _settings(self) -> bytes:
         limits = asdict(self.limits)
         return json.dumps({"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **limits}).encode()
-
-
-def _whole_texts(sent: Sequence[Any]) -> list[str | NotRendered]:
-    """The texts of which each came without its beginning where that is the beginning of the text before it."""
-    texts: list[str | NotRendered] = []
-    before = ""
-    for each in sent:
-        if isinstance(each, dict):
-            texts.append(NotRendered(each["error"]))
-            continue
-        common, rest = each
-        before = before[:common] + rest
-        texts.append(before)
-    return texts
 
 
 class _EndedError(Exception):

@@ -24,10 +24,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered
+from mtrain.data.chat.alignment import Whole
+from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered
 
-Render = Callable[[Sequence[Cut]], Sequence[str | NotRendered]]
-_EMPTY_TAGS = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
+Compare = Callable[[Sequence[Cut]], Sequence[Rendered | NotRendered]]
+"""Renders the cuts of one conversation, each compared with the first."""
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
 _WAY_ON = (
     'set data.loss_on=last_answer, set "train": false on that message, or give data.chat_template a template that '
@@ -64,9 +65,10 @@ def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
 class AnswerFinder:
     """Finds the answers of one conversation by renderings of its beginnings."""
 
-    def __init__(self, num_messages: int, render: Render, special: SpecialTexts) -> None:
-        self._num_messages, self._render, self._special = num_messages, render, special
-        self._texts: dict[Cut, str | NotRendered] = {}
+    def __init__(self, num_messages: int, compare: Compare, special: SpecialTexts) -> None:
+        self._num_messages, self._compare, self._special = num_messages, compare, special
+        self._found: dict[Cut, Rendered | NotRendered] = {}
+        self._whole = Whole("", special.pattern)
         self.full = ""
         """The whole conversation, once `find` has returned."""
 
@@ -79,13 +81,12 @@ class AnswerFinder:
         Raises:
             DataError: One of them cannot be found, or is not what the model would have to write.
         """
-        whole = Cut(self._num_messages, False)
         # one request for all that is nearly always needed
-        self._fetch([whole, *(cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False)))])
-        full = self._texts[whole]
+        self._fetch([cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False))])
+        full = self._found[Cut(self._num_messages, False)]
         if isinstance(full, NotRendered):
             raise refused(full)
-        self.full = full
+        self.full, self._whole = full.rest, Whole(full.rest, self._special.pattern)
         found = [self._span(number) for number in messages]
         for span in found:
             self._check_header(span, messages[span.message])
@@ -100,21 +101,24 @@ class AnswerFinder:
         before = self.full[span.start : min((place for place in places if place >= 0), default=span.end)]
         if not _ROLE.search(before):
             return
-        if self._text(Cut(span.message, True), span.message) == self._text(Cut(span.message, False), span.message):
+        cuts = (Cut(span.message, prompt) for prompt in (True, False))
+        if len({self._rendered(cut, span.message) for cut in cuts}) == 1:
             raise _not_found(span.message, "add_generation_prompt changes nothing, so its header would be in the loss")
 
     def _fetch(self, cuts: Iterable[Cut]) -> None:
-        missing = [cut for cut in dict.fromkeys(cuts) if cut not in self._texts]
-        if missing:
-            self._texts.update(zip(missing, self._render(missing), strict=True))
+        whole = Cut(self._num_messages, False)
+        missing = [cut for cut in dict.fromkeys(cuts) if cut not in self._found and cut != whole]
+        if missing or whole not in self._found:
+            self._found.update(zip([whole, *missing], self._compare([whole, *missing]), strict=True))
 
-    def _text(self, cut: Cut, answer: int) -> str:
-        self._fetch([cut])
-        text = self._texts[cut]
-        if isinstance(text, NotRendered):
+    def _rendered(self, cut: Cut, answer: int) -> Rendered:
+        if cut not in self._found:
+            self._fetch([cut])
+        found = self._found[cut]
+        if isinstance(found, NotRendered):
             what = f"the first {cut.num_messages} messages alone" if cut.num_messages else "a prompt without messages"
-            raise _not_found(answer, f"the template does not render {what} ({text.why})")
-        return text
+            raise _not_found(answer, f"the template does not render {what} ({found.why})")
+        return found
 
     def _span(self, number: int) -> AnswerSpan:
         start = self._start(number)
@@ -124,49 +128,26 @@ class AnswerFinder:
         return self._with_stop(number, start, end)
 
     def _start(self, number: int) -> int:
-        prompt = self._text(Cut(number, True), number)
-        if self.full.startswith(prompt):
-            return len(prompt)
-        history = self._text(Cut(number, False), number)
-        if not self.full.startswith(history):
+        prompt = self._whole.align(self._rendered(Cut(number, True), number))
+        if not prompt.left:
+            return prompt.end
+        if self._whole.align(self._rendered(Cut(number, False), number)).left:
             raise DataError(
                 f"the template writes the messages before messages[{number}] in another way when later ones follow, so "
                 f"the model would not see them like this when it answers; {_WAY_ON}"
             )
-        # the beginning of an answer holds more than what stands here, such as an empty <think></think>
-        common = _common_prefix(prompt, self.full)
-        edges = [match.end() for match in self._special.pattern.finditer(prompt, 0, common)]
-        edges += [match.end() for match in re.finditer(r"\n", prompt[:common])]
-        start = max((edge for edge in edges if len(history) < edge <= common), default=None)
-        # what is missing here may be an empty <think></think>, but not an open one: the model would write after it
-        if start is None or _after_empty_tags(prompt[start:]) != "":
-            raise _not_found(number, "it does not begin as add_generation_prompt does")
-        return start
+        raise _not_found(number, "it does not begin as add_generation_prompt does")
 
     def _end(self, number: int, start: int) -> int:
         if number == self._num_messages - 1:
             return len(self.full)
-        answered = self._text(Cut(number + 1, False), number)
-        if self.full.startswith(answered):
-            return len(answered)
-        if answered[:start] == self.full[:start]:
-            for rest in (answered[start:], _after_empty_tags(answered[start:])):
-                common = self._common_text(rest, self.full[start:])
-                if self._is_markup(rest[common:]):
-                    return start + common
+        answered = self._whole.align(self._rendered(Cut(number + 1, False), number))
+        if answered.end >= start and self._is_markup(answered.left):
+            return answered.end
         raise DataError(
             f"the template changes the answer messages[{number}] when later ones follow, for instance drops its "
             f"reasoning, so the model would learn another answer than it has to give; {_WAY_ON}"
         )
-
-    def _common_text(self, one: str, other: str) -> int:
-        """Length of the common beginning; a special token is common as a whole, or not at all."""
-        common = _common_prefix(one, other)
-        for text in (one, other):
-            for match in self._special.pattern.finditer(text):
-                if match.start() < common < match.end():
-                    common = match.start()
-        return common
 
     def _is_markup(self, text: str) -> bool:
         return not self._special.pattern.sub("", text).strip()
@@ -187,53 +168,8 @@ def refused(refusal: NotRendered) -> DataError:
     return DataError(f"the template refuses the conversation: {refusal.why}; change the line, or leave it out")
 
 
-def marked_spans(full: str, marked: str) -> list[tuple[int, int]]:
-    """The places in `full` that the template itself marks by `{% generation %}`, empty ones too.
-
-    Args:
-        full: The rendering.
-        marked: The same with `OPEN` and `CLOSE` around each place.
-
-    Raises:
-        DataError: They do not lie one after the other, or the two texts differ.
-    """
-    spans, start, position = [], 0, 0
-    pieces = re.split(f"([{OPEN}{CLOSE}])", marked)
-    if pieces[1::2] != [OPEN, CLOSE] * (len(pieces) // 4) or "".join(pieces[::2]) != full:
-        raise DataError(
-            "the template nests, cuts or changes what it marks by {% generation %}, so what is in the loss is not "
-            "clear; write the blocks directly where the text is printed"
-        )
-    for text, mark in zip(pieces[::2], [*pieces[1::2], ""]):
-        position += len(text)
-        if mark == OPEN:
-            start = position
-        elif mark == CLOSE:
-            spans.append((start, position))
-    return spans
-
-
 def _not_found(number: int, why: str) -> DataError:
     return DataError(
         f"the answer messages[{number}] cannot be found in what the template writes: {why}; mark answers by "
         "{% generation %} in a template of your own (data.chat_template), or leave the line out"
     )
-
-
-def _after_empty_tags(text: str) -> str:
-    """What follows the tags that are closed at once, as in <think></think>, and white space."""
-    while (match := _EMPTY_TAGS.match(text)) is not None:
-        text = text[match.end() :]
-    return text
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """Length of the longest common beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # halves, as comparing two slices costs far less than a loop over characters
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -8,8 +8,8 @@ imports nothing of ours; each line on its input is a JSON object, and so is each
     first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars", ...} -> {} or {"error"}
     other lines   {"messages", "tools", "variables", "cuts": [[number, prompt, marked]]}  -> {"texts"} or {"error"}
 
-A text is [number of characters in common with the beginning of the text before it, the rest], so what is sent grows
-with the conversation and not with its square. A cut asks for the rendering of the first `number` messages, with or
+A text is [number of characters in common with the beginning of the first text, the rest], so what is sent grows with
+the conversation and not with its square. A cut asks for the rendering of the first `number` messages, with or
 without the prompt for an answer and marks around `{% generation %}`; its text is {"error": ...} where the template
 refuses it.
 """
@@ -71,8 +71,7 @@ class _Renderer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._environment = _environment(settings["date"])
-        self._marks, self._max_chars = settings["marks"], settings["max_chars"]
-        self._max_total_chars = settings["max_total_chars"]
+        self._marks, self._max_chars, self._cpu_s = settings["marks"], settings["max_chars"], settings["cpu_s"]
         self._template = self._environment.from_string(settings["template"])
 
     def answer(self, line: bytes) -> dict[str, Any]:
@@ -80,18 +79,18 @@ class _Renderer:
         try:
             asked = json.loads(line)
             texts: list[Any] = []
-            sent, total, before = 0, 0, ""
+            sent, first = 0, None
             for number, prompt, marked in asked["cuts"]:
+                signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
                 text = self._rendered(asked, number, prompt, marked)
                 if isinstance(text, dict):
                     texts.append(text)
                     continue
-                common = _common_prefix(before, text)
+                common = _common_prefix(first or "", text)
                 texts.append([common, text[common:]])
-                sent, total, before = sent + len(text) - common, total + len(text), text
-                for size, most in ((sent, self._max_chars), (total, self._max_total_chars)):
-                    if size > most:
-                        return {"error": f"it writes more than {most} characters"}
+                sent, first = sent + len(text) - common, text if first is None else first
+                if sent > self._max_chars:
+                    return {"error": f"it writes more than {self._max_chars} characters"}
             return {"texts": texts}
         except Exception as fault:  # a conversation that is nested too deeply, or too large for the memory
             return {"error": _message(fault)}
@@ -112,9 +111,9 @@ class _Renderer:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Length of the longest common beginning; as in `spans`, which this program cannot import."""
+    """Length of the longest common beginning."""
     low, high = 0, min(len(one), len(other))
-    while low < high:
+    while low < high:  # halves, as comparing two slices costs far less than a loop over characters
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
             low = middle

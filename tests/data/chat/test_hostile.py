@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered, RenderLimits, Sandbox
+from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered, Rendered, RenderLimits, Sandbox
 from mtrain.data.chat.spans import refused
 from tests.fault_table import Notice
 
@@ -68,7 +69,7 @@ def test_an_attack_is_refused(attack: str, notice: Notice) -> None:
 
 
 def rendered(sandbox: Sandbox) -> str:
-    (text,) = sandbox.render(MESSAGES, None, {}, [WHOLE])
+    text = sandbox.render(MESSAGES, None, {}, WHOLE)
     if isinstance(text, NotRendered):
         raise refused(text)
     return text
@@ -77,40 +78,40 @@ def rendered(sandbox: Sandbox) -> str:
 def test_after_a_conversation_that_exceeds_a_limit_the_next_one_is_rendered() -> None:
     sandbox = Sandbox("{{ messages[0].content * (2 * 10 ** 6) }}{{ messages[1].content }}", "T", None, LIMITS)
     with pytest.raises(DataError, match="writes more than"):
-        sandbox.render(MESSAGES, None, {}, [WHOLE])
-    assert sandbox.render([{"content": ""}, MESSAGES[1]], None, {}, [WHOLE]) == ["b"]
+        sandbox.render(MESSAGES, None, {}, WHOLE)
+    assert sandbox.render([{"content": ""}, MESSAGES[1]], None, {}, WHOLE) == "b"
 
 
 def test_a_process_that_is_killed_is_an_error_and_the_next_request_starts_another() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, LIMITS)
-    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a"
     assert sandbox.process_id is not None
     os.kill(sandbox.process_id, signal.SIGKILL)
     with pytest.raises(DataError, match="ends the process that renders it"):
-        sandbox.render(MESSAGES, None, {}, [WHOLE])
-    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+        sandbox.render(MESSAGES, None, {}, WHOLE)
+    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a"
 
 
 def test_a_copy_and_a_forked_process_have_a_process_of_their_own() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, LIMITS)
-    sandbox.render(MESSAGES, None, {}, [WHOLE])
+    sandbox.render(MESSAGES, None, {}, WHOLE)
     copy = pickle.loads(pickle.dumps(sandbox))
     assert copy.process_id is None
-    assert copy.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+    assert copy.render(MESSAGES, None, {}, WHOLE) == "a"
     own = sandbox.process_id
     child = os.fork()
     if child == 0:
-        is_right = sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"] and sandbox.process_id not in (None, own)
+        is_right = sandbox.render(MESSAGES, None, {}, WHOLE) == "a" and sandbox.process_id not in (None, own)
         os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"], "the parent's process is still there"
+    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a", "the parent's process is still there"
 
 
 def test_a_long_conversation_passes_through_the_pipes() -> None:
     """Longer than the buffers of both directions together."""
     text = "é🙂" * 200_000
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
-    (found,) = sandbox.render([{"content": text}, {}], None, {}, [WHOLE])
+    found = sandbox.render([{"content": text}, {}], None, {}, WHOLE)
     assert found == text
 
 
@@ -119,40 +120,41 @@ def test_a_long_conversation_is_rendered_at_each_of_its_messages(marked: bool) -
     """200 turns of 1.7 KB: all renderings together are longer than what may be sent."""
     messages = [{"role": "user", "content": f"{number} " + "x" * 850} for number in range(400)]
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    cuts = [Cut(400, False), *(Cut(n, prompt, marked) for n in range(400) for prompt in (True, False))]
-    found = Sandbox(template, "T", None, RenderLimits()).render(messages, None, {}, cuts)
+    cuts = [Cut(400, False, marked), *(Cut(n, prompt, marked) for n in range(400) for prompt in (True, False))]
+    first, *found = Sandbox(template, "T", None, RenderLimits()).compare(messages, None, {}, cuts)
     marks = (OPEN, CLOSE) if marked else ("", "")
     whole = [message["content"].join(marks) for message in messages]
-    assert found[0] == "".join(message["content"] for message in messages)
-    assert all(text == "".join(whole[: cut.num_messages]) for text, cut in zip(found[1:], cuts[1:], strict=True))
-    assert sum(map(len, found)) > RenderLimits().max_chars
+    assert first == Rendered(0, "".join(whole))
+    ends = list(accumulate(map(len, whole), initial=0))
+    assert found == [Rendered(ends[cut.num_messages], "") for cut in cuts[1:]]
+    assert sum(ends[cut.num_messages] for cut in cuts) > RenderLimits().max_chars
 
 
-def test_renderings_that_fill_the_memory_together_are_refused() -> None:
-    limits = RenderLimits(max_chars=1 << 20, max_total_chars=1 << 21)
-    sandbox = Sandbox("{{ 'a' * 1000000 }}", "T", None, limits)
+def test_renderings_that_differ_too_much_are_refused() -> None:
+    template = "{{ messages | length }}" + "a" * 1000000
+    sandbox = Sandbox(template, "T", None, RenderLimits(max_chars=1 << 21))
     with pytest.raises(DataError, match="writes more than 2097152 characters"):
-        sandbox.render(MESSAGES, None, {}, [WHOLE] * 3)
+        sandbox.compare(MESSAGES, None, {}, [WHOLE, Cut(1, False), Cut(0, False)])
 
 
 def test_nothing_of_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTRAIN_SECRET_OF_A_TEST", "x")
     sandbox = Sandbox("a", "T", None, LIMITS)
-    sandbox.render(MESSAGES, None, {}, [WHOLE])
+    sandbox.render(MESSAGES, None, {}, WHOLE)
     assert b"MTRAIN_SECRET_OF_A_TEST" not in Path(f"/proc/{sandbox.process_id}/environ").read_bytes()
 
 
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(DataError, match="holds a value that is no JSON"):
-        Sandbox("a", "T", None, LIMITS).render([{"content": b"bytes"}], None, {}, [WHOLE])
+        Sandbox("a", "T", None, LIMITS).render([{"content": b"bytes"}], None, {}, WHOLE)
 
 
 def test_a_process_that_does_not_run_is_given_up() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
-    assert sandbox.render(MESSAGES, None, {}, [WHOLE]) == ["a"]
+    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a"
     assert sandbox.process_id is not None
     os.kill(sandbox.process_id, signal.SIGSTOP)
     sandbox.limits = RenderLimits(wall_s=0.5)
     with pytest.raises(DataError, match=r"takes longer than 0\.5 s"):
-        sandbox.render([{"content": "a" * 10**6}, {}], None, {}, [WHOLE])
+        sandbox.render([{"content": "a" * 10**6}, {}], None, {}, WHOLE)
     assert sandbox.process_id is None

@@ -198,7 +198,7 @@ def test_the_template_of_the_plain_form_writes_it(encoder: Callable[..., RecordE
     variables = {"bos_token": "<s> ", "eos_token": " </s>"}  # this tokenizer cuts words at spaces alone
     messages = [*CHAT, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     sandbox = Sandbox(PLAIN_TEMPLATE, "T", None, RenderLimits())
-    whole, prompt = sandbox.render(messages, None, variables, [Cut(4, False), Cut(1, True)])
+    whole, prompt = (sandbox.render(messages, None, variables, cut) for cut in (Cut(4, False), Cut(1, True)))
     assert whole == "<s> ### user\na\n\n### assistant\nb </s>\n\n### user\nc\n\n### assistant\nd </s>"
     assert prompt == "<s> ### user\na\n\n### assistant\n"
     ids = load_tokenizer(word_tokenizer).encode_with_offsets(str(whole), special_tokens=True).ids

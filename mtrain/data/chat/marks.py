@@ -1,0 +1,164 @@
+"""The answers of a template that marks them by `{% generation %}`: one marked rendering says which mark is whose.
+
+For that rendering, each message carries its number in its own texts, so a mark belongs to the answer whose number is in
+it, or to the one answer that lies between the numbers around it. Where a template does more with the texts than to
+print them, its marks are counted in the renderings of all beginnings instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered
+from mtrain.data.chat.spans import Compare, refused
+
+RenderOther = Callable[[Sequence[Mapping[str, Any]], Cut], str | NotRendered]
+"""Renders other messages with the tools and variables of the conversation."""
+_FIRST, _LAST = "\U000f0006", "\U000f0007"
+_MARK = re.compile(f"[{OPEN}{CLOSE}]|{_FIRST}([0-9]+){_LAST}")
+_TAG_OR_CHAR = re.compile(r"<[^<>]*>|(\S)")
+
+
+class Marked(NamedTuple):
+    """A rendering and its marks."""
+
+    full: str
+    spans: Mapping[int, list[tuple[int, int]]]
+    """Number of an answer -> the characters that the template marks of it, without empty marks."""
+
+
+def marks_of(
+    messages: Sequence[Mapping[str, Any]], answers: Sequence[int], compare: Compare, render_other: RenderOther
+) -> Marked:
+    """What a template marks of each answer.
+
+    Args:
+        messages: The whole conversation.
+        answers: Ascending numbers of the messages that are answers.
+        compare: Renders its beginnings.
+        render_other: Renders others.
+
+    Raises:
+        DataError: The template refuses the conversation, or which answer a mark belongs to is not clear.
+    """
+    size = len(messages)
+    (found,) = compare([Cut(size, False)])
+    if isinstance(found, NotRendered):
+        raise refused(found)
+    full = found.rest
+    numbered = render_other(_with_numbers(messages), Cut(size, False, True))
+    if isinstance(numbered, str) and _MARK.sub("", numbered) == full:
+        _check_marks(numbered)
+        owned = _owned(numbered, answers, size)
+        if owned is not None:
+            return Marked(full, owned)
+    return Marked(full, _counted(full, size, answers, compare))
+
+
+def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their numbers in their texts, where no template is likely to look."""
+    numbered: list[dict[str, Any]] = copy.deepcopy([dict(message) for message in messages])
+    for number, message in enumerate(numbered):
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+        places = [(message, key) for key in ("content", "reasoning_content", "thinking") if key in message]
+        for holder, key in [*places, *((call, "name") for call in calls)]:
+            holder[key] = _with_number(holder[key], f"{_FIRST}{number}{_LAST}")
+    return numbered
+
+
+def _with_number(text: str, mark: str) -> str:
+    """Before the last character that is neither white space nor part of a tag, both of which templates cut away."""
+    end = len(text.rstrip())
+    if end and text[end - 1] == ">":
+        end = max((match.end() for match in _TAG_OR_CHAR.finditer(text) if match[1]), default=0)
+    return text[: end - 1] + mark + text[end - 1 :] if end else text
+
+
+def _check_marks(marked: str) -> None:
+    """
+    Raises:
+        DataError: They do not lie one after the other.
+    """
+    marks = re.findall(f"[{OPEN}{CLOSE}]", marked)
+    if marks != [OPEN, CLOSE] * (len(marks) // 2):
+        raise _unclear()
+
+
+def _unclear() -> DataError:
+    return DataError(
+        "the template nests, cuts or changes what it marks by {% generation %}, so what is in the loss is not clear; "
+        "write the blocks directly where the text is printed"
+    )
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    numbers: tuple[int, ...]
+    """Those of the messages whose texts stand in it."""
+
+
+def _spans(marked: str) -> Iterator[_Span]:
+    """The marked places, and, as empty ones, the texts between them."""
+    position = start = last = 0
+    numbers: list[int] = []
+    for match in _MARK.finditer(marked):
+        position, last = position + match.start() - last, match.end()
+        if match[1] is not None:
+            numbers.append(int(match[1]))
+            continue
+        is_end = match.group() == CLOSE
+        yield _Span(start if is_end else position, position, tuple(numbers))
+        start, numbers = position, []
+    yield _Span(position, position, tuple(numbers))
+
+
+def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[tuple[int, int]]] | None:
+    """The marks of each answer by the numbers around them; None where they do not say it."""
+    found: dict[int, list[tuple[int, int]]] = {answer: [] for answer in answers}
+    spans = list(_spans(numbered))
+    before = [-1, *accumulate((max(span.numbers, default=-1) for span in spans), max)]
+    after = [*accumulate((min(span.numbers, default=size) for span in reversed(spans)), min, initial=size)][::-1]
+    for place, span in enumerate(spans):
+        if span.start == span.end:
+            continue
+        is_numbered = len(span.numbers) > 0
+        first, last = (min(span.numbers), max(span.numbers)) if is_numbered else (before[place], after[place + 1])
+        owners = answers[bisect_left(answers, first) : bisect_right(answers, last)]
+        if len(owners) != 1 or (is_numbered and (before[place] > first or last > after[place + 1])):
+            return None
+        found[owners[0]].append((span.start, span.end))
+    return found
+
+
+def _counted(full: str, size: int, answers: Sequence[int], compare: Compare) -> dict[int, list[tuple[int, int]]]:
+    """The marks of each answer by their number in the rendering of each beginning.
+
+    Raises:
+        DataError: The template refuses one, or which answer a mark belongs to is not clear.
+    """
+    cuts = [Cut(size, False, True), *(Cut(answer + 1, False, True) for answer in answers[:-1])]
+    rendered = []
+    for each in compare(cuts):
+        if isinstance(each, NotRendered):
+            raise refused(each)
+        rendered.append(each)
+    marked = rendered[0].rest
+    _check_marks(marked)
+    if _MARK.sub("", marked) != full:
+        raise _unclear()
+    spans = [(span.start, span.end) for span in list(_spans(marked))[1::2]]
+    counts = [marked.count(OPEN, 0, each.common) + each.rest.count(OPEN) for each in rendered[1:]]
+    counts = [0, *counts, len(spans)]
+    if any(earlier > later for earlier, later in pairwise(counts)):
+        raise DataError("the template marks fewer answers by {% generation %} when more follow; correct it")
+    return {
+        answer: [span for span in spans[first:last] if span[0] < span[1]]
+        for answer, (first, last) in zip(answers, pairwise(counts), strict=True)
+    }
