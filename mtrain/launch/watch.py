@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from mtrain.base.awake import AwakeClock
 from mtrain.base.errors import RankLostError
 from mtrain.base.heartbeat import Beat, read_beat
 from mtrain.base.signals import StopSignal
@@ -54,24 +55,6 @@ class Failure:
     """Unix time at which the launcher saw it."""
 
 
-class AwakeClock:
-    """Seconds in which this process ran: a job that was suspended and resumed has lost no time. To be read often."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            clock: Gives the time in seconds.
-        """
-        self._clock, self._read_s, self._awake_s = clock, clock(), 0.0
-
-    def __call__(self) -> float:
-        """The seconds so far; of a gap since the latest reading no more than _LONGEST_GAP_S counts."""
-        now = self._clock()
-        self._awake_s += min(now - self._read_s, _LONGEST_GAP_S)
-        self._read_s = now
-        return self._awake_s
-
-
 class Heartbeats:
     """Signs of life of one launch's ranks: a heartbeat, or time of a processor where the disk takes no heartbeat."""
 
@@ -82,7 +65,7 @@ class Heartbeats:
             limit_s: A rank that gives no sign of life for so long is lost.
             clock: Gives the time in seconds.
         """
-        self._folder, self.limit_s, self._clock = folder, limit_s, AwakeClock(clock)
+        self._folder, self.limit_s, self._clock = folder, limit_s, AwakeClock(_LONGEST_GAP_S, clock)
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
         """Rank -> its latest sign of life, and when it was seen."""
 
@@ -117,7 +100,7 @@ class RankWatch:
         self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
         self._num_passed_on = 0
         self._stopped_since_s: dict[int, float] = {}
-        self._clock = AwakeClock()
+        self._clock = AwakeClock(_LONGEST_GAP_S)
         self._looked_s = self._clock()
 
     def wait(self) -> Failure | None:

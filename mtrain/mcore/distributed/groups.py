@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mtrain.base.errors import ConfigError, MachineError
+from mtrain.mcore.distributed import patience
 from mtrain.plan.layout import Layout
 
 
@@ -98,22 +99,25 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     # A program may have groups of its own beside ours; they keep their timeouts.
     others = set(dist.distributed_c10d._world.pg_map)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
-            # The gloo twins serve the gathers of DistributedOptimizer's checkpoints; ranks here write their own shards.
-            create_gloo_process_groups=False,
-        )
-        collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
-        # On CPUs the group serves already, and a lone rank has nobody to send to.
-        is_apart = device.type != "cpu" and layout.tp > 1
-        tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
-        _set_timeouts(others, timeout)
+        with patience.opening():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
+                # The gloo twins serve the gathers of DistributedOptimizer's checkpoints; ranks here write their own
+                # shards.
+                create_gloo_process_groups=False,
+            )
+            collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
+            # On CPUs the group serves already, and a lone rank has nobody to send to.
+            is_apart = device.type != "cpu" and layout.tp > 1
+            tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
+            # parallel_state.py does not hand its timeout on to all that it opens
+            patience.set_timeouts(set(dist.distributed_c10d._world.pg_map) - others, timeout)
         groups = Groups(
             layout=layout,
             device=device,
@@ -162,14 +166,6 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
         world.bound_device_id = bound
     assert dist.get_process_group_ranks(own) == ranks, "neighbours"
     return own
-
-
-def _set_timeouts(others: Set[dist.ProcessGroup], timeout: timedelta) -> None:
-    """Of every group of this rank but the others: parallel_state.py does not hand its timeout on to all it opens."""
-    # public since torch 2.15, which warns of the name before it
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in set(dist.distributed_c10d._world.pg_map) - others:
-        set_timeout(timeout, group)
 
 
 def seed_generators(seed: int, step: int, groups: Groups) -> None:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, MachineError, MtrainError, RankLostError
 from mtrain.config.schema.train import Device
-from mtrain.mcore.distributed import waiting
+from mtrain.mcore.distributed import patience, waiting
 from mtrain.mcore.distributed.meeting import MeetingPlace
 from mtrain.mcore.distributed.party import Member, Purpose, differences, explained
 
@@ -124,26 +124,30 @@ def init_distributed(
     # torch starts as many threads as there are cores in every process: ranks of one machine would fight for them.
     elif "OMP_NUM_THREADS" not in os.environ and environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
-    timeout = timedelta(seconds=timeout_s)
+    is_over_gloo = device.type == "cpu" and environment.world_size > 1
+    with patience.limited(timeout_s) if is_over_gloo else contextlib.nullcontext():
+        _open_world(environment, device, timeout_s, purpose)
+        try:
+            with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
+                yield device
+        finally:
+            with patience.counted():
+                dist.destroy_process_group()  # after an error too, so that a second world can open in this process
+
+
+def _open_world(environment: RankEnvironment, device: torch.device, timeout_s: float, purpose: Purpose) -> None:
     # With the device torch connects NCCL now, inside the `try`, and not in the first collective.
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timeout,
-            **_rendezvous(environment, timeout_s, purpose),
-            **options,
-        )
+        place = _rendezvous(environment, timeout_s, purpose)
+        with patience.opening():
+            dist.init_process_group(backend, timeout=timeout, **place, **options)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise MachineError(
             f"rank {environment.rank} of {environment.world_size} cannot meet the others at "
             f"{environment.master_addr}:{environment.master_port}: {error}"
         ) from error
-    try:
-        with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
-            yield device
-    finally:
-        dist.destroy_process_group()  # after an error too, so that a second world can open in this process
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from mtrain.base.awake import AwakeClock
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError
 from mtrain.mcore.distributed.party import Member, differences, explained
@@ -28,6 +29,8 @@ _ROUND = "mtrain/round"
 _FIRST, _END, _JOINED, _CAME, _LEFT = "first", "end", "joined", "came", "left"
 _MET = "met"
 _POLL_S = (0.02, 0.25)
+_LONGEST_GAP_S = 1.0
+"""Most seconds between two polls that count; a process that is suspended waits for nobody."""
 _LINGER_S = 5.0
 """How long the rank that keeps the store stays for others to read why the meeting has failed."""
 _ASK_S = 2.0
@@ -77,7 +80,7 @@ class MeetingPlace:
             MachineError: Ranks that do not belong together have met here, or not all have come in time; the others
                 that wait end with the same message.
         """
-        deadline = time.monotonic() + timeout_s
+        clock = AwakeClock(_LONGEST_GAP_S)
         number = max(self._next_round, self._latest())
         while True:
             self._begin(number)
@@ -85,7 +88,7 @@ class MeetingPlace:
             try:
                 if self._port_error:
                     raise place.refused(self._port_in_use(place.holder_of_port()), own)
-                if place.joined(self._is_of_agent) and place.waited(deadline, timeout_s, self._latest):
+                if place.joined(self._is_of_agent) and place.waited(clock, timeout_s, self._latest):
                     self._next_round = number + 1
                     return PrefixStore(f"world-{number}", self._store)
             except MachineError:
@@ -148,12 +151,12 @@ class _Round:
             self._at.compare_set(_END, "", _MET)
         return True
 
-    def waited(self, deadline: float, timeout_s: float, latest: Callable[[], int]) -> bool:
+    def waited(self, clock: AwakeClock, timeout_s: float, latest: Callable[[], int]) -> bool:
         """Until all ranks are there; False where a later round has begun.
 
         Args:
-            deadline: When to give up, of the monotonic clock.
-            timeout_s: The time from the beginning until then.
+            clock: Gives the seconds since this rank has come.
+            timeout_s: When it gives up, by that clock.
             latest: Gives the number of the latest round.
 
         Raises:
@@ -164,7 +167,7 @@ class _Round:
             while not self._at.check([_END]):
                 if latest() > self._number:
                     return self._left()
-                if time.monotonic() > deadline:
+                if clock() > timeout_s:
                     self._conclude(self._late(timeout_s), self._own)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)

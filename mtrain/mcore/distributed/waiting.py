@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from mtrain.base import pulse
+from mtrain.mcore.distributed import patience
 
 _waited_s = [0.0]
 _plain_wait = Work.wait
@@ -46,7 +47,10 @@ def _noted(self: Work, *arguments: Any, **options: Any) -> Any:
     if own is not None:
         kind = self._get_op_type()  # type: ignore[attr-defined]
         own.begin_wait(kind)
-    result = _plain_wait(self, *arguments, **options)
+    if (limit := patience.current()) is None:
+        result = _plain_wait(self, *arguments, **options)
+    else:
+        result = limit.wait(_plain_wait, self, *arguments, **options)
     # not after an error: a wait that has timed out is no progress, and shows where the rank stands
     _waited_s[0] += time.perf_counter() - began
     if own is not None:

@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,20 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, notice: Notice) -> Non
         found = met(*(Rank(environ(rank, port, 4), purpose(tmp_path), timeout_s=3) for rank in (0, 2)))
     assert [each.exit_code for each in found] == [notice.exit_code] * 2
     assert all("2 of them (rank 1, 3) have not come within 3 s" in each.text for each in found)
+
+
+def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None:
+    port = free_port()
+    first = Rank(environ(0, port), purpose(tmp_path), timeout_s=3)
+    while True:  # until it keeps the store
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            break
+    assert first.process.pid is not None
+    os.kill(first.process.pid, signal.SIGSTOP)
+    second = Rank(environ(1, port), purpose(tmp_path))
+    time.sleep(4)
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert [each.met for each in met(first, second)] == [ALL_OF[2]] * 2
 
 
 @pytest.mark.fault(

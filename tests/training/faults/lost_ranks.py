@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +17,18 @@ from megatron.core import parallel_state
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
+from mtrain.mcore.distributed import patience, waiting
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.training.trainer import train_on
 
 
 def with_short_timeouts(
-    groups: Groups, store: str, timeout_s: float, action: Callable[[Groups], None], device: str = "cpu"
+    groups: Groups,
+    store: str,
+    timeout_s: float,
+    action: Callable[[Groups], None],
+    device: str = "cpu",
+    by_awake_clock: bool = False,
 ) -> None:
     """On the same ranks, but in a world opened anew; `store` is a file that is not there yet."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -29,9 +36,12 @@ def with_short_timeouts(
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    with opened_groups(groups.layout, torch.device(device), 1234, timeout_s) as again:
-        action(again)
+    waiting.install()
+    with patience.limited(timeout_s) if by_awake_clock else contextlib.nullcontext():
+        with patience.opening():
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+        with opened_groups(groups.layout, torch.device(device), 1234, timeout_s) as again:
+            action(again)
 
 
 def train_with_fault(groups: Groups, config: Config, fault: fault_points.InjectedFault) -> None:
@@ -49,7 +59,7 @@ class Waited(NamedTuple):
     seconds: float
 
 
-def wait_in_vain(groups: Groups, store: str, timeout_s: float) -> list[Waited]:
+def wait_in_vain(groups: Groups, store: str, timeout_s: float, by_awake_clock: bool) -> list[Waited]:
     """Rank 0 begins two calls in every group of more than one rank, all at once, and waits; the others come to none."""
     waited: list[Waited] = []
     ended = Path(f"{store}.ended")
@@ -68,7 +78,7 @@ def wait_in_vain(groups: Groups, store: str, timeout_s: float) -> list[Waited]:
         ended.touch()
 
     # no CPU, so that hosts have a group of their own
-    with_short_timeouts(groups, store, timeout_s, action, device="meta")
+    with_short_timeouts(groups, store, timeout_s, action, device="meta", by_awake_clock=by_awake_clock)
     return waited
 
 

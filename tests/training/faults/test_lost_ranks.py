@@ -77,8 +77,12 @@ def test_the_others_name_a_rank_that_does_not_answer(
     ],
     ids=str,
 )
-def test_every_group_waits_for_exactly_the_timeout(pool: Pool, layout: Layout, tmp_path: Path) -> None:
-    waited = pool.run(lost_ranks.wait_in_vain, layout, str(tmp_path / "store"), TIMEOUT_S)[0]
+@pytest.mark.parametrize("by_awake_clock", [False, True], ids=["gloo's clock", "awake clock"])
+def test_every_group_waits_for_exactly_the_timeout(
+    pool: Pool, layout: Layout, by_awake_clock: bool, tmp_path: Path
+) -> None:
+    """By the clock of gloo in a program's own world, else by one that stands still while the job is suspended."""
+    waited = pool.run(lost_ranks.wait_in_vain, layout, str(tmp_path / "store"), TIMEOUT_S, by_awake_clock)[0]
     names = {each.group for each in waited}
     assert len(names) > 5
     assert ("HOSTS_OF_TENSOR_PARALLEL" in names) == (layout.tp > 1)

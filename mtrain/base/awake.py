@@ -1,0 +1,26 @@
+"""A clock that stands still while its process does, as in a job that is suspended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class AwakeClock:
+    """Seconds in which this process ran: a job that was suspended and resumed has lost no time. To be read often."""
+
+    def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            longest_gap_s: Most seconds that count between two readings; in a longer gap the process stood still.
+            clock: Gives the time in seconds.
+        """
+        self._longest_gap_s, self._clock = longest_gap_s, clock
+        self._read_s, self._awake_s = clock(), 0.0
+
+    def __call__(self) -> float:
+        """The seconds so far."""
+        now = self._clock()
+        self._awake_s += min(now - self._read_s, self._longest_gap_s)
+        self._read_s = now
+        return self._awake_s

@@ -1,0 +1,181 @@
+"""How long ranks wait for each other over gloo, counted in time in which they run.
+
+gloo measures its timeouts by a clock that goes on while a job is suspended: after a suspension longer than the timeout
+every open wait would fail at once. So gloo's own timeouts are out of reach here, and a thread, which stands still with
+its process, counts how long each wait has lasted. Where one takes too long, it shuts down the connections of all
+groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mtrain.base.awake import AwakeClock
+
+_NEVER = timedelta(days=365)
+_POLLS_PER_LIMIT = 40
+_POLL_S = (0.05, 0.5)
+_LONGEST_GAP = 4.0
+"""Most polls that count at once; in a longer gap this process was suspended."""
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Patience:
+    """What this process's waits for other ranks may take; a thread counts inside the `with` block of `limited`."""
+
+    def __init__(self, limit_s: float) -> None:
+        """
+        Args:
+            limit_s: Most seconds that a wait may take.
+        """
+        shortest, longest = _POLL_S
+        self._limit_s, self._poll_s = limit_s, min(max(limit_s / _POLLS_PER_LIMIT, shortest), longest)
+        self._sockets: dict[int, str] = {}
+        self._waits: dict[int, object] = {}
+        """Thread -> a mark of the wait that it is in."""
+        self._is_over, self.ended = False, threading.Event()
+
+    def take(self, sockets: dict[int, str], groups: Iterable[dist.ProcessGroup]) -> None:
+        """These groups wait by this clock from now on, and no longer by gloo's.
+
+        Args:
+            sockets: Descriptor -> name of the connections that they have opened; without any nothing changes.
+            groups: Those groups.
+        """
+        connected = {descriptor: name for descriptor, name in sockets.items() if _is_connected(descriptor)}
+        if connected:
+            self._sockets |= connected
+            set_timeouts(groups, _NEVER)
+
+    def wait(self, plain: Callable[..., Any], work: Any, *arguments: Any, **options: Any) -> Any:
+        """Waits for a collective or a message.
+
+        Args:
+            plain: The method of torch that waits.
+            work: What is waited for.
+            *arguments: As they were given to it.
+            **options: As well.
+
+        Raises:
+            RuntimeError: It took longer than the limit, or the connection broke.
+        """
+        try:
+            with self.counted():
+                # messages keep the timeout that their group was opened with, unless each wait is given another one
+                return plain(work, *arguments, **options) if arguments or options else plain(work, _NEVER)
+        except RuntimeError as error:
+            if not self._is_over:
+                raise
+            raise RuntimeError(f"Timed out waiting {self._limit_s:g} s for another rank") from error
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """What this thread does inside the block is a wait."""
+        thread = threading.get_ident()
+        self._waits[thread] = object()
+        try:
+            yield
+        finally:
+            del self._waits[thread]
+
+    def count(self) -> None:
+        """Counts until `ended` is set, or a wait has taken too long."""
+        clock, since = AwakeClock(_LONGEST_GAP * self._poll_s), dict[object, float]()
+        while not self.ended.wait(self._poll_s):
+            now = clock()
+            since = {wait: since.get(wait, now) for wait in self._waits.copy().values()}
+            if any(now - began > self._limit_s for began in since.values()):
+                self._is_over = True
+                self._shut_down()
+                return
+
+    def _shut_down(self) -> None:
+        """Ends the connections of all groups, and with them whatever still waits for another rank."""
+        there = _sockets()
+        for descriptor, name in self._sockets.items():
+            if there.get(descriptor) == name:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+_current: list[Patience] = []
+
+
+def current() -> Patience | None:
+    """That of the world which this process has opened; None where its groups wait by their own clocks."""
+    return _current[-1] if _current else None
+
+
+@contextlib.contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Inside the block no wait for groups of `opening` takes longer.
+
+    Args:
+        limit_s: Most seconds of a wait, without those in which this process was suspended.
+    """
+    own = Patience(limit_s)
+    thread = threading.Thread(target=own.count, name="patience", daemon=True)
+    thread.start()
+    _current.append(own)
+    try:
+        yield
+    finally:
+        _current.remove(own)
+        own.ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """Groups that are opened inside the block wait as `limited` says, inside a block of that."""
+    if (own := current()) is None:
+        yield
+        return
+    sockets, groups = _sockets().items(), set(dist.distributed_c10d._world.pg_map)
+    yield
+    new = {descriptor: name for descriptor, name in _sockets().items() if (descriptor, name) not in sockets}
+    own.take(new, set(dist.distributed_c10d._world.pg_map) - groups)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """What this thread does inside the block is a wait, as closing groups is, which waits for what is open in them."""
+    own = current()
+    with contextlib.nullcontext() if own is None else own.counted():
+        yield
+
+
+def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
+    """What collectives of these groups may take, by the clock of their backend."""
+    # public since torch 2.15, which warns of the name before it
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in groups:
+        set_timeout(timeout, group)
+
+
+def _sockets() -> dict[int, str]:
+    """Descriptor -> a name that no other socket has had, of all that this process has open."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for link in _DESCRIPTORS.iterdir():
+            with contextlib.suppress(OSError):
+                if (name := os.readlink(link)).startswith("socket:"):
+                    found[int(link.name)] = name
+    return found
+
+
+def _is_connected(descriptor: int) -> bool:
+    """Whether it leads to another process, and does not listen."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.getpeername()
+        return connection.family in (socket.AF_INET, socket.AF_INET6)
+    return False
