@@ -1,4 +1,4 @@
-"""How each fault of `adapter_inject` is planted: as another collaborator of the run."""
+"""How each fault of adapters is planted: as another collaborator of the run."""
 
 from __future__ import annotations
 

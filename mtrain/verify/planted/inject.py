@@ -11,41 +11,8 @@ from collections.abc import Iterable, Sequence
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.plan import padded_vocab_size
-from mtrain.verify.planted.adapter_inject import ADAPTER_FAULTS
 from mtrain.verify.planted.fault import Fault, isolates_documents, side_terms_differ
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
-
-
-def _decay_spares_norms(config: Config) -> bool:
-    return config.optimizer.weight_decay > 0 and not config.optimizer.decay_norms_and_biases
-
-
-def _is_padded(config: Config) -> bool:
-    return padded_vocab_size(config.model, 1) > config.model.vocab_size
-
-
-def _is_tied(config: Config) -> bool:
-    return config.model.tied_embeddings
-
-
-def _clips(config: Config) -> bool:
-    return config.optimizer.clip_grad > 0
-
-
-def _has_router_losses(config: Config) -> bool:
-    return bool(config.loss.router.coefficients)
-
-
-def _moves_biases(config: Config) -> bool:
-    return config.model.experts is not None and config.model.experts.bias_update_rate > 0
-
-
-def _predicts_ahead(config: Config) -> bool:
-    return config.model.mtp_depths > 0
-
-
-def _norms_full_width(config: Config) -> bool:
-    return config.model.qk_norm and config.model.qk_norm_width == "full"
 
 
 def _orthogonalizes(config: Config) -> bool:
@@ -64,7 +31,7 @@ LAYOUT_FAULTS = (
         "tied-gradient-missed",
         "does not sum the gradients of the tied tables between the first and the last stage",
         "pp",
-        _is_tied,
+        lambda config: config.model.tied_embeddings,
         "model.tied_embeddings=true",
     ),
     Fault("dropped-microbatch", "loses the last of several microbatches", "microbatches"),
@@ -87,7 +54,7 @@ LAYOUT_FAULTS = (
         "clip-before-normalisation",
         "clips the sum of gradients before it is divided",
         None,
-        _clips,
+        lambda config: config.optimizer.clip_grad > 0,
         "optimizer.clip_grad > 0",
     ),
     Fault("clamped-denominator", "takes clamp(min=1) of each microbatch's denominator", "microbatches", shown_by=3),
@@ -104,7 +71,7 @@ LAYOUT_FAULTS = (
         "vocabulary-padding-in-softmax",
         "gives the padding of the vocabulary probability",
         None,
-        _is_padded,
+        lambda config: padded_vocab_size(config.model, 1) > config.model.vocab_size,
         "a model.vocab_size that is not a multiple of model.vocab_multiple",
     ),
     Fault(
@@ -118,7 +85,7 @@ LAYOUT_FAULTS = (
         "norms-decayed",
         "applies weight decay to norms and biases",
         None,
-        _decay_spares_norms,
+        lambda config: config.optimizer.weight_decay > 0 and not config.optimizer.decay_norms_and_biases,
         "optimizer.weight_decay > 0 and optimizer.decay_norms_and_biases=false",
     ),
     Fault(
@@ -128,21 +95,21 @@ LAYOUT_FAULTS = (
         "full-width-norm-by-tp-rank",
         "norms queries and keys by the mean square of the heads that one tensor-parallel rank holds",
         "tp",
-        _norms_full_width,
+        lambda config: config.model.qk_norm and config.model.qk_norm_width == "full",
         "model.qk_norm_width=full",
     ),
     Fault(
         "router-losses-shared-out",
         "divides losses of routers by tp x cp, as Megatron-Core does",
         "cp",
-        _has_router_losses,
+        lambda config: bool(config.loss.router.coefficients),
         "a coefficient of loss.router above 0",
     ),
     Fault(
         "expert-loads-per-rank",
         "moves the biases of the choice by the load that one rank sees",
         "dp",
-        _moves_biases,
+        lambda config: config.model.experts is not None and config.model.experts.bias_update_rate > 0,
         "model.experts.bias_update_rate > 0",
         shown_by=2,
     ),
@@ -153,7 +120,7 @@ LAYOUT_FAULTS = (
         "depths-divided-by-main",
         "divides the losses of further tokens by the loss tokens of the main term, as Megatron-Core does",
         None,
-        _predicts_ahead,
+        lambda config: config.model.mtp_depths > 0,
         "model.mtp_depths > 0",
     ),
     Fault(
@@ -172,6 +139,47 @@ LAYOUT_FAULTS = (
     ),
 )
 """By the order of loss, layout, data, engine."""
+
+
+def _adapts(config: Config) -> bool:
+    return config.adapter is not None
+
+
+ADAPTER_FAULTS = (
+    Fault(
+        "adapter-gradient-times-tp",
+        "sums the gradient behind a replicated A tp times over the tensor-parallel ranks",
+        "tp",
+        _adapts,
+        "adapter",
+    ),
+    Fault(
+        "adapter-gradient-not-reduced",
+        "does not sum gradients of an adapter's replicated matrices over the sequence-parallel ranks",
+        "sp",
+        _adapts,
+        "adapter",
+    ),
+    Fault(
+        "adapter-scale-dropped",
+        "leaves alpha / rank out",
+        None,
+        lambda config: config.adapter is not None and config.adapter.scale != 1,
+        "adapter with alpha / rank (rslora: alpha / sqrt(rank)) other than 1",
+    ),
+    Fault(
+        "magnitude-by-tp-rank",
+        "takes the norms of rows over the columns that one tensor-parallel rank holds",
+        "tp",
+        lambda config: (
+            config.adapter is not None
+            and config.adapter.has_magnitudes
+            and bool(config.adapter.parts & {"proj", "fc2"})
+        ),
+        "adapter.kind=dora with proj or fc2 among its targets",
+    ),
+    Fault("frozen-weights-decayed", "lets weight decay shrink the frozen model", None, _adapts, "adapter"),
+)
 
 FAULTS = (*LAYOUT_FAULTS, *ADAPTER_FAULTS, *SHARED_FAULTS)
 

@@ -21,18 +21,6 @@ def _aggregates(*names: str) -> Callable[[Config], bool]:
     return lambda config: any(term.aggregation in names for term in (config.loss, *config.loss.side_terms.values()))
 
 
-def _looks_ahead_in_documents(config: Config) -> bool:
-    return config.model.mtp_depths > 0 and config.data.isolate_documents
-
-
-def _has_window(config: Config) -> bool:
-    return config.model.sliding_window is not None
-
-
-def _reads_samples(config: Config) -> bool:
-    return config.data.kind != "mock"
-
-
 def _reads_extras(config: Config) -> bool:
     return any(term.function in POLICY_LOSSES for term in (config.loss, *config.loss.side_terms.values()))
 
@@ -41,32 +29,8 @@ def _has_warmup(config: Config) -> bool:
     return config.optimizer.warmup_steps > 0
 
 
-def _schedules(config: Config) -> bool:
-    return _has_warmup(config) or config.optimizer.decay != "none"
-
-
-def _decays(config: Config) -> bool:
-    return config.optimizer.weight_decay > 0
-
-
 def _balances(config: Config) -> bool:
     return config.loss.router.sequence_balance_coefficient > 0
-
-
-def _balances_packed(config: Config) -> bool:
-    return packs(config) and _balances(config)
-
-
-def _scales_experts(config: Config) -> bool:
-    return config.model.experts is not None and config.model.experts.scaling_factor != 1
-
-
-def _smooths(config: Config) -> bool:
-    return bool(config.loss.options.get("label_smoothing"))
-
-
-def _cuts_logits(config: Config) -> bool:
-    return isinstance(config.loss.chunk_tokens, int)
 
 
 _SEQUENCE_MEANS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -105,7 +69,7 @@ SHARED_FAULTS = (
         "sample-read-twice",
         "reads every second sample twice and the one after it never",
         None,
-        _reads_samples,
+        lambda config: config.data.kind != "mock",
         "data from files",
     ),
     Fault(
@@ -133,14 +97,14 @@ SHARED_FAULTS = (
         "router-balance-by-row",
         "balances the load of experts over packed rows, not over their sequences",
         None,
-        _balances_packed,
+        lambda config: packs(config) and _balances(config),
         "data.packing and loss.router.sequence_balance_coefficient > 0",
     ),
     Fault(
         "tokens-ahead-across-documents",
         "predicts further tokens over the edge of a document",
         None,
-        _looks_ahead_in_documents,
+        lambda config: config.model.mtp_depths > 0 and config.data.isolate_documents,
         "model.mtp_depths > 0, and data.isolate_documents=true or data.packing",
     ),
     Fault(
@@ -182,21 +146,21 @@ SHARED_FAULTS = (
         "smoothing-with-padding",
         "smooths labels over the padded vocabulary",
         None,
-        _smooths,
+        lambda config: bool(config.loss.options.get("label_smoothing")),
         "loss.options.label_smoothing > 0",
     ),
     Fault(
         "chunk-gradient-dropped",
         "leaves every second chunk of tokens out of the output table's gradient",
         None,
-        _cuts_logits,
+        lambda config: isinstance(config.loss.chunk_tokens, int),
         "a number as loss.chunk_tokens",
     ),
     Fault(
         "window-off-by-one",
         "lets attention see one token more than the window",
         None,
-        _has_window,
+        lambda config: config.model.sliding_window is not None,
         "model.sliding_window",
     ),
     Fault("rope-base-off", "rotates by another base", None),
@@ -213,7 +177,7 @@ SHARED_FAULTS = (
         "expert-scaling-ignored",
         "leaves the factor of the chosen scores out",
         None,
-        _scales_experts,
+        lambda config: config.model.experts is not None and config.model.experts.scaling_factor != 1,
         "model.experts.scaling_factor other than 1",
     ),
     Fault("bias-correction-missing", "leaves Adam's bias correction out", None),
@@ -221,14 +185,14 @@ SHARED_FAULTS = (
         "decay-not-times-rate",
         "does not multiply weight decay by the learning rate",
         None,
-        _decays,
+        lambda config: config.optimizer.weight_decay > 0,
         "optimizer.weight_decay > 0",
     ),
     Fault(
         "rate-one-step-late",
         "gives each update the learning rate of the one before",
         None,
-        _schedules,
+        lambda config: _has_warmup(config) or config.optimizer.decay != "none",
         "a schedule other than constant, or a warm-up",
         shown_by=2,
     ),

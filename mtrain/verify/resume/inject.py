@@ -5,28 +5,11 @@ Every one of them has been made by a real trainer. `mtrain verify resume --injec
 
 from __future__ import annotations
 
-from mtrain.config import Config
 from mtrain.config.derived import dropout_keys
 from mtrain.verify.planted.fault import Fault
 
 CRASH = "crash"
 """The axis of the case that goes on after a rank was killed."""
-
-
-def _has_dropout(config: Config) -> bool:
-    return bool(dropout_keys(config.model, config.adapter))
-
-
-def _rate_changes(config: Config) -> bool:
-    return config.optimizer.decay != "none" or config.optimizer.warmup_steps > 0
-
-
-def _is_half(config: Config) -> bool:
-    return config.train.precision != "fp32"
-
-
-def _scales(config: Config) -> bool:
-    return config.train.precision == "fp16"
 
 
 RESUME_FAULTS = (
@@ -36,7 +19,7 @@ RESUME_FAULTS = (
         "learning-rate-restarted",
         "counts the steps of the learning rate from the start of this process",
         None,
-        _rate_changes,
+        lambda config: config.optimizer.decay != "none" or config.optimizer.warmup_steps > 0,
         "a learning rate that changes: another optimizer.schedule than constant, or a warm-up",
     ),
     Fault("moments-not-restored", "begins with moments of 0", None),
@@ -46,16 +29,22 @@ RESUME_FAULTS = (
         "main-weights-rounded",
         "makes the float32 main weights from the half-precision ones",
         None,
-        _is_half,
+        lambda config: config.train.precision != "fp32",
         "train.precision=bf16 or fp16",
     ),
     Fault("stale-shard", "leaves the last rank's part of one tensor as it was before the load", None),
-    Fault("loss-scale-restarted", "begins with the initial loss scale", None, _scales, "train.precision=fp16"),
+    Fault(
+        "loss-scale-restarted",
+        "begins with the initial loss scale",
+        None,
+        lambda config: config.train.precision == "fp16",
+        "train.precision=fp16",
+    ),
     Fault(
         "random-states-not-restored",
         "seeds the generators of dropout anew",
         None,
-        _has_dropout,
+        lambda config: bool(dropout_keys(config.model, config.adapter)),
         "model.attention_dropout or model.hidden_dropout above 0",
     ),
     Fault("records-kept", "leaves the records of steps that a crash has lost in metrics.jsonl", CRASH),

@@ -11,8 +11,7 @@ from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import ParityReport
 from mtrain.verify.planted.adapter_faults import ADAPTER_PLANTS
-from mtrain.verify.planted.adapter_inject import ADAPTER_FAULTS
-from mtrain.verify.planted.inject import chosen
+from mtrain.verify.planted.inject import ADAPTER_FAULTS, chosen
 from tests.verify.parity.checks import check, expert_config, rich_config
 
 LORA = {"rank": 8, "alpha": 16.0}
