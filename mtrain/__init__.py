@@ -118,10 +118,10 @@ __all__ = [
     "weigh_sequences",
 ]
 
-if not TYPE_CHECKING:  # a type checker must go on to refuse names that are not there
+if not TYPE_CHECKING:  # a type checker must still refuse names that do not exist
 
     def __getattr__(name: str) -> object:
-        """Imports what is asked for (PEP 562); afterwards it is an attribute like any other."""
+        """Imports a public name at its first use (PEP 562); afterwards it is an attribute like any other."""
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'mtrain' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
@@ -129,5 +129,5 @@ if not TYPE_CHECKING:  # a type checker must go on to refuse names that are not 
 
 
 def __dir__() -> list[str]:
-    """What can be asked for, loaded or not."""
+    """Lists the public names, loaded or not."""
     return sorted({*globals(), *__all__})

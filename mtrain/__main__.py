@@ -11,7 +11,8 @@ from mtrain.base.output import survive_full_disks
 from mtrain.base.signals import end_at_interrupt, hold_stop_signals, ignore_stop_signals, was_interrupted
 
 _VERBS_THAT_SAVE = ("train", "launch")
-"""Neither a stop signal, while they start, nor a full disk below their log must end these, as it ends any program."""
+"""Verbs that neither a stop signal during their start nor a full disk of their log may end, as it ends other
+programs."""
 
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -23,11 +24,11 @@ def main() -> None:
     if saves:
         hold_stop_signals()
         survive_full_disks()
-    else:  # a trainer may hold programs of the user, and their plugins
+    else:  # a training program may contain code of the user, with its plugins
         end_at_interrupt()
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # else it reads what each package announces
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # else pydantic reads the metadata of each package
     try:
-        from mtrain.cli.main import app  # and the trainer, which takes ten seconds: signals must be held by now
+        from mtrain.cli.main import app  # this and the trainer take ten seconds to import: signals must be held by now
 
         app(prog_name="mtrain")
     except BaseException as ending:
@@ -49,8 +50,10 @@ def _say_interrupted() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """At once. Python's own way out would wait for threads; and where Ctrl-C has met a string that `exec` or `eval`
-    ran, such as a data class being made, it would end as if SIGINT had killed it, whatever the exit code is to be."""
+    """Ends the process at once.
+
+    Python's own exit would wait for threads; and where Ctrl-C has interrupted code in `exec` or `eval`, such as the
+    definition of a data class, it would end as if SIGINT had killed it, whatever exit code was wanted."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Text to token ids and back, from files on this machine: sentencepiece models and Hugging Face `tokenizer.json`.
 
-Text stays text: whatever a document holds, it never becomes a control token such as the end of a document. Control
-tokens are added by the code that builds samples, by id.
+Text stays text: nothing in a document ever becomes a control token such as the end of a document. The code that builds
+samples adds control tokens, by id.
 """
 
 from __future__ import annotations
@@ -28,88 +28,89 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 _HF_SETTINGS = "tokenizer_config.json"
 _HF_CONFIG = "config.json"
 _LISTS = (VOCABULARY_NAME,)
-"""Files beside which there is no tokenizer.json."""
+"""Vocabulary files of tokenizers without a tokenizer.json."""
 _SOURCE = "take the folder from its source again"
 _WAY_OUT = (
     "let transformers write it anew, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class "
     "to PreTrainedTokenizerFast in the new tokenizer_config.json, and name the new folder"
 )
 _MOST_BYTES = 1 << 28
-"""Of one file; the largest have about forty million."""
+"""Largest size of a file; the largest known have about forty million bytes."""
 _PANIC = "PanicException"
-"""A fault of a library in Rust; no Exception, and its module cannot be imported to name the class."""
+"""Name of an error of a Rust library; it is no Exception, and its module cannot be imported to name the class."""
 _HAS_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 class EncodedText(NamedTuple):
-    """Token ids of a text, and where each of them lies in it."""
+    """Token ids of a text, and the place of each one in it."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
-    """First character and the one after the last, of each id."""
+    """Place of each id: first character, and the one after the last."""
 
 
 class Tokenizer(ABC):
-    """What the rest of the package needs from a tokenizer."""
+    """Tokenizer as the rest of the package uses it."""
 
     path: Path
-    """The file it was read from."""
+    """File that the tokenizer was read from."""
     fingerprint: str
-    """SHA-256 of that file, in hex."""
+    """SHA-256 of that file, in hex; of the tokenizer's content, where that file alone does not determine it."""
     vocab_size: int
-    """All ids are below it."""
+    """Number that all ids are below."""
     bos_id: int | None
-    """Begins a sample; None where the tokenizer has none."""
+    """Token that begins a sample; None where the tokenizer has none."""
     eos_id: int
-    """Ends a document or an answer."""
+    """Token that ends a document or an answer."""
     begin_ids: tuple[int, ...]
-    """Tokens that it puts before a text; empty where it adds none, though it may have a bos."""
+    """Tokens that the tokenizer puts before a text; empty where it adds none, though it may have a bos."""
     named: Mapping[str, str]
-    """Role, such as `eos_token` -> text of the special token; what a chat template may read."""
+    """Role, such as `eos_token` -> text of the special token; a chat template may read them."""
     pad_id: int
-    """Fills rows; where the tokenizer has none it is `eos_id`, which is safe because padding has weight 0."""
+    """Token that fills rows; where the tokenizer has none it is `eos_id`, which is safe because padding has weight
+    0."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no bos, no eos."""
+        """Encodes the text alone: no bos, no eos."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Ids of many texts; the same as `encode` of each, whatever the number of threads."""
+        """Encodes many texts; the result equals `encode` of each, whatever the number of threads."""
 
     @abstractmethod
     def special_tokens(self) -> frozenset[str]:
-        """Texts of the control tokens, such as the end of a document."""
+        """Returns the texts of the control tokens, such as the end of a document."""
 
     @abstractmethod
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
-        """As `encode`, with the place of each id.
+        """Encodes a text with the place of each id.
 
         Args:
-            text: Any.
+            text: Any text.
             special_tokens: Whether the text of a control token becomes that token; for text whose author may write
                 them, such as a chat template.
 
         Raises:
-            DataError: A tokenizer of this kind cannot.
+            DataError: This kind of tokenizer cannot give places.
         """
 
     def encodes_like(self, other: Tokenizer) -> bool:
-        """Whether another tokenizer gives the same ids for every text, special tokens too."""
+        """Says whether another tokenizer gives the same ids for every text, including special tokens."""
         return self.fingerprint == other.fingerprint
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; control tokens are left out."""
+        """Decodes ids to text; control tokens are left out."""
 
     @abstractmethod
     def name(self, id_: int) -> str:
-        """What the vocabulary calls a token, such as `</s>`; its id where it has no name."""
+        """Returns the name of a token in the vocabulary, such as `</s>`; its id where it has no name."""
 
 
 @final
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`."""
+    """Tokenizer of a sentencepiece `.model`."""
 
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -117,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
         content = _content(path)
         try:
             if not content:
-                raise RuntimeError("it is empty")  # the library would take it for a model without tokens
+                raise RuntimeError("it is empty")  # the library would accept it as a model without tokens
             self._model = SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as fault:
             raise DataError(
@@ -143,7 +144,7 @@ class SentencePieceTokenizer(Tokenizer):
         return frozenset(str(self._model.id_to_piece(id_)) for id_ in ids if self._model.is_control(id_))
 
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
-        # the library has no such mode, and what others build on it differs in the spaces beside a control token
+        # the library has no such mode, and emulations differ in the spaces next to a control token
         raise DataError(
             f"{self.path} is a sentencepiece model, in which the text of a control token never becomes that token, as "
             "chat templates and data.special_tokens_in_text need; save it as tokenizer.json with transformers, or set "
@@ -159,9 +160,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 @final
 class HuggingFaceTokenizer(Tokenizer):
-    """What transformers makes of a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
+    """Tokenizer that transformers makes of a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`.
 
-    That is not always what tokenizer.json says by itself: `mtrain.hf.tokenizer`.
+    It may differ from tokenizer.json alone: see `mtrain.hf.tokenizer`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,10 +188,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id, self.bos_id = eos, self._id("bos_token")
         self.pad_id = eos if pad is None else pad
         self.begin_ids = self._begin_ids()
-        # that of byte-level models cuts the spaces off the offsets, and without added tokens none does anything else
+        # a byte-level post-processor removes spaces from offsets, and without added tokens none does anything else
         self._model.post_processor = _no_post_processor()
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        if path.name in _LISTS or self._is_changed(content):  # else that of the file alone, as runs of 0.1.0 know it
+        if path.name in _LISTS or self._is_changed(content):  # else the file's own, as in runs of 0.1.0
             self.fingerprint = hashlib.sha256(self._model.to_str().encode()).hexdigest()
 
     @staticmethod
@@ -215,13 +216,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return None if found is None else int(found)
 
     def _begin_ids(self) -> tuple[int, ...]:
-        """What its post-processor puts before a text."""
+        """Returns the tokens that the post-processor puts before a text."""
         found = self._of_text(lambda: self._model.encode("a"))
         ends = next((place for place, is_added in enumerate(found.special_tokens_mask) if not is_added), None)
         return tuple(found.ids[:ends]) if ends is not None else ()
 
     def _is_changed(self, content: bytes) -> bool:
-        """Whether transformers makes another tokenizer of the folder than of tokenizer.json alone."""
+        """Says whether transformers makes another tokenizer of the folder than of tokenizer.json alone."""
         alone = _hugging_face_model(self.path, content)
         alone.post_processor = _no_post_processor()
         return bool(alone.to_str() != self._model.to_str())
@@ -230,11 +231,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return list(self._of_text(lambda: self._model.encode(text, add_special_tokens=False)).ids)
 
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Above one thread the library uses as many as RAYON_NUM_THREADS allows."""
-        # a batch takes all threads unless this variable says otherwise, which the library reads at each call
+        """Encodes many texts; with more than one thread the library uses as many as RAYON_NUM_THREADS allows."""
+        # a batch uses all threads unless this variable says otherwise, which the library reads at each call
         if num_threads == 1 and os.environ.get(PARALLELISM) != "false":
             return [self.encode(text) for text in texts]
-        # fast: without the offsets, which nobody asks for here
+        # fast: without the offsets, which are not needed here
         found = self._of_text(lambda: self._model.encode_batch_fast(list(texts), add_special_tokens=False))
         return [one.ids for one in found]
 
@@ -250,7 +251,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
         if special_tokens and self._model_with_special_tokens is None:
-            # a second model, as the mode is a property of the whole one and other threads use the first
+            # a second model, as the mode belongs to the whole model and other threads use the first
             self._model_with_special_tokens = type(self._model).from_str(self._model.to_str())
         model = self._model_with_special_tokens if special_tokens else self._model
         found = self._of_text(lambda: model.encode(text, add_special_tokens=False))
@@ -262,12 +263,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.fingerprint == other.fingerprint or self._encoding_parts() == other._encoding_parts()
 
     def _encoding_parts(self) -> dict[str, Any]:
-        """Without what no text's ids depend on."""
+        """Returns the parts of the tokenizer that ids depend on."""
         parts: dict[str, Any] = parsed_json(self.serialized().encode())
         return {key: part for key, part in parts.items() if key not in ("version", "decoder", "post_processor")}
 
     def serialized(self) -> str:
-        """A tokenizer.json of what encodes here, without padding, cutting or tokens that begin and end a text."""
+        """Returns a tokenizer.json that encodes as here, without padding, truncation or tokens that begin and end a
+        text."""
         return str(self._model.to_str())
 
     def _of_text(self, call: Callable[[], Any]) -> Any:
@@ -278,8 +280,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Opens a tokenizer; nothing is downloaded and nothing from the files runs as code.
 
     Args:
-        path: A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them; a directory with
-            both gives its `tokenizer.json`.
+        path: File of sentencepiece, `.model`, or of Hugging Face, `tokenizer.json`, or a directory that holds one of
+            them; a directory with both gives its `tokenizer.json`.
 
     Raises:
         DataError: Nothing is there, it is not a tokenizer, or it has no end-of-document token.
@@ -293,13 +295,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Compares a tokenizer with the model that its ids are for.
+    """Compares a tokenizer with the vocabulary size of the model.
 
-    It may have more tokens than the model has embeddings: some of Gemma 3 have one for images alone. An id beyond the
-    table is refused where a sample holds it.
+    The tokenizer may have more tokens than the model has embeddings: some of Gemma 3 have one for images alone. An id
+    beyond the table is refused where a sample holds it.
 
     Raises:
-        DataError: A token that every sample holds lies beyond the table.
+        DataError: A token that every sample holds is beyond the table.
     """
     # an id beyond the embedding would be an index error on a device, steps later
     highest = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
@@ -312,7 +314,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _hugging_face_model(path: Path, content: bytes) -> Any:
-    """As the file says."""
+    """Loads a tokenizer.json as it is, but without padding and truncation."""
     from tokenizers import Tokenizer as Model
 
     model = _called(
@@ -332,13 +334,13 @@ def _no_post_processor() -> Any:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The file that a tokenizer is read from.
+    """Finds the file that a tokenizer is read from.
 
     Args:
-        path: As `load_tokenizer`.
+        path: Path of the file or of its directory, as in `load_tokenizer`.
 
     Raises:
-        DataError: There is none, or more than one.
+        DataError: There is no such file, or more than one.
     """
     path = Path(path)
     if not path.exists():
@@ -372,14 +374,14 @@ def _content(path: Path) -> bytes:
 
 
 def json_object(path: Path, content: bytes) -> dict[str, Any]:
-    """What a file of settings beside a tokenizer holds.
+    """Parses a settings file of a tokenizer.
 
     Args:
-        path: For messages.
-        content: Of the file.
+        path: Path of the file, for messages.
+        content: Bytes of the file.
 
     Raises:
-        DataError: It is not JSON, or no object.
+        DataError: The content is not JSON, or no object.
     """
     try:
         settings = parsed_json(content)
@@ -391,7 +393,7 @@ def json_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _called(call: Callable[[], Result], what: str, change: str) -> Result:
-    """What a call of the `tokenizers` library gives; every fault of it as one error."""
+    """Returns the result of a call of the `tokenizers` library; turns any fault of it into one kind of error."""
     try:
         return call()
     except (DataError, NotReadError):
@@ -403,10 +405,10 @@ def _called(call: Callable[[], Result], what: str, change: str) -> Result:
 
 
 def _check_prefix(path: Path, content: bytes) -> None:
-    """The library cuts the prefix off the second part of each merge unseen; where it is not there, the process may end.
+    """Checks merges: the library silently cuts the prefix off each second part; without a prefix the process may end.
 
     Raises:
-        DataError: It is not there.
+        DataError: The prefix is missing.
     """
     if not _HAS_PREFIX.search(content):
         return
@@ -422,5 +424,5 @@ def _check_prefix(path: Path, content: bytes) -> None:
 
 
 def _one_line(fault: BaseException) -> str:
-    """A library's message, short enough to stand inside ours."""
+    """Shortens a library's message so that it fits into ours."""
     return " ".join(str(fault).split())[:200]

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take: the configuration of a run, and files of text."""
+"""Arguments that several verbs take: the configuration of a run, and text files."""
 
 import sys
 import warnings
@@ -27,20 +27,20 @@ TextKeyOption = Annotated[str, typer.Option(help="Where the text stands in JSONL
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Tells files from overrides: an override holds `=` and names no existing file."""
-    from mtrain.config.schema.bounds import can_be_a_path  # with the whole schema, which `--help` does without
+    """Separates files from overrides: an override contains `=` and names no existing file."""
+    from mtrain.config.schema.bounds import can_be_a_path  # loads the whole schema, which `--help` does not need
 
     overrides = [text for text in arguments if "=" in text and not (can_be_a_path(text) and Path(text).exists())]
     return [Path(text) for text in arguments if text not in overrides], overrides
 
 
 def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = (), rank: int = 0) -> "Config":
-    """The configuration that a command line names; its old names are noted on the first rank.
+    """Loads the configuration that a command line names; on the first rank it reports old names of keys.
 
     Args:
-        arguments: Files and overrides, as `ConfigArguments`.
-        last_overrides: Values that a verb sets itself, after those of the user.
-        rank: This rank, of a verb that runs as ranks of one world.
+        arguments: Files and overrides, as in `ConfigArguments`.
+        last_overrides: Values that a verb sets itself; they take precedence over the user's.
+        rank: Rank of this process, for a verb that runs as ranks of one world.
 
     Raises:
         ConfigError: A file or a value is wrong.

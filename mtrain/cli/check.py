@@ -68,7 +68,7 @@ def _ranks(world_size: int | None, stated: "StatedMachine | None") -> int:
 def _look_at_memory(
     config: "Config", ranks: int, gpu_memory: str | None, stated: "StatedMachine | None", findings: "Findings"
 ) -> None:
-    """What was given goes before what a file says; where neither says anything there is nothing to compare with."""
+    """Compares the needed memory with the option's or else the file's; without either there is nothing to compare."""
     if gpu_memory is not None:
         from mtrain.plan.search.hardware import memory_size
 
@@ -86,7 +86,7 @@ def _look_at_memory(
 
 
 def print_findings(findings: "Findings") -> None:
-    """Facts to the output, every fault to the errors."""
+    """Prints facts to standard output and faults to standard error."""
     if findings.facts:
         typer.echo()
     for name, value in findings.facts:

@@ -1,4 +1,4 @@
-"""`mtrain init`: a folder to start from, for those who installed a wheel and have no checkout."""
+"""`mtrain init`: a folder to start from, for users of a wheel without a checkout."""
 
 import shutil
 import tempfile
@@ -13,7 +13,7 @@ from mtrain.base.files import disk_faults
 from mtrain.cli.messages import one_message
 
 SHARED = Path(mtrain.__file__).parent / "_share"
-"""In a checkout links to the one copy of each file, in a wheel the files."""
+"""Folder of the shipped files: in a checkout links to the originals, in a wheel the files themselves."""
 PARTS = ("configs", "launch")
 
 
@@ -45,7 +45,7 @@ def _refuse_existing(folder: Path) -> None:
 
 
 def _copy_into(folder: Path) -> None:
-    """All of it or, after a crash, a folder `.new-*`: a part under its name would be refused the next time."""
+    """Copies all parts or, after a crash, leaves a folder `.new-*`: an existing part would be refused the next time."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
         for part in PARTS:

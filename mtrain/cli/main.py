@@ -1,4 +1,5 @@
-"""The command line: names the verbs. Each is a file, imported when it is called; so is what it needs: help is fast."""
+"""Command line with its verbs. Each is a file that is only imported, with all it needs, when it is called: help is
+fast."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ class Verb:
     """One verb of the program."""
 
     place: str
-    """`module:name` below `mtrain.cli`: the function, or the typer application where the verb has verbs of its own."""
+    """Place as `module:name` below `mtrain.cli`: a function, or a typer application where the verb has verbs of its
+    own."""
     summary: str
-    """One line of `mtrain --help`; `mtrain VERB --help` shows the docstring."""
+    """Line of `mtrain --help`; `mtrain VERB --help` shows the docstring."""
 
 
 VERBS = {
@@ -49,11 +51,11 @@ VERBS = {
         "generate": Verb("generate:generate", "Continues prompts, or answers them."),
     },
 }
-"""By the groups of the help page."""
+"""Verbs by the groups of the help page."""
 
 
 class _Commands(Mapping[str, Any]):
-    """The commands of the verbs; one is imported when it is asked for, and its signature read then."""
+    """Commands by verb; each is imported, and its signature read, when it is accessed."""
 
     def __init__(self) -> None:
         self._verbs = {name: verb for group in VERBS.values() for name, verb in group.items()}
@@ -78,18 +80,18 @@ class _Commands(Mapping[str, Any]):
 
 
 class _Program(TyperGroup):
-    """Finds verbs without importing those that are not called, and lists them in groups."""
+    """Command group that imports only the verb that is called, and lists verbs in groups."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = _Commands()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Called for `--help`."""
+        """Writes the groups of verbs for `--help`."""
         widest = max(map(len, self.commands))
         for title, verbs in VERBS.items():
             with formatter.section(title):
-                # of one width in all groups
+                # the same width in all groups
                 formatter.write_dl([(name.ljust(widest), verb.summary) for name, verb in verbs.items()])
 
 
@@ -97,7 +99,7 @@ def _nothing() -> None: ...
 
 
 def _plain_app(**settings: Any) -> typer.Typer:
-    """Help and errors in plain lines: importing what draws frames around them takes longer than all the rest."""
+    """Makes an app with help and errors in plain lines: importing what draws frames takes longer than all the rest."""
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 

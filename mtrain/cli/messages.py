@@ -1,4 +1,4 @@
-"""How a verb ends where something is wrong: one message and an exit code, or a traceback that names its rank."""
+"""End of a verb after an error: one message and an exit code, or a traceback whose lines name the rank."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ from mtrain.base.signals import was_interrupted
 
 @contextmanager
 def one_message(rank: int = 0) -> Iterator[None]:
-    """Ends the program with the error's exit code, and its message where this rank is the one to show it.
+    """Ends the program with the error's exit code, and prints its message where this rank has to show it.
 
     Args:
-        rank: This rank, of a verb that runs as ranks of one world; any other verb speaks wherever it is called, be it
-            in an environment that a launcher has made.
+        rank: Rank of this process, for a verb that runs as ranks of one world; other verbs always print their messages,
+            also in an environment that a launcher has set up.
     """
     try:
         yield
@@ -28,22 +28,22 @@ def one_message(rank: int = 0) -> Iterator[None]:
         if text is None and (rank == 0 or not error.on_every_rank) and not error.is_shown_elsewhere:
             text = f"error: {'' if rank == 0 else f'[rank {rank}] '}{error}\n"
         with suppress(OSError):  # nobody may read it any more
-            sys.stdout.flush()  # what was printed before the error stands before it in a log of both
+            sys.stdout.flush()  # so that a log of both streams has the earlier output first
         print(text or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:  # else typer says so in its own way; the program's end says it in ours
+    except KeyboardInterrupt:  # else typer prints its own message; the program's end prints ours
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
 @contextmanager
 def prefixed_traceback() -> Iterator[None]:
-    """Shows the traceback of what was not foreseen, each line with the rank, since the ranks' lines may mix."""
+    """Shows the traceback of an unforeseen error, with the rank on each line, since the lines of ranks may mix."""
     try:
         yield
     except MtrainError:
         raise
     except Exception as error:
-        if was_interrupted():  # a library has made another exception of it
+        if was_interrupted():  # a library has turned it into another exception
             raise KeyboardInterrupt from None
         lines = traceback.format_exc().splitlines()
         print("\n".join(f"[rank {this_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
@@ -52,8 +52,8 @@ def prefixed_traceback() -> Iterator[None]:
 
 
 def _summary_of(error: Exception) -> str | None:
-    """The summary, where this process has to show it; empty where the local launcher will; None where there is none."""
-    from mtrain.runs.failure import REPORT_TO, reported_summary  # nothing has failed yet where verbs start
+    """Returns the summary if this process has to show it; "" if the local launcher will; None where there is none."""
+    from mtrain.runs.failure import REPORT_TO, reported_summary  # only here: a verb that starts has no failure yet
 
     summary = reported_summary(error)
     if summary is None or {"MTRAIN_LAUNCH", REPORT_TO} & os.environ.keys():
@@ -62,6 +62,6 @@ def _summary_of(error: Exception) -> str | None:
 
 
 def this_rank() -> int:
-    """This rank for messages, even where the environment is not fit for a run."""
+    """Returns this rank for messages, even where the environment is not valid for a run."""
     text = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return int(text) if text.isdecimal() else 0

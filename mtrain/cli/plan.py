@@ -21,8 +21,8 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 1e6},
     "data": {"kind": "mock"},
 }
-"""What a run needs, but no prediction depends on: assumed where it is not given, and never written. Above any warm-up,
-step and `min_lr` that are given."""
+"""Values that a run needs, but no prediction depends on: assumed where they are not given, and never written. They are
+above any warm-up, step and `min_lr` that is given."""
 _HARDWARE = "Hardware"
 _Models = Annotated[
     list[str],
@@ -104,7 +104,7 @@ def _cluster(
 
 
 def _given(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "Given":
-    """What YAML files, overrides and options say; of a folder of Hugging Face its name, of a config.json the
+    """Reads what YAML files, overrides and options give; of a Hugging Face folder its name, of a config.json the
     architecture."""
     from mtrain.config.load import Given, read_given
 
@@ -125,7 +125,7 @@ def _given(models: list[str], seq_length: int | None, global_batch_size: int | N
 
 
 def _completed(given: "Given") -> tuple["Config", list[str]]:
-    """The configuration with what is assumed where the user says nothing, and the keys that were assumed."""
+    """Fills in assumed values where the user gives none; returns the configuration and the keys that were assumed."""
     from mtrain.config.schema.data import MockSection
 
     content, assumed = dict(given.content), []
@@ -134,7 +134,7 @@ def _completed(given: "Given") -> tuple["Config", list[str]]:
         if not isinstance(section, dict):
             continue  # refused with the rest
         if name == "data" and not section.keys() <= MockSection.model_fields.keys():
-            continue  # of another kind, named or not
+            continue  # another kind of data, named or not
         missing = {key: value for key, value in keys.items() if key not in section}
         content[name] = {**missing, **section}
         assumed += [f"{name}.{key}" for key in missing]

@@ -1,4 +1,4 @@
-"""The help page of a verb with many options, in sections."""
+"""Help page of a verb with many options, in sections."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from typer.core import TyperCommand
 
 
 class SectionedCommand(TyperCommand):
-    """Lists options by their `rich_help_panel`, in plain lines; those without one come first."""
+    """Command that lists options by their `rich_help_panel`, in plain lines; those without one come first."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Called for `--help`."""
+        """Writes the sections of options for `--help`."""
         sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)  # None where it is hidden

@@ -9,7 +9,7 @@ import typer
 from mtrain.cli.messages import one_message
 
 _PLAIN_WIDTH = 200
-"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+"""Width of a line, in characters, where the output is no terminal, so that no row is broken in two."""
 
 
 def status(
@@ -41,7 +41,7 @@ def _shown_as_json(runs: list[str]) -> None:
 
 
 class _Screen:
-    """A terminal, where each look takes the place of the one before, or a log."""
+    """Output on a terminal, where each status replaces the one before, or in a log."""
 
     def __init__(self, is_live: bool) -> None:
         from rich.console import Console

@@ -20,7 +20,7 @@ def train(arguments: ConfigArguments) -> None:
         config = loaded_config(arguments, rank=environment.rank)
         Layout.from_config(config, environment.world_size)
         with watched(config, environment):
-            # torch, only after the configuration is proved right, and under the eyes of the watchdog
+            # torch is loaded only after the configuration has been checked, and while the watchdog watches
             with without_collections():
                 from mtrain.training.trainer import train as run_training
 

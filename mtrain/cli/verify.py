@@ -23,7 +23,7 @@ verify_app = typer.Typer(help="Checks the promise on your own configuration.", n
 
 
 def _list_injections(context: typer.Context, wanted: bool) -> None:
-    """Prints the faults of the verb that was called."""
+    """Prints the faults of the verb that was called, and exits."""
     if not wanted:
         return
     from mtrain.verify.planted.inject import NAMES
@@ -37,7 +37,7 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What each of the four takes: every field is an option of its command line."""
+    """Options that all four checks share; each field is an option of the command line."""
 
     layouts: Annotated[
         str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
@@ -55,7 +55,7 @@ class VerifyOptions:
     ] = False
 
     def request(self) -> dict[str, Any]:
-        """Arguments of `Request`, which the three checks share."""
+        """Returns the arguments of `Request` that the options determine; `ResumeRequest` has one more."""
         return {
             "layouts": self.layouts,
             "num_steps": self.steps,
@@ -66,10 +66,10 @@ class VerifyOptions:
 
 
 def _with_options(*, steps: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Puts the fields of `VerifyOptions` where a verb has its parameter `options`.
+    """Replaces a verb's parameter `options` by the fields of `VerifyOptions`.
 
     Args:
-        steps: The verb's own default.
+        steps: Default of `--steps` for the verb.
     """
     defaults = VerifyOptions(steps=steps)
 
@@ -165,7 +165,7 @@ def _verify(
     run: Callable[["Config"], "Report"],
     last_overrides: Sequence[str] = (),
 ) -> None:
-    """Reads the configuration, runs a check, writes and prints its report; exit 0 pass, 1 fail."""
+    """Reads the configuration, runs a check, writes and prints its report; exit code 0 pass, 1 fail."""
     with one_message(), prefixed_traceback():
         require_ground()
         config = loaded_config(arguments, last_overrides)

@@ -5,8 +5,8 @@
     mtrain convert verify --checkpoint DIR --hf DIR [--check-logits]
     mtrain convert inspect DIR
 
-No GPU, no model object and no process group; one tensor at a time. A call that was interrupted goes on where it
-stopped.
+It needs no GPU, no model object and no process group, and reads one tensor at a time. An interrupted call continues
+where it stopped.
 """
 
 from enum import StrEnum
@@ -28,7 +28,7 @@ convert_app = typer.Typer(
 
 
 class Dtype(StrEnum):
-    """What tensors are cast to."""
+    """Dtype that tensors are cast to."""
 
     keep = "keep"
     float32 = "float32"

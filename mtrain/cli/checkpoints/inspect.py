@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class _ShowUnlessNamed(TyperGroup):
-    """Takes what is no verb for the path of `show`."""
+    """Command group that takes an argument which is no verb as the path of `show`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Called with what follows the options of the group, which is never empty."""
+        """Resolves the verb; `args` follows the options of the group and is never empty."""
         return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
 
 

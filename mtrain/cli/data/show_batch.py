@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _UNTRAINED = "dim"
 _STYLES = ("black on green", "black on cyan", "black on yellow", "black on magenta")
-"""By weight, the most frequent first; the last one stands for all others."""
+"""Styles by weight, the most frequent weight first; all further weights have the last one."""
 
 
 def show_batch(
@@ -48,7 +48,7 @@ def _print(shown: ShownStep) -> None:
 
     console = Console()
     if not console.is_terminal:
-        # colours say nothing in a file, so marks stand for them
+        # a file has no colours, so marks replace them
         print(as_text(shown), end="", flush=True)
         return
     console.print(shown.headline, markup=False)
@@ -61,7 +61,7 @@ def _print(shown: ShownStep) -> None:
 
 
 def styles_of(shown: ShownStep) -> dict[float, str]:
-    """Weight -> style, for the weights that most tokens have."""
+    """Assigns a style to each of the most frequent weights."""
     from collections import Counter
 
     counts = Counter(token.weight for sample in shown.samples for token in sample.tokens if token.weight > 0)
@@ -69,7 +69,7 @@ def styles_of(shown: ShownStep) -> dict[float, str]:
 
 
 def coloured(sample: ShownSample, styles: dict[float, str]) -> Text:
-    """The text of a sample, with the colour of each token's weight."""
+    """Returns the text of a sample, with the colour of each token's weight."""
     from rich.text import Text
 
     text = Text()

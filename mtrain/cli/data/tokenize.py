@@ -40,7 +40,7 @@ def tokenize(
         os.environ.setdefault(PARALLELISM, "false")
         files = find_files(inputs, glob)
         is_packed = any(path.suffix in PACKED_SUFFIXES for path in files)
-        # how much text is in a packed file is known at its end
+        # the amount of text in a packed file is only known at its end
         with _progress(None if is_packed else sum(path.stat().st_size for path in files)) as progress:
             summary = tokenize_corpus(
                 inputs,
@@ -63,7 +63,7 @@ def tokenize(
 
 @contextmanager
 def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows on a terminal how many bytes are done, of so many; elsewhere nothing is imported for it."""
+    """Shows on a terminal how many of `total` bytes are done; elsewhere it imports and shows nothing."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return

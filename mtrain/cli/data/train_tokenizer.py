@@ -12,14 +12,14 @@ from mtrain.cli.messages import one_message
 
 
 class Algorithm(Enum):
-    """How the vocabulary is found."""
+    """Algorithm that finds the vocabulary."""
 
     BPE = "bpe"
     UNIGRAM = "unigram"
 
 
 class TokenizerKind(Enum):
-    """What is written."""
+    """Format of the tokenizer that is written."""
 
     SENTENCEPIECE = "sentencepiece"
     HF = "hf"

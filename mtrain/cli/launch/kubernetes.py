@@ -1,4 +1,4 @@
-"""`mtrain launch kubernetes` and `mtrain launch torchrun`: runs that others start, as texts for them."""
+"""`mtrain launch kubernetes` and `mtrain launch torchrun`: runs that another program starts, as files and commands."""
 
 import shlex
 from pathlib import Path

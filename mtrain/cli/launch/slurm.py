@@ -1,4 +1,4 @@
-"""`mtrain launch slurm`: a run as a job of Slurm."""
+"""`mtrain launch slurm`: a run as a Slurm job."""
 
 import os
 from pathlib import Path
@@ -70,7 +70,7 @@ def slurm(
         typer.echo("".join(f"{note}\n" for note in notes), nl=False, err=True)
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options)
-        if not without_files and container is None:  # in a container other paths count
+        if not without_files and container is None:  # inside a container, paths differ
             _refuse_faults(arguments)
         if dry_run:
             typer.echo(submission.files[SCRIPT], nl=False)
@@ -84,7 +84,7 @@ def slurm(
 
 
 def _refuse_faults(arguments: list[str]) -> None:
-    """What `mtrain check` would find wrong with files and disks ends this now, not after the queue."""
+    """Ends the program now, not after the queue, for faults that `mtrain check` would find in files and disks."""
     from mtrain.cli.check import print_findings
     from mtrain.preflight.findings import Findings
     from mtrain.preflight.look import look
