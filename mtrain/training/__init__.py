@@ -1,1 +1,1 @@
-"""A run: what is built in which order, the loop, evaluation, saving, resuming."""
+"""Training runs: building, the loop, evaluation, saving, resuming."""

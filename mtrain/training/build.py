@@ -1,4 +1,4 @@
-"""Builds a run: who is there, before anything happens."""
+"""Builds all parts of a run, before anything is trained."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from mtrain.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that takes part in training on this rank."""
+    """Parts of a training run on this rank."""
 
     model: RankModel
     objective: Objective
     teacher: Teacher | None
-    """Where a loss function compares with one."""
+    """Teacher of the loss functions that compare with one; None if there are none."""
     training: TrainingStep
     loader: StepLoader | None
-    """None on ranks that receive their data from tensor-parallel rank 0."""
+    """Training data; None on ranks that receive them from tensor-parallel rank 0."""
     validation: tuple[ValidationSet, ...]
-    """In the order of the configuration; empty where it has none."""
+    """Validation sets in the order of the configuration."""
     start_step: int
-    """Optimizer updates already completed."""
+    """Number of optimizer updates already completed."""
     changes: tuple[ChangeInfo, ...] = ()
-    """Keys that the run changed on its way, with consent; those of `start_step` come with this start."""
+    """Keys that the run has changed so far, with consent; those of `start_step` were changed by this start."""
     learning_rate: LearningRate = learning_rate
-    """By step and schedule."""
+    """Function that returns the learning rate of a step."""
     history: BadStepHistory = NO_BAD_STEPS
-    """Of the bad steps before `start_step`."""
+    """Bad steps before `start_step`."""
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
-    """The teacher of `loss.teacher`; None where there is none. Collective over the world.
+    """Loads the teacher of `loss.teacher`; returns None if there is none. Collective over the world.
 
     Raises:
-        ConfigError: Its model does not fit this run.
+        ConfigError: The teacher's model does not fit this run.
         DataError: There is no checkpoint, or it is damaged.
     """
     if config.loss.teacher is None:
@@ -73,16 +73,16 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
 
 @dataclass(frozen=True)
 class Parts:
-    """What learns on this rank."""
+    """Parts of a training step on this rank."""
 
     model: RankModel
     teacher: Teacher | None
-    """Where a loss function compares with one."""
+    """Teacher of the loss functions that compare with one; None if there are none."""
     training: TrainingStep
 
 
 TeacherOf = Callable[[Config, Groups], Teacher | None]
-"""None where no loss function compares with one."""
+"""Function that returns the teacher; None if no loss function compares with one."""
 
 
 def build_parts(
@@ -92,17 +92,17 @@ def build_parts(
     teacher_of: TeacherOf = load_teacher,
     weights_follow: bool = False,
 ) -> Parts:
-    """The model on its initial weights, its optimizer and its step. Collective over the world.
+    """Builds the model, its optimizer and its step; loads no weights. Collective over the world.
 
     Args:
-        config: Of the run.
-        groups: Newly opened: dropout draws from the random states that they were seeded with.
-        objective: What is minimised.
-        teacher_of: Finds the teacher.
-        weights_follow: As for `build_model`.
+        config: Configuration of the run.
+        groups: Newly opened process groups: dropout draws from the random states that they seeded.
+        objective: Objective that is minimised.
+        teacher_of: Function that returns the teacher.
+        weights_follow: Whether weights are loaded afterwards, as for `build_model`.
 
     Raises:
-        ConfigError: A backend is not there, or the teacher does not fit.
+        ConfigError: A backend is not installed, or the teacher does not fit.
         DataError: The teacher is missing or damaged.
     """
     chunks = build_model(config, groups, weights_follow)
@@ -115,13 +115,13 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """Builds the model and the optimizer, and resumes from the newest checkpoint. Collective.
 
     Args:
-        config: Of the run.
-        groups: Newly opened: dropout draws from the random states that they were seeded with.
-        folder: The run folder, whose lock the first rank holds.
-        teacher_of: Finds the teacher.
+        config: Configuration of the run.
+        groups: Newly opened process groups: dropout draws from the random states that they seeded.
+        folder: Run folder, whose lock the first rank holds.
+        teacher_of: Function that returns the teacher.
 
     Raises:
-        ConfigError: A loss function or a backend is not there.
+        ConfigError: A loss function cannot be loaded, or a backend is not installed.
         DataError: Data or a checkpoint is missing or damaged.
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
@@ -130,15 +130,15 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         of_objective, of_machine = objective.notes(config.loss), _notes_on_packages()
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *of_objective, *of_machine):
             print(f"note: {note}", flush=True)
-    # Opened before the model is built: bad data end the run while that is still cheap.
+    # opened before the model is built: bad data end the run while that is still cheap
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
     validation = ValidationSet.open_all(loader)
     references = References(config, folder, groups, objective.preference, loader)
     references.score_apart()
-    # before weights are loaded, as loading fills tensors that exist; a teacher is a model of its own
+    # before weights are loaded, as loading fills existing tensors; a teacher is a separate model
     parts = build_parts(config, groups, objective, teacher_of, weights_follow=True)
-    # before the run's own weights are loaded, which stay
+    # before the run's own weights are loaded, since this overwrites the model's weights
     references.use(parts.model)
     resumed = resume_or_initialize(parts.model, folder, loader)
     return Run(
@@ -163,18 +163,18 @@ def _notes_on_packages() -> list[str]:
 
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:
-    """The data, where this rank reads any: rank 0 of each tensor-parallel group, the others get rows by a broadcast.
+    """Opens the data on rank 0 of each tensor-parallel group; returns None on the others, which receive rows from it.
 
     Collective; ranks wait for the slowest as long as it takes.
 
     Raises:
-        DataError: They cannot be read, or are other ones on another rank; on all ranks.
+        DataError: The data cannot be read, or differ between ranks; on all ranks.
     """
 
     def open_data() -> StepLoader | None:
         return opened() if groups.tp_rank == 0 else None
 
-    # one of them may tokenise for all, longer than ranks wait in a collective
+    # one rank may tokenise for all, which can take longer than the timeout of a collective
     loader = on_all_ranks(lambda: with_the_slowest(open_data))
     first = on_first_rank(lambda: None if loader is None else loader.fingerprint)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a start goes on from, and what it does otherwise, with the user's consent; no torch."""
+"""Checkpoint that a start resumes from, and changes of the run that the user has consented to; no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mtrain.runs.continuation import allowed_changes, continued
 from mtrain.runs.folder import RunFolder
 
 DATA = "data.train"
-"""The key under which training data with another fingerprint are recorded."""
+"""Key under which training data with another fingerprint are recorded."""
 CURRICULUM = "data.curriculum"
-"""The same, where they differ in steps to come alone."""
+"""Key under which training data that differ in future steps alone are recorded."""
 
 
 class KnownData(Protocol):
-    """What training data are called."""
+    """Training data by their fingerprints."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -40,31 +40,31 @@ class KnownData(Protocol):
 
 
 def going_on(folder: RunFolder, config: Config) -> Config:
-    """The configuration with what an earlier start of the run decided; as given where there is none to go on from.
+    """Returns the configuration with the values that an earlier start decided; unchanged if there is no checkpoint.
 
     Raises:
         RunFolderError: The folder holds a run of another configuration.
     """
     saved, steps = folder.saved_config(), published_steps(folder.checkpoints)
-    # without a checkpoint nothing binds: a run that failed before its first save may start with another configuration
+    # without a checkpoint nothing is decided: a run that failed before its first save may change its configuration
     if saved is None or not steps:
         return config
-    # of the checkpoint, not of the last start, which may have changed something and crashed before it saved
+    # that of the checkpoint, not of the last start, which may have changed something and crashed before it saved
     saved = checkpoint_config(folder.checkpoints / step_name(steps[-1])) or saved
     return continued(config, saved, folder.path, steps[-1])
 
 
 def resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str] | None = None) -> Newest:
-    """The newest good checkpoint that the run goes on from.
+    """Returns the newest good checkpoint of the run, from which it resumes.
 
     Args:
-        config: Of this start.
-        folder: The run folder.
-        unusable: Step -> why, of checkpoints that looked whole and turned out not to be.
+        config: Configuration of this start.
+        folder: Run folder.
+        unusable: Reason by step, for checkpoints that looked complete but were found damaged.
 
     Raises:
         DataError: No checkpoint is good, but there are some.
-        RunFolderError: checkpoint.resume=never, but there is one.
+        RunFolderError: checkpoint.resume=never, but there is a checkpoint.
     """
     newest = newest_good(folder.checkpoints, unusable)
     if newest.entry is not None and config.checkpoint.resume == "never":
@@ -76,20 +76,20 @@ def resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str] | N
 
 
 def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_folder: Path) -> tuple[ChangeInfo, ...]:
-    """All changes of a run up to this start: those that its checkpoint knows, and those that this start brings.
+    """Returns all changes of a run up to this start: those recorded in its checkpoint, and those of this start.
 
-    Compared with the checkpoint, not with the last start: one that changed something and crashed before it saved left
-    no update behind.
+    The comparison is with the checkpoint, not with the last start: a start that changed something and crashed before it
+    saved has made no update that counts.
 
     Args:
-        entry: The checkpoint, verified.
-        data: Of this start.
-        config: Of this start.
-        run_folder: For messages.
+        entry: Checkpoint, verified.
+        data: Training data of this start.
+        config: Configuration of this start.
+        run_folder: Path of the run folder, for messages.
 
     Raises:
         RunFolderError: A key has another value without consent.
-        DataError: The training data are others, without consent.
+        DataError: The training data have changed without consent.
     """
     saved = checkpoint_config(entry.path)
     found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step)
@@ -104,16 +104,16 @@ def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_f
 def change_of_data(
     entry: CheckpointEntry, data: KnownData, config: Config, found: Sequence[Change] = ()
 ) -> Change | None:
-    """Training data with another fingerprint; None where they are the same, wherever they lie.
+    """Returns the change of training data with another fingerprint; None if they are the same, even if they were moved.
 
     Args:
-        entry: The checkpoint.
-        data: Of this start.
-        config: Of this start.
-        found: Keys that changed with consent; one of `data` explains another fingerprint.
+        entry: Checkpoint that the run resumes from.
+        data: Training data of this start.
+        config: Configuration of this start.
+        found: Keys that changed with consent; a key of `data` explains another fingerprint.
 
     Raises:
-        DataError: They are others, without consent.
+        DataError: The data have changed without consent.
     """
     saved = entry.manifest.dataset
     known = (data.fingerprint, *data.earlier_fingerprints)
@@ -121,7 +121,7 @@ def change_of_data(
         return None
     past = known_until(saved, entry.step)
     if any(same_fingerprint(past, known_until(each, entry.step)) for each in known):
-        return None  # data.packing may change without consent, and no sample so far was another
+        return None  # data.packing may change without consent, and all samples so far were the same
     if has_phases(saved) or has_phases(data.fingerprint):
         return _change_of_curriculum(entry, saved, known, config, found)
     is_explained = any(each.key.startswith("data.") for each in found)
@@ -148,7 +148,7 @@ def _without_references(fingerprint: str) -> str:
 
 
 def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
-    """Says of samples that are packed into other steps what to set."""
+    """Refuses another packing of samples into steps, and says what to set."""
     before, after = windows_in(saved), windows_in(now)
     if before is None or after is None or before == after:
         return
@@ -176,11 +176,11 @@ def _later(windows: Windows) -> str:
 def _change_of_curriculum(
     entry: CheckpointEntry, saved: str, known: Sequence[str], config: Config, found: Sequence[Change]
 ) -> Change:
-    """Blends that neither this run nor its checkpoint had come to."""
+    """Returns the change of blends that the checkpoint had not reached yet; refuses a change of earlier ones."""
     past = fingerprint_until(saved, entry.step)
     if not any(same_fingerprint(past, fingerprint_until(each, entry.step)) for each in known):
         raise DataError(
-            f"data.train and data.curriculum give steps 1 to {entry.step}, which {entry.path} has behind it, other "
+            f"data.train and data.curriculum give steps 1 to {entry.step}, which {entry.path} has completed, other "
             f"data than they had (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): no consent "
             "changes what was trained; restore what holds for these steps, write what is meant to hold from here on as "
             f"a blend of data.curriculum with from_step={entry.step} or more, or start a new run from these weights "
@@ -197,7 +197,7 @@ def _change_of_curriculum(
 
 
 def checkpoint_config(path: Path) -> str | None:
-    """The resolved configuration that a checkpoint was saved with, as YAML; None where it cannot be read.
+    """Returns the resolved configuration that a checkpoint was saved with, as YAML; None if it cannot be read.
 
     Raises:
         MachineError: The disk refuses.
@@ -209,14 +209,14 @@ def checkpoint_config(path: Path) -> str | None:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as fault:
-            # something else of this name: a damaged checkpoint, which gives way to another one later
+            # not a plain file: a damaged checkpoint, which is rejected later in favour of another one
             if fault.errno not in NOT_A_PLAIN_FILE:
                 raise
             return None
 
 
 def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None:
-    """Says which samples follow where a start brings other data; None where it does not."""
+    """Says which samples follow if a start changes the data; None if it does not."""
     of_data = [each for each in changes if each.key.startswith("data.")]
     if not of_data:
         return None

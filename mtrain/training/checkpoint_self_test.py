@@ -1,4 +1,4 @@
-"""`checkpoint.self_test`: proves before the first step that what is saved can be loaded, and what it costs."""
+"""Self-test of checkpoints (`checkpoint.self_test`): saves and loads before the first step, and reports the cost."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
     """Saves everything, wipes it, loads it and compares every bit. Collective over the world.
 
     Args:
-        run: Its state is the same afterwards.
-        checkpoints: The run's folder of checkpoints; the self-test leaves nothing there.
+        run: Run, whose state is the same afterwards.
+        checkpoints: Folder of the run's checkpoints; the self-test leaves nothing there.
 
     Raises:
         MachineError: The save failed.
-        DataError: The load failed, or gave other bits.
+        DataError: The load failed, or its result differs from what was saved.
     """
-    # named as an attempt: if the run dies here, the next start deletes it
+    # the name marks it as unfinished: if the run dies here, the next start deletes it
     root, step = checkpoints / ".tmp-self-test", run.start_step
     on_first_rank(lambda: clean_leftovers(checkpoints))
     memory, began = _peak_memory_bytes(run), time.monotonic()
@@ -70,7 +70,7 @@ def _parts(run: Run) -> list[Shard]:
 
 @torch.no_grad()
 def _wipe(run: Run) -> None:
-    """So that nothing looks loaded that was only left; one draw moves the generator of dropout."""
+    """Overwrites weights and optimizer state, and advances the random generator, so that only a load restores them."""
     for part in _parts(run):
         part.data.zero_()
     torch.rand(1)
@@ -84,12 +84,12 @@ def _compare(before: Sequence[Shard], after: Sequence[Shard]) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes, as not-a-number is not equal to itself."""
+    """Returns the bytes of a tensor, which can be compared where nan is not equal to itself."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _peak_memory_bytes(run: Run) -> Any:
-    """Of the rank with the most: (host, GPU) so far. One all-reduce."""
+    """Returns the peak memory so far, (host, GPU), each of the rank with the most. One all-reduce."""
     device = run.model.groups.device
     on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     peaks = torch.tensor([1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, on_gpu], device=device)

@@ -1,4 +1,4 @@
-"""Writes the data ledger of one rank beside its steps."""
+"""Writes the data ledger of one rank while it trains."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mtrain.metrics.record import Record, StepRecord
 
 
 class Entries(Protocol):
-    """Where entries come from."""
+    """Source of ledger entries."""
 
     def next_entry(self, step: int) -> StepEntry:
-        """Of the batches that were trained for the step with which so many updates are completed."""
+        """Returns the entry of the batches that were trained in a step, counted from 1."""
 
 
 class LedgerSink:
     """Writes the entry of every step whose record it is given."""
 
     def __init__(self, folder: Path, dp_rank: int, entries: Entries, start: StartEntry) -> None:
-        """Opens the file of this rank; `rewind_ledger` has taken back what lies beyond the start.
+        """Opens the file of this rank; `rewind_ledger` has removed entries after the start.
 
         Raises:
             MachineError: The disk refuses.
@@ -34,7 +34,7 @@ class LedgerSink:
         self._file = AppendedFile(folder / f"dp_{dp_rank:05d}.jsonl", first=to_line(start))
 
     def write(self, record: Record) -> None:
-        """Appends the entry of a step; other records are passed over."""
+        """Appends the entry of a step; other records are ignored."""
         if isinstance(record, StepRecord):
             entry = replace(self._entries.next_entry(record.step), skipped=record.skipped is not None)
             self._file.append(record.step, to_line(entry))
@@ -43,6 +43,6 @@ class LedgerSink:
         """Closes the file.
 
         Raises:
-            MachineError: The disk has refused entries to the end.
+            MachineError: The disk has refused entries, up to the last attempt.
         """
         self._file.close()

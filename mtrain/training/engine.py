@@ -1,4 +1,4 @@
-"""The engine of a user's own program: what `mtrain train` is made of, under the user's loop.
+"""Engine for a user's own program: the parts of `mtrain train` under the user's loop.
 
 Every method is collective: all ranks call the same ones in the same order, with the same arguments.
 """
@@ -42,33 +42,34 @@ from mtrain.training.step import OpenStep
 
 
 class Engine:
-    """A model with its optimizer, spread over ranks as `config.layout` says.
+    """A model with its optimizer, distributed over ranks according to `config.layout`.
 
-    It opens torch.distributed by what the launcher says (torchrun, srun, `mtrain launch local`; alone without one), or
-    works in the one that the program has opened, and leaves that open at the end. One engine at a time in a process;
-    after `close` there may be another, under another layout.
+    The engine initialises torch.distributed from the launcher's environment (torchrun, srun, `mtrain launch local`; a
+    single rank without a launcher). If the program has initialised it already, the engine uses that and leaves it open
+    at the end. A process can have one engine at a time; after `close` it can open another, under another layout.
 
-    Weights begin where a run of `mtrain train` begins: at `checkpoint.initialize_from`, `model.hf`, or drawn from
-    `train.seed`, the same under any layout. `data.*` plays no part but for `data.seq_length`, the length of a sample,
-    and `data.packing`.
+    Initial weights are those of a run of `mtrain train`: from `checkpoint.initialize_from` or `model.hf`, or drawn from
+    `train.seed`, the same under any layout. Of `data.*` only `data.seq_length`, the length of a sample, and
+    `data.packing` are used.
 
-    Batches are global: every rank is given all samples and takes its own. Any number of samples is allowed; rows that
-    are missing to a whole number of microbatches are filled up and count nothing. With `data.packing` rows hold several
-    samples, which do not see each other.
+    Batches are global: every rank is given all samples and takes its own. Any number of samples is allowed; empty rows,
+    which count nothing, complete the last microbatch. With `data.packing` rows hold several samples, which do not
+    attend to each other.
 
     Raises of all methods: RankLostError and MachineError inside a `with` block, where another rank is gone or memory
     runs out; RuntimeError after `close`.
     """
 
     def __init__(self, config: Config) -> None:
-        """
+        """Joins the other ranks, builds the model and loads or draws its weights.
+
         Args:
-            config: From `load_config`.
+            config: Configuration, from `load_config`.
 
         Raises:
             ConfigError: The configuration does not fit the number of ranks, or another engine is open.
             DataError: Weights or a teacher cannot be loaded.
-            MachineError: The device is not there, the other ranks cannot be reached, or a rank has another
+            MachineError: The device does not exist, the other ranks cannot be reached, or a rank has another
                 configuration or belongs to another launch.
         """
         train = config.train
@@ -84,7 +85,7 @@ class Engine:
             self._parts: Parts | None = build_parts(config, groups, self._objective, weights_follow=True)
             initialize(self._parts.model)
             self._batches = GlobalBatches(config, groups)
-            # what fails above closes all that was opened; from here on `close` does
+            # a failure above closes all that was opened; from here on `close` does
             self._held = held.pop_all()
         self._open: OpenStep | None = None
         self._tokens = self._total_tokens = 0
@@ -92,23 +93,23 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0."""
+        """Returns the rank of this process, from 0."""
         return self._groups.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self._groups.layout.world_size
 
     def forward(self, batch: Sequence[Datum], entropy: bool = False) -> ForwardResult:
-        """What the model, as it is, thinks of each token; no gradient, no dropout.
+        """Returns the log-probability of each token under the current weights; no gradient, no dropout.
 
-        One all-reduce of the result over all ranks, beside those of the forward pass.
+        One all-reduce of the result over all ranks, in addition to those of the forward pass.
 
         Args:
-            batch: Global.
-            entropy: Whether the entropy of each distribution is wanted too: one more all-reduce over TP for each chunk
-                of tokens, and a pass over the logits.
+            batch: Samples of the global batch.
+            entropy: Whether to compute the entropy of each distribution too, which costs one more all-reduce over TP
+                for each chunk of tokens, and a pass over the logits.
 
         Raises:
             DataError: A sample does not fit the configuration.
@@ -116,14 +117,15 @@ class Engine:
         return token_scores(batch, entropy, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
-        """What a preference loss compares, such as `GroupMember.reference` wants it; no gradient, no dropout.
+        """Returns the scores that a preference loss compares, as `GroupMember.reference` needs them; no gradient, no
+        dropout.
 
         Args:
-            batch: Global; every sample with a `member`.
+            batch: Samples of the global batch, each with a `member`.
 
         Returns:
-            For each sample, on every rank: the sum of the log-probabilities of its weighed tokens, in nats, or their
-            mean where loss.aggregation=seq-mean-token-mean; of a reward model the reward.
+            Score of each sample, on every rank: the sum of the log-probabilities of its weighted tokens, in nats, or
+            their mean if loss.aggregation=seq-mean-token-mean; for a reward model the reward.
 
         Raises:
             DataError: A sample does not fit the configuration, or is member of no group.
@@ -136,15 +138,15 @@ class Engine:
 
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """The frozen model alone inside the `with` block: `forward` and `evaluate` without the adapters' part.
+        """Turns the adapters off inside the `with` block: `forward` and `evaluate` use the frozen model alone.
 
-        For log-probabilities of the model that a finetuning with new adapters began from, without a second model in
-        memory. A run that goes on from `adapter.path` began from that adapter: its reference are `forward` or `scores`
-        before the first `optim_step`.
+        This gives log-probabilities of the model that a finetuning with new adapters started from, without a second
+        model in memory. A run that continues from `adapter.path` started from that adapter: its reference is the result
+        of `forward` or `scores` before the first `optim_step`.
 
         Raises:
-            ConfigError: The configuration has no `adapter`, or the model has a head, which learns whole.
-            RuntimeError: Inside the block `forward_backward` was called, which would have nothing to learn.
+            ConfigError: The configuration has no `adapter`, or the model has a head, which is trained as a whole.
+            RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
         """
         if self.config.adapter is None:
             raise ConfigError(
@@ -170,30 +172,30 @@ class Engine:
         loss: AnyLoss | str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds the gradient of a batch, not divided by anything; several calls make one step.
+        """Accumulates the undivided gradient of a batch; several calls can form one step.
 
-        Numerators and denominators add up too, and `optim_step` divides once: calls with parts of a batch are one call
-        with all of it, to the bit where the microbatches are the same (parts of a multiple of dp x micro_batch_size
-        samples). Nothing is reduced over data-parallel ranks and the host waits for nothing.
+        Numerators and denominators are added up too, and `optim_step` divides once: calls with parts of a batch are
+        equivalent to one call with all of it, bit for bit if the microbatches are the same (parts of a multiple of dp x
+        micro_batch_size samples). Nothing is reduced over data-parallel ranks, and the host does not wait.
 
         Args:
-            batch: Global.
-            loss: Instead of `loss.function`: a name, as that key takes it, or a function TermInputs -> LossPair under
-                the contract of docs/extending/loss.md. Weights come as `loss.aggregation` says. None: as the
-                configuration says.
-            options: Of a loss that is named, as `loss.options`.
+            batch: Samples of the global batch.
+            loss: Loss to use instead of `loss.function`: a name, as that key accepts it, or a function TermInputs ->
+                LossPair under the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss
+                of the configuration.
+            options: Options of a loss that is given by its name, as in `loss.options`.
 
         Raises:
-            ConfigError: The loss function is not known, does not take the options, breaks its contract or needs a
-                teacher that is not there; or this is a second call, and terms with denominators of their own need the
+            ConfigError: The loss function is not known, does not accept the options, breaks its contract or needs a
+                teacher where there is none; or this is a second call, and terms with denominators of their own need the
                 whole batch in the first one.
-            DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; what earlier
-                calls have added is still there, also after the next one. After any other error it is gone.
+            DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; the gradients of
+                earlier calls are kept, also after a NumericError. After any other error they are lost.
             NumericError: An extra is not finite.
         """
         training = self._built().training
         if self._is_bare:
-            raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it behind the block")
+            raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
         objective = self._objective_of(loss, options)
         samples = self._batches.samples(batch, objective.extras)
         plan = self._batches.plan(samples, len(batch))
@@ -207,11 +209,11 @@ class Engine:
         """Sums gradients over all ranks, divides them once by the global denominator, clips and updates.
 
         Args:
-            lr: The learning rate; None: as `optimizer.*` says for this step.
+            lr: Learning rate; None: that of `optimizer.*` for this step.
 
         Raises:
             NumericError: A loss, a denominator or the gradient norm is not finite or cannot be right. The gradients are
-                gone, the weights as they were. On all ranks.
+                lost, the weights unchanged. On all ranks.
             RuntimeError: There was no `forward_backward` since the last step.
         """
         training = self._built().training
@@ -232,15 +234,15 @@ class Engine:
         loss: AnyLoss | str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> EvalResult:
-        """The loss over some data, forward only: one sum over one sum, however the data are cut into batches.
+        """Returns the loss over some data, forward only: one sum over one sum, however the data are split into batches.
 
         Args:
-            batches: Global ones, of any sizes; read once, `train.global_batch_size` samples at a time.
-            loss: As for `forward_backward`, as `options`.
-            options: Of a loss that is named.
+            batches: Global batches of any sizes; read once, `train.global_batch_size` samples at a time.
+            loss: Loss to use instead of `loss.function`, as for `forward_backward`.
+            options: Options of a loss that is given by its name.
 
         Raises:
-            NumericError, ConfigError, DataError: As `forward_backward` and `optim_step`.
+            NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
         """
         parts = self._built()
         objective = self._objective_of(loss, options)
@@ -250,24 +252,25 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, max_sequences: int = 64
     ) -> list[Completion]:
-        """Answers of the model as it is, with the log-probability of each token; no dropout.
+        """Generates an answer to each prompt with the current weights, and the log-probability of each token; no
+        dropout.
 
-        Neither the layout nor what else is asked changes an answer: a token is drawn by the seed, the number of its
-        prompt and its place. To draw several answers to one prompt, give it several times.
+        Neither the layout nor the other prompts change an answer: a token is drawn from the seed, the number of its
+        prompt and its position. To draw several answers to one prompt, give it several times.
 
         Args:
-            prompts: Token ids, the same on all ranks; of any lengths, at least one of each.
-            sampling: How tokens are drawn, and when an answer ends. None: SamplingParams().
-            max_sequences: Most answers in flight on a data-parallel or context-parallel rank, for whose keys and values
-                memory is taken.
+            prompts: Token ids of each prompt, the same on all ranks; at least one token each.
+            sampling: Rules for drawing tokens and ending an answer. None: SamplingParams().
+            max_sequences: Largest number of answers in progress on a data-parallel or context-parallel rank, for whose
+                keys and values memory is allocated.
 
         Returns:
-            An answer a prompt, on every rank.
+            Answer to each prompt, on every rank.
 
         Raises:
             ConfigError: The model's layers cannot generate.
             NumericError: The logits are not finite.
-            ValueError: A prompt is empty, or holds what is no id of the vocabulary.
+            ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
         """
         parts = self._built()
         parts.model.optimizer.gather_parameters()
@@ -278,11 +281,11 @@ class Engine:
         """Saves weights, optimizer and step, complete when this returns.
 
         Args:
-            run_dir: Seen by all ranks; gets `checkpoints/` and `config.yaml`, as a run of `mtrain train` has them, so
-                that every verb of mtrain can use it. None: `run.dir`. Nothing in it is deleted.
+            run_dir: Run folder that all ranks can see; gets `checkpoints/` and `config.yaml`, like a run of `mtrain
+                train`, so that every command of mtrain can use it. None: `run.dir`. Nothing in it is deleted.
 
-        Returns:
-            The checkpoint: `run_dir/checkpoints/step_00000010`.
+            Returns:
+            Path of the checkpoint, such as `run_dir/checkpoints/step_00000010`.
 
         Raises:
             RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
@@ -294,27 +297,28 @@ class Engine:
         return save_at(folder, at, self._built().model)
 
     def load(self, path: Path | str) -> None:
-        """Goes on from a checkpoint, saved under any layout: weights, optimizer and step. Gradients are dropped.
+        """Loads weights, optimizer and step of a checkpoint saved under any layout. Gradients are dropped.
 
         Args:
-            path: A checkpoint, or a run folder, whose newest good one is taken.
+            path: Checkpoint, or run folder, whose newest good checkpoint is loaded.
 
         Raises:
-            DataError: It is damaged, of another model, or holds nan or inf; the engine is not to be used then.
+            DataError: The checkpoint is damaged, of another model, or holds nan or inf; the engine must not be used
+                then.
         """
         model = self._built().model
-        # gradients that were added up belong to the weights of before
+        # accumulated gradients belong to the old weights
         self._open, self._tokens = None, 0
         self.step, self._total_tokens = load_from(Path(path), model)
 
     def export_hf(self, folder: Path | str) -> None:
-        """Writes a folder that Hugging Face's libraries load, and proves that it holds these very weights.
+        """Writes a folder that Hugging Face's libraries can load, and verifies that it holds exactly these weights.
 
-        A checkpoint is written beside it first and deleted afterwards, with the space that takes: no rank ever holds
-        the whole model.
+        A checkpoint is written next to it first and deleted afterwards, so that no rank ever holds the whole model; the
+        disk must have room for both.
 
         Args:
-            folder: Seen by all ranks; must not exist.
+            folder: Path of the new folder, which all ranks can see; must not exist.
 
         Raises:
             ConfigError: The folder exists.
@@ -326,20 +330,23 @@ class Engine:
     def named_hf_tensors(
         self, content: HfContent = "merged", everywhere: bool = True, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they are, whole, under Hugging Face's names: for an inference engine, without a disk.
+        """Yields the current weights as whole tensors under Hugging Face's names, for an inference engine; no disk is
+        used.
 
-        Bit for bit what `export_hf` writes, in the order of the model; a table that a folder holds under two names
-        comes once. (With adapters on a GPU the sum with the frozen matrix is rounded there, in an export on the CPU.)
-        Tensors come on the engine's device, in the precision that the run computes in, and are the caller's to keep.
+        The tensors are bit for bit those that `export_hf` writes, in the order of the model; a table that a folder
+        holds under two names is yielded once. (With adapters on a GPU the sum with the frozen matrix is rounded on the
+        GPU, in an export on the CPU.) Tensors are on the engine's device, in the precision that the run computes in,
+        and the caller may keep them.
 
-        Every rank iterates to the end, and calls nothing else of the engine meanwhile: tensors are gathered as the
-        iteration goes on, a bucket at a time, by one broadcast from each rank that holds a part of it.
+        Every rank must iterate to the end, and must not call another method of the engine meanwhile: tensors are
+        gathered during the iteration, a bucket at a time, by one broadcast from each rank that holds a part of it.
 
         Args:
-            content: Of a model with adapters: "merged", "base" for the frozen model, "adapter" for the adapters alone
-                under PEFT's names, which are what changes.
-            everywhere: Whether every rank gets the tensors; else rank 0 alone, and the iteration of others is empty.
-            bucket_bytes: Of tensors that are gathered together; a rank that gets them needs about three times as much.
+            content: Weights of a model with adapters to yield: "merged", "base" for the frozen model, or "adapter" for
+                the adapters alone under PEFT's names, the only weights that change.
+            everywhere: Whether every rank gets the tensors; if not, only rank 0 does, and others iterate over nothing.
+            bucket_bytes: Size of the tensors that are gathered together; a rank that gets them needs about three times
+                as much.
 
         Raises:
             ConfigError: Adapters are asked for where there are none.
@@ -350,22 +357,22 @@ class Engine:
     def broadcast_hf_tensors(
         self, group: dist.ProcessGroup | None, content: HfContent = "merged", bucket_bytes: int = BUCKET_BYTES
     ) -> int:
-        """Sends what `named_hf_tensors` gives to other processes, which call `receive_hf_tensors`.
+        """Sends the tensors of `named_hf_tensors` to other processes, which call `receive_hf_tensors`.
 
-        First a description of all buckets, then one broadcast a bucket.
+        A description of all buckets is sent first, then one broadcast per bucket.
 
         Args:
-            group: On rank 0: of it and the receivers, of a backend that sends from the engine's device; it need not
-                be of torch.distributed's own world. None on the other ranks.
-            content: As `named_hf_tensors`.
-            bucket_bytes: As `named_hf_tensors`; of what is sent at once, too.
+            group: Group of rank 0 and the receivers on rank 0, with a backend that sends from the engine's device; it
+                need not be part of the default process group. None on the other ranks.
+            content: Weights to send; see `named_hf_tensors`.
+            bucket_bytes: Size of the tensors that are gathered and sent together; see `named_hf_tensors`.
 
         Returns:
-            Bytes that were sent.
+            Number of bytes that were sent.
 
         Raises:
-            ConfigError: Rank 0 has no group, or as `named_hf_tensors`.
-            DataError: As `named_hf_tensors`.
+            ConfigError: Rank 0 has no group, or adapters are asked for where there are none.
+            DataError: No Hugging Face family can describe the model.
         """
         on_first_rank(lambda: need_group(group))
         planned = self._hf_tensors(content)
@@ -396,5 +403,5 @@ class Engine:
     def _objective_of(self, loss: AnyLoss | str | None, options: Mapping[str, Any] | None) -> Objective:
         if loss is None and options is None:
             return self._objective
-        # options alone are those of the configuration's own function
+        # options without a loss are those of the configuration's function
         return self._objective.with_main(self.config.loss.function if loss is None else loss, self.config.loss, options)

@@ -1,4 +1,4 @@
-"""Validation: sum over sum over exactly the samples of a set."""
+"""Validation: a loss that is one sum over one sum, over exactly the samples of a set."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ValidationSet:
 
     name: str
     held_out: HeldOutBatches | None
-    """None on ranks that do not read data."""
+    """Batches of this rank; None on ranks that do not read data."""
     num_passes: int
-    """Passes through the schedule, the same on all ranks."""
+    """Number of passes through the schedule, the same on all ranks."""
     num_samples: int
-    """Samples of the set, over all ranks."""
+    """Number of samples of the set, over all ranks."""
 
     @classmethod
     def open_all(cls, loader: StepLoader | None) -> tuple[ValidationSet, ...]:
-        """The validation sets of the configuration, in its order. Collective over the world."""
+        """Opens the validation sets of the configuration, in its order. Collective over the world."""
         own = {} if loader is None else loader.held_out_sets("valid")
-        # ranks without data need the number of passes, or they would wait in a pass that others do not make
+        # ranks without data need the number of passes: in one too many they would wait for ever
         sizes = on_first_rank(lambda: {name: (each.num_passes, each.num_samples) for name, each in own.items()})
         return tuple(cls(name, own.get(name), *size) for name, size in sizes.items())
 
@@ -50,14 +50,14 @@ def evaluate_all(
     """Evaluates several sets one after the other, as `evaluate` does.
 
     Args:
-        model: As for `evaluate`.
-        objective: As for `evaluate`.
-        sets: At least one.
-        step: Optimizer updates completed.
-        teacher: Where a term needs one.
+        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
+        objective: Objective whose terms are reported.
+        sets: Validation sets, at least one.
+        step: Number of optimizer updates completed.
+        teacher: Teacher; needed if a term compares with one.
 
-    Returns:
-        The record of the first set, in whose `valid_sets` the losses of all sets stand where there are several.
+        Returns:
+        Record of the first set; if there are several, its `valid_sets` holds the losses of all.
     """
     records = {each.name: evaluate(model, objective, each, step, teacher) for each in sets}
     first, *others = records.values()
@@ -76,17 +76,17 @@ def evaluate(
 ) -> ValidRecord:
     """Runs the set through the pipeline, forward only.
 
-    One all-reduce of a short vector at the end, beside megatron-core's own collectives.
+    One all-reduce of a short vector at the end, in addition to megatron-core's own collectives.
 
     Args:
-        model: Its parameters are completed first, and it is left in training mode.
-        objective: Every term of logits is reported, the main one as the validation loss.
-        samples: The set.
-        step: Optimizer updates completed.
-        teacher: Where a term needs one.
+        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
+        objective: Objective whose terms of logits are reported, the main term as the validation loss.
+        samples: Validation set.
+        step: Number of optimizer updates completed.
+        teacher: Teacher; needed if a term compares with one.
 
     Raises:
-        NumericError: As in training.
+        NumericError: A loss is not finite, or a denominator cannot be right.
     """
     start, held_out = time.perf_counter(), samples.held_out
     passes = repeat(None, samples.num_passes) if held_out is None else held_out.batches()
@@ -109,7 +109,7 @@ def _record(config: Config, totals: ForwardTotals, samples: ValidationSet, step:
 
 
 def term_records(totals: Mapping[str, Totals]) -> dict[str, TermRecord]:
-    """Each term as sum over sum, for the metrics; the mean of an empty term is 0."""
+    """Returns the records of all terms for the metrics; the mean of an empty term is 0."""
     return {
         term: TermRecord(
             loss=each.mean,

@@ -1,11 +1,10 @@
-"""Exports beside training: checkpoints that a run has just published, as folders that Hugging Face's libraries load.
+"""Exports during training: turns published checkpoints into folders that Hugging Face's libraries can load.
 
-A checkpoint is the sharded state that all ranks wrote together. The first rank turns its files into a folder in a
-thread, one tensor at a time, straight from the page cache: no rank holds the model, nothing is sent, and no other rank
-waits.
+A checkpoint is the sharded state that all ranks wrote together. The first rank converts its files in a thread, one
+tensor at a time, straight from the page cache: no rank holds the model, nothing is sent, and no other rank waits.
 
-An export is due while its checkpoint is there and its folder is not; nothing else records it. So a run that stops, or
-dies, leaves its exports to the next start.
+An export is due while its checkpoint exists and its folder does not; nothing else records it. So a run that stops or
+dies leaves its exports to the next start.
 """
 
 from __future__ import annotations
@@ -31,39 +30,40 @@ from mtrain.convert.work import staging_folder, staging_folders
 from mtrain.runs.folder import RunFolder
 
 _NUM_WORKERS = 1
-"""Files in work at once: training goes first. The exporter's own thread does it, which the end need not wait for."""
+"""Number of files that are converted at once, kept low because training goes first. With one, the exporter's own thread
+does the work, for which the end of the run need not wait."""
 _POLL_S = 0.1
 _STEP = re.compile(r"step_(\d+)")
 _PATIENCE_S = 2.0
-"""How long the end waits for an export that was asked to stop between two pieces of its work; a dead disk holds it."""
+"""Seconds that the end of a run waits for an export that was asked to stop, which may hang on a dead disk."""
 
 
 class _Export(NamedTuple):
-    """A step whose checkpoint is kept from deletion until it is exported."""
+    """Step to export, whose checkpoint is protected from deletion until then."""
 
     step: int
     held: contextlib.ExitStack
 
 
 class _StoppedError(Exception):
-    """The run ends before the export does; never leaves this module."""
+    """Export that stops because the run ends; never leaves this module."""
 
 
 def due_steps(folder: RunFolder, every_steps: int) -> list[int]:
-    """Steps whose checkpoints are there and not exported, ascending.
+    """Returns the steps whose checkpoints exist and are not exported, ascending.
 
     Args:
-        folder: The run folder.
-        every_steps: Multiples of this are exported; 0: none.
+        folder: Run folder.
+        every_steps: Interval of the steps that are exported; 0: none.
     """
     steps = published_steps(folder.checkpoints) if every_steps > 0 else []
     return [step for step in steps if step % every_steps == 0 and not _target(folder, step).exists()]
 
 
 def clean_staging(folder: RunFolder, every_steps: int) -> None:
-    """Deletes what stopped exports left behind that are not due any more.
+    """Deletes unfinished exports that are no longer due.
 
-    To be called at the start of a run, by the holder of the folder's lock.
+    Must be called at the start of a run, by the holder of the folder's lock.
 
     Raises:
         MachineError: The disk refuses.
@@ -76,18 +76,18 @@ def clean_staging(folder: RunFolder, every_steps: int) -> None:
 
 
 class Exporter:
-    """The exports of one run, one after the other; of the first rank alone, and without collectives.
+    """Exports of one run, one after the other, on the first rank alone and without collectives.
 
-    A failed export is reported and training goes on; the next start tries again where the checkpoint is still there.
+    A failed export is reported and training goes on; the next start tries again if the checkpoint still exists.
     """
 
     def __init__(self, folder: RunFolder, every_steps: int, check: Callable[[], None] = lambda: None) -> None:
-        """Begins with what an earlier start of the run left to do.
+        """Begins with the exports that an earlier start of the run left to do.
 
         Args:
-            folder: The run folder.
-            every_steps: Multiples of this are exported; 0: nothing.
-            check: Called before an export begins; raises where another run has taken the folder over.
+            folder: Run folder.
+            every_steps: Interval of the steps that are exported; 0: none.
+            check: Function that is called before an export begins; raises if another run has taken the folder over.
 
         Raises:
             MachineError: The disk refuses.
@@ -103,15 +103,15 @@ class Exporter:
             self._note(step)
 
     def expect(self, step: int) -> None:
-        """To be called for every checkpoint that is about to be published."""
+        """Notes a checkpoint that is about to be published; must be called for each."""
         if self._every > 0 and step % self._every == 0 and not _target(self._folder, step).exists():
             # the folder appears only when all ranks have written, some steps later: `poll` looks for it
             self._expected.append(step)
 
     def poll(self) -> None:
-        """Notes what was published, and begins the next export where none is running.
+        """Notes published checkpoints, and begins the next export if none is running.
 
-        To be called at every step boundary, between two saves once at least: what was noted is not deleted.
+        Must be called at least once between two saves, at a step boundary: a noted checkpoint is not deleted.
         """
         for step in [step for step in self._expected if self._checkpoint(step).exists()]:
             self._expected.remove(step)
@@ -123,7 +123,7 @@ class Exporter:
             self._running = export, started(lambda: self._run(export), f"export-{export.step}")
 
     def rewind(self, step: int) -> None:
-        """The run goes on from this checkpoint: exports of later steps are none of its history, and go.
+        """Deletes the exports of steps after the checkpoint that the run goes back to.
 
         Raises:
             MachineError: The disk refuses.
@@ -141,7 +141,7 @@ class Exporter:
             self._waiting.remove(export)
             export.held.close()
         with disk_faults(f"clean {self._folder.exports}"):
-            # unfinished ones too, or the next export of the step would go on from them
+            # unfinished ones too, or the next export of the step would continue them
             for path in [*self._folder.exports.glob("step_*"), *staging_folders(self._folder.exports)]:
                 if (found := _STEP.search(path.name)) is not None and int(found[1]) > step:
                     remove(path)
@@ -149,17 +149,17 @@ class Exporter:
     def stop(self) -> None:
         """Begins no further export and asks a running one to end; does not wait.
 
-        Checkpoints that are to be exported stay as they are until `close`.
+        Checkpoints that are to be exported stay protected until `close`.
         """
         self._is_stopped.set()
 
     def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
-        """Waits until everything that was published is exported.
+        """Waits until all published checkpoints that are due are exported.
 
         Args:
-            is_stopped: Asked while waiting: whether the run is to end without what is left, as `stop` makes it.
+            is_stopped: Function that is called while waiting and says whether to `stop`.
 
-        Returns:
+            Returns:
             Steps that are left to the next start; none unless the run was stopped.
 
         Raises:
@@ -180,11 +180,11 @@ class Exporter:
         return []
 
     def close(self) -> None:
-        """Leaves what is not exported to the next start, however the run ends; an export that hangs is left behind."""
+        """Leaves the remaining exports to the next start, however the run ends; abandons an export that hangs."""
         self.stop()
         if self._running is not None:
             export, work = self._running
-            # a thread cannot be ended from outside, so one that hangs on the disk is left behind
+            # a thread cannot be ended from outside, so one that hangs on the disk is abandoned
             if concurrent.futures.wait([work], _PATIENCE_S).done:
                 self._end(export, work)
             else:
@@ -192,7 +192,7 @@ class Exporter:
         for export in self._waiting:
             export.held.close()
         self._waiting.clear()
-        with contextlib.suppress(MtrainError):  # the next start looks again, and says what is wrong with the disk
+        with contextlib.suppress(MtrainError):  # the next start looks again, and reports what is wrong with the disk
             if due := due_steps(self._folder, self._every):
                 print(f"exports left to the next start: {', '.join(map(step_name, due))}", flush=True)
 
@@ -207,7 +207,7 @@ class Exporter:
             self._waiting.append(_Export(step, held))
 
     def _run(self, export: _Export) -> None:
-        """In a thread."""
+        """Exports one checkpoint, in the exporter's thread."""
         self._check()
 
         def go_on() -> None:
@@ -227,7 +227,7 @@ class Exporter:
         if fault is None:
             print(f"exported {target}", flush=True)
             return
-        with contextlib.suppress(OSError):  # a full disk needs the room; what cannot be deleted goes at the next start
+        with contextlib.suppress(OSError):  # frees a full disk; the next start deletes what cannot be deleted now
             remove(staging_folder(target))
         self._fail(export.step, fault if isinstance(fault, MtrainError) else MachineError(repr(fault)))
 

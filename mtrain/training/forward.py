@@ -1,4 +1,4 @@
-"""Passes without a backward: what the weights, as they are, say of some batches."""
+"""Forward passes without a backward: losses and log-probabilities of some batches under the current weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mtrain.training.totals import check_totals, planned_denominators
 
 
 class ForwardTotals(NamedTuple):
-    """A forward pass over some batches, the same on all ranks."""
+    """Totals of a forward pass over some batches, the same on all ranks."""
 
     terms: Mapping[str, TermTotals]
     diagnostics: Mapping[str, float]
-    """As of `StepTotals`."""
+    """Diagnostics of the loss functions, as in `StepTotals`."""
 
 
 def forward_totals(
@@ -43,21 +43,21 @@ def forward_totals(
     passes: Iterable[Sequence[Microbatch] | None],
     teacher: Teacher | None = None,
 ) -> ForwardTotals:
-    """Every term of logits over some batches, forward only; those of routers belong to training.
+    """Returns the totals of every term of logits over some batches, forward only; router terms belong to training.
 
-    One all-reduce of a short vector at the end, beside megatron-core's own collectives.
+    One all-reduce of a short vector at the end, in addition to megatron-core's own collectives.
 
     Args:
-        model: Its parameters are completed first, and it is left in training mode.
-        objective: The terms.
-        passes: What this rank reads for each pass through the schedule, as many on all ranks; None where it reads none.
-        teacher: Where a term needs one.
+        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
+        objective: Objective that defines the terms.
+        passes: Microbatches that this rank reads for each pass through the schedule, as many passes on all ranks; None
+            on ranks that do not read data.
+        teacher: Teacher; needed if a term compares with one.
 
     Raises:
-        NumericError: As in training.
+        NumericError: A loss is not finite, or a denominator cannot be right.
     """
-    # with overlap_param_gather the all-gather of the last update may still be missing: it belongs to the next forward
-    # pass
+    # with overlap_param_gather the all-gather of the last update is left to the next forward pass
     model.optimizer.gather_parameters()
     config, groups = model.config, model.groups
     terms = tuple(objective.functions)
@@ -75,10 +75,10 @@ def forward_totals(
             if objective.preference is not None:
                 found = preference_pass(model, objective.preference, own, count)
                 own, compared = found.batches, compared.plus(found.totals)
-            # the plan is compared in validation too: a row that is counted twice shows here
+            # the plan is compared in validation too: it reveals a row that is counted twice
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
             if objective.preference is not None and len(terms) == 1:
-                continue  # all is known
+                continue  # the scoring pass has computed everything
             shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
             rows = slice_for_rank(shared, groups)
             accumulate(rows, OutputLoss(own, rows, config, groups, objective, teacher))
@@ -91,7 +91,8 @@ def forward_totals(
 
 
 def num_microbatches(config: Config, groups: Groups) -> int | None:
-    """Of a data-parallel rank in one step; None where rows are packed: what the step holds decides."""
+    """Returns the number of microbatches of a data-parallel rank in a step; None if rows are packed, where it
+    varies."""
     if config.data.packing is not None:
         return None
     return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)
@@ -104,25 +105,26 @@ def label_scores(
     num_microbatches: int,
     with_entropy: bool,
 ) -> Tensor:
-    """The log-probability of the label at each position of a global batch, forward only, and the entropy there.
+    """Returns the log-probability of the label at each position of a global batch, and the entropy if wanted.
 
-    One all-reduce of the result over the world at the end, beside megatron-core's own collectives.
+    The pass is forward only. One all-reduce of the result over the world at the end, in addition to megatron-core's own
+    collectives.
 
     Args:
-        model: Its parameters are completed first, and it is left in training mode.
-        batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
-        num_microbatches: How many they are.
+        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
+        batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
+        num_microbatches: Number of these microbatches.
         with_entropy: Whether the entropy is wanted.
 
     Returns:
-        [1 or 2, rows, seq] float32 on the device, in nats, the same on all ranks: log-probabilities, entropies. Rows by
-        microbatch, then data-parallel rank: without packing by slot of the global batch.
+        Log-probabilities, and entropies if wanted, in nats, [1 or 2, rows, seq] float32 on the device, the same on all
+        ranks. Rows are ordered by microbatch, then by data-parallel rank: without packing by slot of the global batch.
     """
     model.optimizer.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
-    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # tokens further ahead: not asked for
+    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without the tokens further ahead
     found = torch.zeros(1 + with_entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = torch.arange(seq)
     if layout.cp > 1:
@@ -132,7 +134,7 @@ def label_scores(
     def take(logits: Logits, batch: Microbatch) -> None:
         scores = label_log_probs(logits, batch, config, groups, with_entropy)
         own = slots(next(numbers), groups.dp_rank, layout.dp, size)
-        if groups.counts_loss:  # else the same numbers were added once for each tensor-parallel rank
+        if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
             found[:, own.start : own.stop, columns] = scores
 
     with evaluating(model.chunks):

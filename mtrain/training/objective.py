@@ -1,4 +1,4 @@
-"""What a run minimises, checked against the data that it brings along; needs torch, but no device."""
+"""Objective of a run, checked against its data; needs torch, but no device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mtrain.loss.objective import Objective
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective of a run.
+    """Returns the objective of a run.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
 
     Raises:
-        ConfigError: A loss function cannot be loaded, or the records do not bring along what it reads.
+        ConfigError: A loss function cannot be loaded, or the records lack extras that it reads.
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     _check_extras(objective, config)
@@ -24,9 +24,10 @@ def objective_of(config: Config) -> Objective:
 
 
 def _check_extras(objective: Objective, config: Config) -> None:
-    """
+    """Refuses an objective whose loss functions read extras that the data do not have.
+
     Raises:
-        ConfigError: The records do not bring along what the loss functions read.
+        ConfigError: The records lack extras that the loss functions read.
     """
     needed = as_configured(objective.extras)
     there = {*config.data.extra_columns, *label_columns(config.loss)}

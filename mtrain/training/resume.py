@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest good checkpoint, at the weights of another run, or at the start."""
+"""Start of a run: from its newest good checkpoint, from given weights, or from drawn ones."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ from mtrain.training.changed import changes_since, resumable
 
 
 class Resumed(NamedTuple):
-    """Where a start goes on."""
+    """State from which a start continues."""
 
     step: int
-    """Completed updates."""
+    """Number of completed updates."""
     changes: tuple[ChangeInfo, ...] = ()
-    """Of the run so far; those of this very step come with this start."""
+    """Changes of the run so far; those of `step` were made by this start."""
     history: BadStepHistory = NO_BAD_STEPS
 
 
 def resume_or_initialize(model: RankModel, folder: RunFolder, loader: StepLoader | None) -> Resumed:
-    """Loads the run's newest good checkpoint, else the weights it starts from. Collective over the world.
+    """Loads the run's newest good checkpoint, or else the weights it starts from. Collective over the world.
 
-    A checkpoint that is passed over because of its bytes, or as it holds nan or inf, is set aside, so that its step can
-    be saved again.
+    A checkpoint that is skipped because it is damaged, or holds nan or inf, is set aside, so that its step can be saved
+    again.
 
     Args:
-        model: Takes what is loaded.
-        folder: The run folder, whose lock the first rank holds.
-        loader: Of the training data; None on ranks that do not read any.
+        model: Model of this rank, into which the state is loaded.
+        folder: Run folder, whose lock the first rank holds.
+        loader: Loader of the training data; None on ranks that do not read any.
 
     Returns:
-        What was found; step 0 where the run begins.
+        State of the checkpoint; step 0 if the run begins.
 
     Raises:
-        DataError: No checkpoint is good, it does not fit, or the training data are others without consent; the weights
-            to start from are not finite.
+        DataError: No checkpoint is good, it does not fit, or the training data have changed without consent; the
+            weights to start from are not finite.
         RunFolderError: checkpoint.resume=never, but there is a checkpoint; or a key has changed without consent.
     """
-    # a checkpoint of its own goes first: initialize_from says where a run began, not where it is
-    if model.config.adapter is not None:  # its checkpoints do not hold the frozen model
+    # the run's own checkpoint has priority: initialize_from says where the run began, not where it is
+    if model.config.adapter is not None:  # checkpoints of adapters do not hold the frozen model
         load_base(model)
     resumed = load_newest(model, folder, loader)
     if resumed is None and model.config.adapter is None:
@@ -73,20 +73,20 @@ def resume_or_initialize(model: RankModel, folder: RunFolder, loader: StepLoader
 
 
 def load_base(model: RankModel) -> None:
-    """Loads or draws the model that adapters stand beside. Collective over the world.
+    """Loads or draws the frozen model under the adapters. Collective over the world.
 
     Raises:
-        DataError: It is missing, damaged, of another model or not finite.
+        DataError: The weights are missing, damaged, of another model or not finite.
     """
     _load_start(model)
     settle_base(model)
 
 
 def load_start_adapter(model: RankModel) -> None:
-    """Loads the adapter that a run starts from, where it names one. Collective over the world.
+    """Loads the adapter that a run starts from, if it names one. Collective over the world.
 
     Raises:
-        DataError: It is missing, damaged, another one than the run's or not finite.
+        DataError: The adapter is missing, damaged, not finite, or differs from that of the configuration.
     """
     adapter = model.config.adapter
     if adapter is None or adapter.path is None:
@@ -102,7 +102,7 @@ def _refuse_non_finite(source: Path, model: RankModel) -> None:
     fault = non_finite_state(model)
     if fault is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
-        # `non_finite_state` has gathered the finding, so all ranks raise the same
+        # `non_finite_state` has gathered the result, so all ranks raise the same error
         error.on_every_rank = True
         raise error
 
@@ -111,7 +111,7 @@ def initialize(model: RankModel) -> None:
     """Loads the weights that a run starts from, or draws them. Collective over the world.
 
     Raises:
-        DataError: They are missing, damaged, of another model or not finite.
+        DataError: The weights are missing, damaged, of another model or not finite.
     """
     if model.config.adapter is not None:
         load_base(model)
@@ -128,18 +128,18 @@ def load_newest(
     loader: StepLoader | None,
     passed_over: Mapping[int, str] | None = None,
 ) -> Resumed | None:
-    """Goes on from the newest good checkpoint of the run; None where it has none. Collective over the world.
+    """Loads the newest good checkpoint of the run; returns None if it has none. Collective over the world.
 
-    What is found damaged is set aside.
+    Damaged checkpoints are set aside.
 
     Args:
-        model: Takes what is loaded.
-        folder: The run folder.
-        loader: As for `resume_or_initialize`.
-        passed_over: Of a run that goes back: step -> why, of checkpoints that are not to be loaded.
+        model: Model of this rank, into which the state is loaded.
+        folder: Run folder.
+        loader: Loader of the training data; None on ranks that do not read any.
+        passed_over: Reason by step, for checkpoints that a run that rolls back must not load; None at a start.
 
     Raises:
-        DataError, RunFolderError: As `resume_or_initialize`.
+        DataError, RunFolderError: See `resume_or_initialize`.
     """
     damaged: dict[int, str] = {}
 
@@ -147,7 +147,7 @@ def load_newest(
         damaged.update(unusable)
         if passed_over is None:
             return resumable(model.config, folder, damaged)
-        # checkpoint.resume=never means a start
+        # checkpoint.resume=never concerns starts, not rollbacks
         return newest_good(folder.checkpoints, {**damaged, **passed_over})
 
     while True:
@@ -155,23 +155,23 @@ def load_newest(
             entry = announced(newest)
             if entry is None:
                 return None
-            # the first rank reads data; the comparison is before the load, which takes long
+            # on the first rank, which reads data; before the load, which takes long
             changes = on_first_rank(functools.partial(_changes, entry, loader, model.config, folder))
             state = load_checkpoint(entry, model)
             fault = non_finite_state(model)
             if fault is None:
-                # only now that another one is known to be good: nothing is moved where the start fails
+                # only now that another checkpoint is known to be good: a start that fails moves nothing
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
                 return Resumed(state.step, changes, BadStepHistory(entry.manifest.skipped, state.recent))
-        damaged[entry.step] = fault  # the next one overwrites all that was loaded
+        damaged[entry.step] = fault  # the next checkpoint overwrites everything that was loaded
 
 
 def _load_start(model: RankModel) -> Path | None:
-    """Where the weights of a new run were loaded from; None where they were drawn."""
+    """Loads or draws the weights of a new run; returns where they were loaded from, None if they were drawn."""
     config, groups = model.config, model.groups
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
-        # one rank looks and all take its answer: a shared disk may show ranks different states
+        # one rank looks and all use its answer: a shared disk may show ranks different states
         megatron = on_first_rank(lambda: megatron_folder(source))
         if megatron is not None:
             if groups.rank == 0:
@@ -197,13 +197,13 @@ def _load_start(model: RankModel) -> Path | None:
 def _changes(
     entry: CheckpointEntry, loader: StepLoader | None, config: Config, folder: RunFolder
 ) -> tuple[ChangeInfo, ...]:
-    """Resuming at step k is starting at k only with the same settings on the same samples. On the first rank."""
+    """Returns the changes of the run up to this start, and refuses those without consent. On the first rank."""
     assert loader is not None, "the first rank reads data"
     return changes_since(entry, loader, config, folder.path)
 
 
 def announced(newest: Newest) -> CheckpointEntry | None:
-    """Tells the user, on the first rank, of every checkpoint that was passed over, and which one is taken."""
+    """Reports on the first rank which checkpoints were skipped and which one is loaded; returns the latter."""
     if dist.get_rank() == 0:
         for warning in newest.warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -213,5 +213,5 @@ def announced(newest: Newest) -> CheckpointEntry | None:
 
 
 def say(text: str) -> None:
-    """One line for the user."""
+    """Prints a line for the user."""
     print(text, flush=True)

@@ -1,4 +1,4 @@
-"""What a start may work with: the run folder is its own, and says what is run there."""
+"""Claims the run folder for a start, and writes its configuration there."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ from mtrain.training.resume import say
 
 
 class Claimed(NamedTuple):
-    """A run folder that nobody else works in."""
+    """Run folder that is locked for this process."""
 
     lock: RunLock
     config: Config
-    """With what an earlier start decided."""
+    """Configuration with the values that an earlier start decided."""
 
 
 def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Claimed:
-    """Takes a run folder until `held` closes, and writes the resolved configuration and its chat templates. On
-    rank 0.
+    """Locks a run folder until `held` closes, and writes the resolved configuration and chat templates. On rank 0.
 
     Raises:
-        RunFolderError: Another process works there, or it holds a run of another configuration.
+        RunFolderError: Another process works in the folder, or it holds a run of another configuration.
         DataError: A chat template is missing or damaged.
-        MachineError: It cannot be written.
+        MachineError: The folder cannot be written.
     """
     folder.create()
     lock = held.enter_context(folder.locked())
-    # under the lock: whatever attempt is there now is of a dead run
+    # under the lock: any unfinished checkpoint that is there now belongs to a dead run
     clean_leftovers(folder.checkpoints)
     clean_staging(folder, config.checkpoint.export_hf_every_steps)
-    # after cleaning up: on a full disk the room of dead attempts is there again
+    # after cleaning up, which may have made room on a full disk
     folder.probe()
     given, config = config, going_on(folder, config)
     for line in kept_lines(given, config):
         say(line)
     folder.write_config(config_yaml(config))
-    # now, as the file that was named may be another one, or gone, when the run is exported
+    # now, as the template's file may be changed or gone when the run is exported
     folder.write_chat_templates(trained_templates(config.data) if isinstance(config.data, SftSection) else {})
     return Claimed(lock, config)

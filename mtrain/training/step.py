@@ -1,4 +1,4 @@
-"""One training step: plan, pipeline schedule, one division, check, update."""
+"""Training step: plan, pipeline schedule, one division, check, update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mtrain.training.totals import check_totals, planned_denominators, token_cou
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step hands its work to, in this order; whoever checks the check puts a faulty one in the place of one."""
+    """Parts that do the work of a step, in this order; a planted fault replaces one of them."""
 
     factors: type[NumeratorFactors] = NumeratorFactors
     slice_rows: Callable[[Sequence[Microbatch], Groups], list[Microbatch]] = slice_for_rank
@@ -48,19 +48,19 @@ class StepParts:
 
 @dataclass
 class OpenStep:
-    """A step whose gradients are being added up."""
+    """Step whose gradients are being accumulated."""
 
     sums: StepSums
     factors: NumeratorFactors | None = None
-    """From the first pass on."""
+    """Factors of the terms; None before the first pass."""
     is_deferred: bool = False
-    """Whether the gradients of the last pass are still those of each rank."""
+    """Whether the gradients of the last pass are not reduced over ranks yet."""
     preference: PreferenceTotals | None = None
-    """Where groups of sequences are compared."""
+    """Totals of the preference loss; None if no groups of sequences are compared."""
 
 
 class TrainingStep:
-    """Runs steps of one model; what is under way is in an `OpenStep`."""
+    """Runs the steps of a model; the state of a step in progress is in an `OpenStep`."""
 
     def __init__(
         self,
@@ -69,11 +69,13 @@ class TrainingStep:
         teacher: Teacher | None = None,
         parts: StepParts = StepParts(),
     ) -> None:
-        """Args:
-        model: What is trained.
-        objective: What is minimised.
-        teacher: Where a term of the objective needs one.
-        parts: What does the work.
+        """Connects the model's hooks for gradients and routers.
+
+        Args:
+            model: Model that is trained.
+            objective: Objective that is minimised.
+            teacher: Teacher; needed if a term of the objective compares with one.
+            parts: Parts that do the work.
         """
         self._model, self._config, self._groups = model, model.config, model.groups
         self._chunks, self._optimizer = model.chunks, model.optimizer
@@ -81,32 +83,32 @@ class TrainingStep:
         self._num_microbatches, self._parts = num_microbatches(model.config, model.groups), parts
         self.routers = parts.routers(model.config, model.groups, model.chunks)
         self.local_gradients: Tensor | None = None
-        """Of the last step: the largest gradient of each parameter on this rank alone; None where reductions overlap
-        the backward pass, so that no such moment is there."""
-        # once: the hooks stay in the chunks' config from step to step
+        """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
+        backward pass, where it never exists."""
+        # once: the hooks stay in the chunks' config for all steps
         connect(model.chunks, model.optimizer, model.config)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
-        One collective of a short float64 vector over all ranks carries both the losses and the gradient norm; a second
-        one, beside the first forward pass, where terms of several denominators (within each pipeline stage) or fp16
-        need the plan. The host waits for the device once, at the end.
+        One collective of a short float64 vector over all ranks carries both the losses and the gradient norm. A second
+        one overlaps the first forward pass if terms of several denominators (within each pipeline stage) or fp16 need
+        the plan. The host waits for the device once, at the end.
 
         Args:
-            batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data
+            batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data
                 (tensor-parallel rank > 0).
-            stop_requested: Joined over all ranks into `StepTotals.stop_requested`.
+            stop_requested: Whether this rank was asked to stop; `StepTotals.stop_requested` says whether any was.
 
-        Raises:
-            NumericError: As `reduce`.
+            Raises:
+            NumericError: A total cannot be right; see `reduce`.
         """
         step = self.open()
         self.accumulate(step, batches, self._num_microbatches, self._objective, is_last=True)
         return self.reduce(step, stop_requested)
 
     def open(self) -> OpenStep:
-        """A step without gradients."""
+        """Opens a step without gradients."""
         self._optimizer.zero_grad()
         self.routers.clear_counts()
         terms, num_sources = tuple(self._objective.functions), len(self._config.data.source_names)
@@ -124,33 +126,34 @@ class TrainingStep:
         """Adds the gradients and sums of some microbatches, not divided by anything. Collective over the world.
 
         Args:
-            step: Receives them.
-            batches: As for `forward_backward`.
-            num_microbatches: How many they are, the same on all ranks; None where ranks without batches do not know.
-            objective: What is differentiated; of the same terms in all passes of a step.
-            is_last: No pass follows, so that gradients may be reduced beside the backward pass.
+            step: Step to add to.
+            batches: Microbatches of this data-parallel rank, as for `forward_backward`.
+            num_microbatches: Number of microbatches, the same on all ranks; None if only ranks with batches know it.
+            objective: Objective that is differentiated; with the same terms in all passes of a step.
+            is_last: Whether no pass follows, so that the reduction of gradients may overlap the backward pass.
 
-        Raises:
-            ConfigError: A second pass, where terms of other denominators need the whole global batch in the first.
+            Raises:
+            ConfigError: This is a second pass, but terms of other denominators need the whole global batch in the first
+                one.
         """
         batches = self._compared(step, batches, num_microbatches, objective)
         # on the host and from whole rows, so before anything is sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
-            # starts its collective now and waits for it behind the first forward pass (fp16 on CPUs: at once)
+            # starts its collective now and waits for it after the first forward pass (fp16 on CPUs: at once)
             is_fp16 = self._optimizer.scales_loss
             step.factors = self._parts.factors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise _denominators_too_late(objective)
         step.sums.pairs.diagnostics.expect(objective.reported)
         factors, terms = step.factors, tuple(objective.functions)
-        # tensor-parallel rank 0 sends whole rows; each context-parallel rank then cuts its own part
+        # tensor-parallel rank 0 sends whole rows; each context-parallel rank then slices out its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = self._parts.slice_rows(shared, self._groups)
         output_loss = self._parts.output_loss(batches, rows, self._config, self._groups, objective, self._teacher)
-        # what megatron-core multiplies the objective by before backward
+        # the factor by which megatron-core multiplies the objective before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 
         def scalar_of(pairs: Mapping[str, LossPair]) -> Tensor:
@@ -160,14 +163,14 @@ class TrainingStep:
             return output_loss.scalar(logits, batch, scalar_of, loss_scale)
 
         step.is_deferred = not is_last
-        # a function, since it waits for the plan: called by the first router, not ahead of the forward pass
+        # a function, since it waits for the plan: the first router calls it, not the start of the forward pass
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
         with (
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
             nullcontext() if is_last else deferred_grad_sync(self._chunks),
         ):
             self._parts.run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
-        # a rank that asked for no factor ends its part of the collective here, before it takes part in the next one
+        # a rank that asked for no factor finishes the collective here, before the next one
         factors.wait()
         if self._optimizer.scales_loss:
             step.sums.gradient_scale = factors.numerator_scale * loss_scale  # the same in every pass of a step
@@ -179,8 +182,7 @@ class TrainingStep:
         num_microbatches: int | None,
         objective: Objective,
     ) -> Sequence[Microbatch] | None:
-        """What the gradient is made with: where groups are compared, what the pass has made of the batches that comes
-        first."""
+        """Returns the batches that are differentiated: with a preference loss those weighted by its scoring pass."""
         if objective.preference is None:
             return batches
         marks = preference_marks(objective.preference)
@@ -197,9 +199,9 @@ class TrainingStep:
         """Sums gradients and pairs over all ranks, and divides once. Collective over the world.
 
         Raises:
-            NonFiniteError: A loss is not finite; on all ranks alike, as the next one.
-            NumericError: A denominator is not what the batch planned, negative, not finite or beyond what float32
-                carries.
+            NonFiniteError: A loss is not finite; on all ranks.
+            NumericError: A denominator differs from the plan, is negative, not finite or out of the range of float32;
+                on all ranks.
         """
         if not self._config.train.overlap_grad_reduce:
             self.local_gradients = largest_local_gradients(self._chunks)
@@ -215,12 +217,12 @@ class TrainingStep:
         try:
             self.check(totals.terms)
         except BadStepError as error:
-            error.totals = totals  # for the record of the step
+            error.totals = totals  # for the step's record
             raise
         return totals
 
     def check(self, terms: Mapping[str, TermTotals]) -> None:
-        """Raises NumericError where a total cannot be right, on all ranks alike."""
+        """Raises NumericError if a total cannot be right, on all ranks alike."""
         check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
         denominators = {term: each.denominator for term, each in terms.items()}
         check_factors(self._objective.coefficients, denominators)
@@ -228,15 +230,15 @@ class TrainingStep:
     def update(
         self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
     ) -> Update | None:
-        """The optimizer step, and where it succeeded that of the experts' biases.
+        """Makes the optimizer step and, unless fp16 overflowed, that of the experts' biases.
 
-        None where the batch was empty: weights and state stay bit-identical.
+        Returns None for an empty batch: weights and state stay bit-identical.
 
         Args:
-            totals: Of the step.
+            totals: Totals of the step.
             lr: Learning rate.
-            judge: Is given the gradient's norm before anything is applied, and raises where it must not be; not called
-                where fp16 overflowed.
+            judge: Function of the gradient norm that is called before anything is applied, and raises to prevent it;
+                not called if fp16 overflowed.
 
         Raises:
             NonFiniteError: The gradient is not finite; weights and state are untouched.
@@ -247,21 +249,21 @@ class TrainingStep:
         if not self._optimizer.overflowed(totals.grad_norm):
             judge(totals.grad_norm)
         update = self._optimizer.update(lr, totals.grad_norm)
-        # biases move with the weights: on an overflow neither does
+        # biases are updated with the weights: on an overflow neither is
         if not update.overflowed:
             self.routers.move_biases()
         return update
 
     def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
-        """A forward pass with the weights as they are, to see that they can be used; changes nothing.
+        """Runs a forward pass with the current weights to verify that they can be used; changes nothing.
 
-        One all-reduce of a short vector, beside megatron-core's own collectives.
+        One all-reduce of a short vector, in addition to megatron-core's own collectives.
 
         Args:
-            batches: As for `forward_backward`.
+            batches: Microbatches of this data-parallel rank, as for `forward_backward`.
 
         Raises:
-            NumericError: As `forward_backward`.
+            NumericError: A loss is not finite, or a denominator cannot be right.
         """
         forward_totals(self._model, self._objective, [batches], self._teacher)
 

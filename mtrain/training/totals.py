@@ -1,4 +1,4 @@
-"""What a batch promises before the forward pass, and whether that is what the loss functions counted."""
+"""Denominators planned before the forward pass, and their comparison with those that the loss functions counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ weights. Counts are below 1e12, where this means equality."""
 
 
 def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
-    """Each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
+    """Returns each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
     padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
     ids = [batch.sequence_ids for batch in batches]
     return {
@@ -29,7 +29,7 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
 
 
 def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
-    """Of full rows, as the loader counted them."""
+    """Sums the token counts of full rows, as the loader counted them."""
     return TokenCounts(
         padding=sum(batch.num_padding_tokens for batch in batches),
         loss=sum(batch.num_loss_tokens for batch in batches),
@@ -40,9 +40,9 @@ def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
 
 
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:
-    """Raises NumericError where a total cannot be right; the totals are the same on all ranks, so all raise."""
+    """Raises NumericError if a total cannot be right; the totals are the same on all ranks, so all raise."""
     for term, totals in terms.items():
-        # before the comparison with the plan: a nan differs from nothing
+        # before the comparison with the plan, which a nan would pass
         if not (math.isfinite(totals.denominator) and totals.denominator >= 0):
             raise NumericError(
                 f"the denominator of loss term {term!r} is {totals.denominator}, but must be finite and not negative; "
@@ -51,7 +51,7 @@ def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> No
         if not math.isfinite(totals.numerator):
             raise NonFiniteError(f"the loss of term {term!r} is {totals.numerator}")
         difference = abs(totals.denominator - totals.planned)
-        # abs(planned): at 0 only 0 agrees
+        # if the plan is 0, only 0 agrees
         if compare_with_plan and difference > _WEIGHT_TOLERANCE * abs(totals.planned):
             raise NumericError(
                 f"the denominator of loss term {term!r} was measured as {totals.denominator!r}, but the batch planned "

@@ -1,4 +1,4 @@
-"""The training loop, read from top to bottom."""
+"""Training loop of a run."""
 
 from __future__ import annotations
 
@@ -60,26 +60,26 @@ from mtrain.training.run_folder import Claimed, claim
 from mtrain.training.sampling.in_training import PromptSamples
 
 _NUM_FIRST_SAMPLES = 8
-"""Of the first step, written into the run folder."""
+"""Number of samples of the first step that are written to the run folder."""
 
 
 def train(config: Config) -> None:
     """Trains from the newest checkpoint of the run folder, or from the start, to `train.num_steps`.
 
-    A stop signal on any rank ends the run after the step in flight, with a checkpoint and the marker REQUEUE; one that
-    comes before the first step leaves the marker only. May be called again in the same process, and in a thread, which
-    sees the signals where the main thread holds a StopSignal.
+    A stop signal on any rank ends the run after the current step, with a checkpoint and the marker REQUEUE; a signal
+    before the first step leaves only the marker. The function may be called again in the same process, and in a thread,
+    which sees signals if the main thread holds a StopSignal.
 
     Raises:
-        MtrainError: As each part says; see mtrain/base/errors.py for exit codes.
+        MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
     """
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)
-    # before anything is opened: it needs no torch, and each rank finds the same
+    # before anything is opened: it needs no torch, and each rank comes to the same result
     refuse_unexportable(config)
     timeout_s = config.train.process_group_timeout_s
     with (
-        # first of all: a signal that comes while ranks look for each other is not lost
+        # first, so that a signal that comes while ranks connect is not lost
         StopSignal() as signal,
         init_distributed(environment, config.train.device, timeout_s, purpose_of("train", config)) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
@@ -89,20 +89,20 @@ def train(config: Config) -> None:
 
 Build = Callable[[Config, Groups, RunFolder], Run]
 Reopen = Callable[[Run], Sinks]
-"""The sinks of a run that goes on after its start step."""
+"""Function that opens the sinks of a run that continues after its start step."""
 
 
 def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = build_run) -> None:
     """Trains as `train` does, on groups that were just opened. Collective over the world.
 
     Args:
-        groups: The process groups.
-        config: Of the run.
-        signal: What this rank was sent.
-        build: Makes the run; a check adds to it what it wants to see.
+        groups: Process groups.
+        config: Configuration of the run.
+        signal: Stop signal that this rank may have received.
+        build: Function that builds the run; a check replaces it to observe the run.
 
     Raises:
-        MtrainError: As `train` does.
+        MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
     """
     folder = RunFolder(Path(config.run.dir))
     with contextlib.ExitStack() as held:
@@ -111,7 +111,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
         held.enter_context(life)
         heartbeat, account = _open_reporting(folder, lock.number, config, groups, held)
-        # agreed by all ranks: one that left alone would let the others wait in the next collective
+        # agreed by all ranks: if one left alone, the others would wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
         heartbeat.enter(Phase.BUILD, 0)
@@ -155,7 +155,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
 def _open_reporting(
     folder: RunFolder, number: int, config: Config, groups: Groups, held: contextlib.ExitStack
 ) -> tuple[Heartbeat, StartAccount]:
-    """From now on this start reports where it is, how its time goes by, and why it fails."""
+    """Starts reporting the phase of this start, its use of time, and the reason if it fails."""
     if (own := pulse.current()) is not None:
         own.start_number = number
     size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
@@ -169,7 +169,7 @@ def _open_reporting(
 
 
 def _save_listener(life: Life, account: StartAccount) -> Callable[[int, float], None]:
-    """Who is notified of a save."""
+    """Returns the function that is called after a save."""
 
     def saved(step: int, seconds: float) -> None:
         account.saved(step)
@@ -179,7 +179,7 @@ def _save_listener(life: Life, account: StartAccount) -> Callable[[int, float], 
 
 
 def _finished(run: Run, folder: RunFolder) -> str:
-    """Of a start that finds nothing left to train; the exports that are missing are still made."""
+    """Returns the message of a start that finds nothing left to train; missing exports are still made."""
     return (
         f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and train.num_steps="
         f"{run.model.config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set another "
@@ -188,7 +188,7 @@ def _finished(run: Run, folder: RunFolder) -> str:
 
 
 def _origin(run: Run) -> Provenance:
-    """What a manifest tells of this run; the first rank writes it."""
+    """Returns the provenance of this run for manifests, which the first rank writes."""
     if run.model.groups.rank != 0 or run.loader is None:
         return Provenance()
     checkout = git_checkout()
@@ -197,7 +197,8 @@ def _origin(run: Run) -> Provenance:
 
 
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
-    """What can change the last digits of a run's numbers; nothing that tells where or by whom it was run."""
+    """Returns all that can change the last digits of a run's numbers; nothing that reveals where or by whom it was
+    run."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
 
@@ -205,7 +206,7 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
 def _enter(
     folder: RunFolder, config: Config, environment: Mapping[str, str], life: Life, held: contextlib.ExitStack
 ) -> Claimed:
-    """Takes the run folder for this run and writes the resolved configuration and environment. On rank 0."""
+    """Claims the run folder and writes the resolved configuration and the environment. On rank 0."""
     claimed = claim(folder, config, held)
     folder.write_environment(environment)
     folder.clear_requeue()
@@ -216,16 +217,16 @@ def _enter(
 
 
 def _write_first_samples(run: Run, folder: RunFolder) -> None:
-    """What the first step trains, for people to check; once in a run, or again where somebody removed it."""
+    """Writes samples of the first step for people to check; once in a run, or again if the file was removed."""
     if run.loader is not None and not folder.first_samples.exists():
         text = as_text(run.loader.shown(run.start_step + 1, _NUM_FIRST_SAMPLES))
-        with contextlib.suppress(OSError):  # for people alone: a full disk is noticed where it matters
+        with contextlib.suppress(OSError):  # for people only: a full disk is reported where it matters
             write_atomically(folder.first_samples, text)
 
 
 @dataclass
 class _Course:
-    """What the loop works with."""
+    """Objects that the training loop works with."""
 
     run: Run
     guard: Guard
@@ -242,7 +243,8 @@ class _Course:
 def _with_rollbacks(
     course: _Course, folder: RunFolder, account: StartAccount, opened: contextlib.ExitStack, reopen: Reopen
 ) -> int | None:
-    """As `_loop`, from the start step and from every checkpoint that a bad step leads back to; saves are on disk."""
+    """Runs `_loop` from the start step, and again from each checkpoint that a bad step rolls back to; waits for
+    saves."""
     heartbeat, saver = course.heartbeat, course.saver
     while True:
         try:
@@ -255,14 +257,14 @@ def _with_rollbacks(
         except (RollBackError, SpoiledStateError) as error:
             wanted = as_rollback(error, course.guard, heartbeat.step)
         heartbeat.enter(Phase.BUILD, wanted.step)
-        opened.close()  # what the sinks hold beyond the checkpoint is taken back when they open again
+        opened.close()  # records after the checkpoint are removed when the sinks open again
         course.run = roll_back(course.run, folder, saver, course.exporter, course.guard, wanted)
         account.gone_back(course.run.start_step)
         course.life.rolled_back(course.run.start_step, wanted.step, str(wanted))
 
 
 def _loop(course: _Course, sinks: Sinks) -> int | None:
-    """All steps; the number of the last one where a signal stopped the run early."""
+    """Trains all steps; returns the number of the last one if a signal stopped the run early, else None."""
     run, guard, saver, exporter, heartbeat = course.run, course.guard, course.saver, course.exporter, course.heartbeat
     config, start, last = run.model.config, run.start_step, run.model.config.train.num_steps
     tokens = on_first_rank(lambda: _tokens_before(run))
@@ -282,7 +284,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             with course.profiler.step(done):
                 made = trial.make(own, lr, done, lambda: course.signal.received is not None)
             if made.is_applied:
-                saver.confirm(step)  # loss and gradient of what was there before the update were finite
+                saver.confirm(step)  # loss and gradient of the weights before the update were finite
                 if step == start:
                     saver.expect(run.model)
             spoil_point(run.model, done)
@@ -292,13 +294,13 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
             sinks.write(record)
             if made.refused is not None:
                 course.life.alarmed(done, made.refused)
-            # on every rank at the same place: while a save is in flight this is a collective
+            # at the same place on every rank: while a save is in flight this is a collective
             saver.poll()
             if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
                 valid_loss = _validate(run, sinks, done, heartbeat)
             _ask(course, done, sinks)
             if made.stop_requested:
-                exporter.stop()  # also after the last step; the disk is the checkpoint's now
+                exporter.stop()  # also after the last step: the checkpoint needs the disk now
             is_stopped = made.stop_requested and done < last
             at_end = done == last and config.checkpoint.at_end
             is_saved = at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps)
@@ -322,7 +324,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
 
 
 def _ask(course: _Course, step: int, sinks: Sinks) -> None:
-    """Asks the prompts of `eval` where that is due."""
+    """Answers the prompts of `eval` if that is due."""
     if course.samples.is_due(step, course.run.model.config.train.num_steps):
         course.heartbeat.enter(Phase.VALIDATION, step)
         with named(f"samples after step {step}"):
@@ -330,14 +332,14 @@ def _ask(course: _Course, step: int, sinks: Sinks) -> None:
 
 
 def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, heartbeat: Heartbeat) -> None:
-    """No later step will say whether they can be used."""
+    """Runs a forward pass with the weights of the last step, since no later step shows whether they can be used."""
     heartbeat.enter(Phase.VALIDATION, done)
     with named(f"the weights that step {done}, the last one, has left"):
         run.training.try_weights(own)
 
 
 def _tokens_before(run: Run) -> int:
-    """Tokens of text that the run has consumed before this start, as the checkpoint that it goes on from says."""
+    """Returns the number of text tokens that the run has read before this start, from the checkpoint's manifest."""
     folder = RunFolder(Path(run.model.config.run.dir)).checkpoints
     steps = [step for step in published_steps(folder) if step <= run.start_step]
     return load_entry(folder / step_name(steps[-1])).manifest.tokens if steps else 0
@@ -349,7 +351,7 @@ def _is_due(step: int, interval_steps: int) -> bool:
 
 @contextlib.contextmanager
 def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
-    """This data-parallel rank's microbatches of each step from the start step on; None where they are received."""
+    """Yields this data-parallel rank's microbatches of each step from the start step on; None if it receives them."""
     if run.loader is None:
         yield None
         return
@@ -358,7 +360,7 @@ def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
 
 
 def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float | None:
-    """The validation loss of the first set, in nats; None where the run has no validation set."""
+    """Validates, and returns the loss of the first set, in nats; None if the run has no validation set."""
     if not run.validation:
         return None
     heartbeat.enter(Phase.VALIDATION, step)

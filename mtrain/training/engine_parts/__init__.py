@@ -1,1 +1,1 @@
-"""What `Engine` is made of beside the parts of a run: its results, the weights that it hands on."""
+"""Parts of `Engine` that a run does not have: global batches, results, saves, export of weights."""

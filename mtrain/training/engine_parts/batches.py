@@ -1,4 +1,4 @@
-"""Global batches of a user's program, and what a rank reads of them."""
+"""Global batches of a user's program, and the part of them that a rank reads."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 class GlobalBatches:
-    """Samples that every rank is given alike; each takes its own part."""
+    """Splits samples that every rank is given alike, so that each rank takes its own part."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self._config, self._groups = config, groups
         self._rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
 
     def samples(self, batch: Sequence[Datum], extras: Sequence[str] = ()) -> Given:
-        """Every rank looks at all samples, so that all refuse the same one.
+        """Checks and converts all samples, on every rank, so that all refuse the same one.
 
         Args:
-            batch: Global.
-            extras: Names of what each sample has to carry.
+            batch: Samples of the global batch.
+            extras: Names of the extras that each sample must have.
 
         Raises:
-            DataError: There is none, or a sample does not fit the configuration.
+            DataError: There is no sample, or one does not fit the configuration.
         """
         if not batch:
             raise _nothing_given("batch has")
         return self._given(batch, extras)
 
     def plan(self, samples: Given, size: int) -> RowPlan:
-        """Where so many samples lie in rows."""
+        """Assigns samples to rows; `size` is their number."""
         return self._rows.plan(samples, size)
 
     def own(
         self, plan: RowPlan, samples: Given, has_first: bool, extras: Sequence[str] = ()
     ) -> list[Microbatch] | None:
-        """What this rank reads of a global batch; None where tensor-parallel rank 0 reads for it."""
+        """Returns the microbatches that this rank reads of a global batch; None if tensor-parallel rank 0 reads for
+        it."""
         if self._groups.tp_rank > 0:
             return None
-        # which extras a batch carries is up to the loss function of the call
+        # the loss function of the call determines the extras of a batch
         rows = RowsOfRank(self._config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
         return rows.microbatches(plan, samples, has_first)
 
     def passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
-        """This rank's part of each `train.global_batch_size` samples.
+        """Yields this rank's microbatches of each `train.global_batch_size` samples.
 
         Raises:
             DataError: There is no sample, or one does not fit the configuration.
@@ -62,7 +63,7 @@ class GlobalBatches:
                     raise _nothing_given("batches have")
                 return
             samples = self._given(batch, extras)
-            # whole passes, so that the number of microbatches is that of a training step
+            # planned as a whole, so that the number of microbatches is that of a training step
             yield self.own(self.plan(samples, size), samples, number == 0, extras)
 
     def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:

@@ -1,4 +1,4 @@
-"""Saves and loads of a user's program: of one step each, complete when they return."""
+"""Saves and loads of a user's program; each is complete when it returns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mtrain.training.run_folder import claim
 
 
 class Position(NamedTuple):
-    """Where a program stands."""
+    """Progress of a program."""
 
     step: int
-    """Optimizer updates completed."""
+    """Number of optimizer updates completed."""
     tokens: int
-    """That they have read."""
+    """Number of tokens that these updates have read."""
 
 
 def save_at(folder: RunFolder, at: Position, model: RankModel) -> Path:
-    """The checkpoint, published. Collective over the world.
+    """Saves a checkpoint, and returns its path when it is published. Collective over the world.
 
     Raises:
         RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
@@ -37,17 +37,17 @@ def save_at(folder: RunFolder, at: Position, model: RankModel) -> Path:
         NumericError: A weight is not finite; nothing was saved.
     """
     with contextlib.ExitStack() as held:
-        # the lock is held for the save alone: a program may save into several folders
+        # the lock is held during the save only: a program may save into several folders
         on_first_rank(lambda: claim(folder, model.config, held).config)
         save_checkpoint(folder.checkpoints, model, at.step, at.tokens)
     return folder.checkpoints / step_name(at.step)
 
 
 def load_from(path: Path, model: RankModel) -> Position:
-    """Weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world.
+    """Loads weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world.
 
     Raises:
-        DataError: It is damaged, of another model, or holds nan or inf; the model is not to be used then.
+        DataError: The checkpoint is damaged, of another model, or holds nan or inf; the model must not be used then.
     """
     with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), say) as newest:
         entry = announced(newest)

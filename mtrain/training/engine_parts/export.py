@@ -1,4 +1,4 @@
-"""An export of a running engine: through a checkpoint beside it."""
+"""Export of a running engine, by way of a temporary checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mtrain.mcore.distributed.init import on_first_rank
 
 
 def exported_beside(out: Path, save: Callable[[Path], Path]) -> None:
-    """Saves, converts, and deletes the checkpoint. Collective over the world.
+    """Saves a checkpoint, converts it, and deletes it. Collective over the world.
 
     Args:
-        out: Must not exist.
-        save: Saves into a run folder; gives the checkpoint.
+        out: Path of the exported folder; must not exist.
+        save: Function that saves into a run folder and returns the path of the checkpoint.
 
     Raises:
         ConfigError: `out` exists.
@@ -29,19 +29,19 @@ def exported_beside(out: Path, save: Callable[[Path], Path]) -> None:
         checkpoint = save(scratch)
         on_first_rank(lambda: _exported(checkpoint, out))
     finally:
-        # in `finally`: an export that fails must not leave a second copy of the weights behind
+        # in `finally`: an export that fails must not leave a second copy of the weights on the disk
         on_first_rank(lambda: _removed(scratch))
 
 
 def _cleared(out: Path, scratch: Path) -> None:
-    """Refuses before any work is done, and deletes what an export that died has left."""
+    """Refuses an existing folder before any work is done, and deletes what a dead export has left."""
     if out.exists():
         raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
     _removed(scratch)
 
 
 def _exported(checkpoint: Path, out: Path) -> None:
-    """In one thread, one tensor at a time; each is read back and compared."""
+    """Converts the checkpoint in one thread, one tensor at a time; each is read back and compared."""
     export_hf(checkpoint, out, like=None, dtype=None, num_workers=1)
 
 

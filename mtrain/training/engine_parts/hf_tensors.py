@@ -1,6 +1,6 @@
-"""The weights of a model that is spread over ranks, as Hugging Face names and lays them, a bucket at a time.
+"""Weights of a distributed model under Hugging Face's names and shapes, gathered a bucket at a time.
 
-Names, shapes and bits are those of the folder that an export writes: the same tables plan both. No disk takes part.
+Names, shapes and bits are those of the folder that an export writes: the same tables define both. No disk is used.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ from mtrain.mcore.state.gather import WholeParameters
 from mtrain.plan.adapters import learned_whole
 
 HfContent: TypeAlias = Literal["merged", "base", "adapter"]
-"""Of a model with adapters: one whole model; the frozen model alone; the adapters alone, under PEFT's names. Others are
-whole anyway: merged and base are the same."""
+"""Weights of a model with adapters: the merged model, the frozen model alone, or the adapters alone under PEFT's names.
+Without adapters merged and base are the same."""
 
 
 class _Unit(NamedTuple):
-    """Tensors outside that are made of the same parameters here."""
+    """Exported tensors that are computed from the same parameters."""
 
     sources: Sequence[str]
-    """Global names of these."""
+    """Global names of these parameters."""
     tensors: Sequence[NamedKind]
     make: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
-    """Whole parameters by name -> `tensors`."""
+    """Function of the whole parameters by name that returns `tensors`."""
 
     @property
     def size_bytes(self) -> int:
-        """Of `tensors`."""
+        """Returns the size of `tensors`."""
         return sum(each.kind.size_bytes for each in self.tensors)
 
 
 class HfTensors:
-    """What a model is outside."""
+    """Exported tensors of a model."""
 
     def __init__(self, model: RankModel, content: HfContent) -> None:
-        """Plans it. Collective over the world: two all-gathers of objects, and parameters that an update has left to be
-        gathered.
+        """Plans the tensors; gathers none yet.
+
+        Collective over the world: two all-gathers of objects, and the gathering of parameters that an update has left.
 
         Args:
-            model: The model; its parameters are completed first.
-            content: Which weights of the model.
+            model: Model of this rank; its parameters are gathered first.
+            content: Weights to export.
 
         Raises:
             ConfigError: Adapters are asked for where the configuration has none.
@@ -80,17 +81,17 @@ class HfTensors:
         self._units = on_all_ranks(lambda: list(self._planned()))
 
     def buckets(self, bucket_bytes: int) -> list[list[NamedKind]]:
-        """Names, dtypes and shapes of all tensors, by bucket, in the order of the model."""
+        """Returns names, dtypes and shapes of all tensors, by bucket, in the order of the model."""
         return [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
 
     def stream(self, bucket_bytes: int, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, gathered a bucket at a time. Collective over the world, to its end.
+        """Yields every tensor, gathered a bucket at a time. Collective over the world, up to the end of the iteration.
 
         Memory: about three times the larger of a bucket and the largest tensor.
 
         Args:
-            bucket_bytes: Of tensors that are gathered together, unless one alone is larger.
-            everywhere: Whether every rank gets them; else rank 0 alone, and the others nothing.
+            bucket_bytes: Size of the tensors that are gathered together, unless one alone is larger.
+            everywhere: Whether every rank gets the tensors; if not, only rank 0 does.
         """
         for bucket in self._buckets(bucket_bytes):
             whole = self._whole.gather([name for unit in bucket for name in unit.sources], everywhere)
@@ -101,10 +102,10 @@ class HfTensors:
                 yield from zip([each.name for each in unit.tensors], unit.make(own), strict=True)
 
     def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
-        """Sends all tensors to the other ranks of a group, where this rank has one; the others help to gather them.
+        """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
 
         Returns:
-            Bytes that were sent, on all ranks.
+            Number of bytes that were sent, on all ranks.
         """
         tensors, buckets = self.stream(bucket_bytes, everywhere=False), self.buckets(bucket_bytes)
         if group is not None:
@@ -135,7 +136,7 @@ class HfTensors:
             case "adapter":
                 yield from self._adapter_units(family)
             case "merged" | "base":
-                # a head that learns is no part of the frozen model
+                # a trained head is not part of the frozen model
                 left_out = learned_whole(self._config.model) if self._is_frozen_alone else frozenset()
                 for filled in family.table(source.model).slices:
                     if filled.key not in left_out:
@@ -144,19 +145,20 @@ class HfTensors:
                 assert_never(self._content)
 
     def _unit(self, filled: FilledSlice) -> _Unit:
-        """Of a slice of a global tensor: one layer's fused projection, say, and the tensors that it consists of."""
+        """Plans a slice of a global tensor, such as one layer's fused projection, and the tensors that it consists
+        of."""
         key, adapter = filled.key, self._config.adapter if self._content == "merged" else None
         names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
         merging = None if adapter is None else Merging(self._config, adapter)
         beside = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
         dtype = self._whole.kinds[next(iter(names.values()))].dtype
-        if merging is not None:  # a frozen base may be held in less than the run computes in
+        if merging is not None:  # a frozen base may be held in lower precision than the run computes in
             dtype = dtype_outside(key, DTYPES[self._config.train.precision])
         axes = len(next(iter(names)))
         inner = TensorSlice.whole(filled.at.shape[axes:])
 
         def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
-            # without rows that only pad the vocabulary
+            # without the rows that pad the vocabulary
             matrices = {place: inner.of(whole[name]) for place, name in names.items()}
             if merging is not None:
                 matrices = {
@@ -183,7 +185,7 @@ class HfTensors:
 
 
 def need_group(group: dist.ProcessGroup | None) -> None:
-    """Raises ConfigError where there is none to send to."""
+    """Raises ConfigError if rank 0 has no group to send to."""
     if group is None:
         raise ConfigError(
             "rank 0 sends the weights, but group is None there; give it a group of rank 0 and the receivers"

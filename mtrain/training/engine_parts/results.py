@@ -1,4 +1,4 @@
-"""What the methods of `Engine` return: the same on all ranks."""
+"""Results of the methods of `Engine`, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ from mtrain.mcore.engine.optimizer import Update
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What the model thinks of the tokens of each sample, in the order of the samples; float32 on the CPU, in nats."""
+    """Scores of the tokens of each sample, in the order of the samples; float32 on the CPU, in nats."""
 
     log_probs: list[Tensor]
-    """[len(input_ids) - 1] each: the log-probability of input_ids[1:], whatever the weights."""
+    """Log-probabilities of input_ids[1:] for each sample, [len(input_ids) - 1], whatever the weights."""
     entropy: list[Tensor]
-    """[len(input_ids) - 1] each: of the whole distribution that input_ids[1:] was predicted by; no entry where it was
-    not asked for."""
+    """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
+    asked for."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on all ranks."""
+    """Result of one optimizer step; the same on all ranks."""
 
     step: int
-    """Steps completed, this one included."""
+    """Number of steps completed, this one included."""
     loss: float
-    """Of the main term: sum of weight x loss over the whole batch / its denominator, in nats; 0 for an empty batch."""
+    """Loss of the main term, in nats: sum of weight x loss over the whole batch / its denominator; 0 for an empty
+    batch."""
     objective: float
-    """With the side terms: the quantity that was differentiated."""
+    """Objective with the side terms: the quantity that was differentiated."""
     denominator: float
-    """What the main term was divided by, as its aggregation says."""
+    """Denominator of the main term, according to its aggregation."""
     grad_norm: float
     """Global L2 norm of the normalised gradient, before clipping; 0 for an empty batch, NaN after an fp16 overflow."""
     lr: float
     tokens: int
-    """Tokens read, over all calls of the step; padding left out."""
+    """Number of tokens read in all calls of the step, without padding."""
     applied: bool
-    """False where nothing was learned: the batch had no loss tokens, or fp16 overflowed and lowered its loss scale."""
+    """Whether weights were updated; False if the batch had no loss tokens, or fp16 overflowed and lowered its loss
+    scale."""
     diagnostics: dict[str, float] = field(default_factory=dict)
-    """What the loss functions report (docs/policy-losses.md, docs/preference.md), each over all tokens or groups of the
-    step: clip_fraction, reward_accuracy and the like; of a side term `term/name`. Without those that nothing counted
-    for."""
+    """Diagnostics of the loss functions (docs/policy-losses.md, docs/preference.md) over all tokens or groups of the
+    step: clip_fraction, reward_accuracy and the like; those of a side term as `term/name`. Diagnostics over nothing are
+    left out."""
 
     @classmethod
     def of(cls, totals: StepTotals, update: Update | None, step: int, lr: float, tokens: int) -> Self:
-        """From what a step has summed; `update` is None where the batch was empty."""
+        """Makes the result from the totals of a step; `update` is None if the batch was empty."""
         return cls(
             step=step,
             loss=totals.loss,
@@ -66,18 +68,18 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The loss over some data, each sample counted once; the same on all ranks."""
+    """Losses over some data, each sample counted once; the same on all ranks."""
 
     loss: float
-    """Of the main term, in nats."""
+    """Loss of the main term, in nats."""
     denominator: float
     terms: dict[str, float]
-    """Each term's mean, the main one (`main`) included."""
+    """Mean of each term, the main term (`main`) included."""
     diagnostics: dict[str, float] = field(default_factory=dict)
-    """As of `StepResult`."""
+    """Diagnostics of the loss functions, as in `StepResult`."""
 
     @classmethod
     def of(cls, terms: Mapping[str, TermTotals], diagnostics: Mapping[str, float]) -> Self:
-        """From what a pass has summed."""
+        """Makes the result from the totals of a pass."""
         main = terms[MAIN_TERM]
         return cls(main.mean, main.denominator, {term: each.mean for term, each in terms.items()}, dict(diagnostics))

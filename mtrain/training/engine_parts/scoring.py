@@ -1,4 +1,4 @@
-"""Scores of single tokens, put together by sample."""
+"""Scores of single tokens, collected by sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain.training.forward import label_scores
 
 
 def token_scores(batch: Sequence[Datum], entropy: bool, model: RankModel, batches: GlobalBatches) -> ForwardResult:
-    """Log-probabilities of a global batch, and entropies if they are wanted. Collective over the world.
+    """Returns log-probabilities of a global batch, and entropies if wanted. Collective over the world.
 
     Raises:
         DataError: A sample does not fit the configuration.

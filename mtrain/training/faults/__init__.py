@@ -1,1 +1,1 @@
-"""Bad steps: found before they are applied, and what follows."""
+"""Bad steps: detection before they are applied, skipping, rollback."""

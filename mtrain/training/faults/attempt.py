@@ -1,4 +1,4 @@
-"""One step of the loop: applied, left out, or a reason to go back."""
+"""One step of the loop: applied, left out, or rolled back."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ from mtrain.training.faults.guard import Guard, Verdict
 
 
 class Attempt(NamedTuple):
-    """What became of a step."""
+    """Outcome of a step."""
 
     totals: StepTotals | None
-    """None where nothing was computed, or not to the end."""
+    """Totals of the step; None if nothing was computed, or not to the end."""
     update: Update | None
-    """None where nothing was applied."""
+    """Update of the optimizer; None if nothing was applied."""
     refused: str | None = None
-    """Why the batch was left out."""
+    """Reason why the batch was left out; None if it was not."""
 
     @property
     def is_applied(self) -> bool:
-        """Whether weights moved."""
+        """Says whether weights were updated."""
         return self.update is not None and not self.update.overflowed
 
     @property
     def has_learned(self) -> bool:
-        """Whether there was something to learn, and nothing wrong with it."""
+        """Says whether the batch had loss tokens and was not refused."""
         return self.totals is not None and not self.totals.is_empty and self.refused is None
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank asked for it; where nothing was computed, the next step will hear of it."""
+        """Says whether any rank asked to stop; if nothing was computed, the next step will say so."""
         return self.totals is not None and self.totals.stop_requested
 
 
 class RollBackError(NumericError):
-    """The run goes back to a checkpoint and on from there; on all ranks. Leaves the loop and never the trainer."""
+    """Request to go on from an earlier checkpoint, raised on all ranks; it leaves the loop, never the trainer."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)
         self.step = step
-        """Counted from 1: the one that was bad, or the last one made where the state was found spoiled."""
+        """Step that was bad, counted from 1, or the last step before the state was found to be spoiled."""
 
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Says where a numeric error arose."""
+    """Adds the place to the message of a numeric error that is raised inside the block."""
     try:
         yield
     except BadStepError as error:
@@ -75,11 +75,12 @@ class StepTrial:
     """Makes the steps of a run, and undoes what a bad one has touched."""
 
     def __init__(self, run: Run, guard: Guard, heartbeat: Heartbeat) -> None:
-        """
+        """Keeps the parts that a step needs.
+
         Args:
-            run: Whose steps.
-            guard: Judges them.
-            heartbeat: Is set to each phase.
+            run: Run whose steps are made.
+            guard: Guard that judges the steps.
+            heartbeat: Heartbeat that is set to each phase.
         """
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
         self._draws = bool(dropout_keys(run.model.config.model, run.model.config.adapter))
@@ -89,18 +90,18 @@ class StepTrial:
     ) -> Attempt:
         """Computes and applies a step. Collective over the world.
 
-        A bad one that is skipped leaves weights, optimizer state and its counters, loss scale and random states as they
-        were, bit for bit.
+        A bad step that is skipped leaves weights, optimizer state with its counters, loss scale and random states
+        unchanged, bit for bit.
 
         Args:
-            own: As for `TrainingStep.forward_backward`.
-            lr: Of this update.
-            step: Counted from 1.
-            asked_to_stop: Whether this rank was sent a stop signal; asked when the step begins.
+            own: Microbatches of this data-parallel rank; see `TrainingStep.forward_backward`.
+            lr: Learning rate of this update.
+            step: Number of the step, counted from 1.
+            asked_to_stop: Function that says whether this rank has received a stop signal; called when the step begins.
 
         Raises:
-            RollBackError: It was bad, and train.on_nonfinite or train.on_spike says rollback.
-            NumericError: The run ends.
+            RollBackError: The step was bad, and train.on_nonfinite or train.on_spike is rollback.
+            NumericError: The step was bad, and the run ends.
         """
         if (reason := self._guard.left_out(step)) is not None:
             return Attempt(None, None, f"left out: {reason}")
@@ -134,7 +135,7 @@ class StepTrial:
         return kind(f"{fault} ({cause.text})" if cause.text else str(fault))
 
     def _before(self) -> tuple[dict[str, Tensor], LossScaler | None] | None:
-        """What a step changes before it is judged; None where no bad step is survived."""
+        """Returns copies of what a step changes before it is judged; None if the run ends at a bad step anyway."""
         if not self._guard.may_go_on:
             return None
         states = rng.random_states(self._run.model.groups) if self._draws else {}

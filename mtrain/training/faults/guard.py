@@ -1,8 +1,8 @@
-"""Which steps are bad, and what follows: arithmetic on numbers that all ranks have alike, so that all decide alike.
+"""Detection of bad steps, from numbers that are the same on all ranks, so that all ranks decide alike.
 
 Loss and gradient norm are sums over the whole global batch, and the window that a step is compared with is part of
-every checkpoint. So decisions depend neither on the layout nor on where a run was stopped, but for the rounding of the
-sums themselves.
+every checkpoint. So decisions depend neither on the layout nor on where a run was stopped, except for the rounding of
+the sums themselves.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mtrain.checkpoint.store.manifest import SkippedInfo
 from mtrain.config.schema.train import BadStepAction, TrainSection
 
 BUDGET_STEPS = 1000
-"""train.max_bad_steps counts in so many steps."""
+"""Number of latest steps in which train.max_bad_steps is counted."""
 _OF_NORMAL = 1.4826
-"""Standard deviation / median distance from the median, of a normal distribution."""
+"""Ratio of the standard deviation to the median distance from the median, for a normal distribution."""
 _SMALLEST_SPREAD = 0.01
-"""Of the median: losses that hardly change would else call any change a spike."""
+"""Smallest spread as a share of the median: otherwise any change of nearly constant losses would be a spike."""
 
 
 class Verdict(enum.Enum):
-    """What becomes of a bad step, where the run goes on."""
+    """Treatment of a bad step after which the run goes on."""
 
     SKIP = enum.auto()
     ROLL_BACK = enum.auto()
@@ -38,10 +38,11 @@ class Guard:
     """Judges steps, and remembers which were left out."""
 
     def __init__(self, train: TrainSection, history: BadStepHistory) -> None:
-        """
+        """Begins with the history of a checkpoint.
+
         Args:
-            train: How.
-            history: Of the checkpoint that the run goes on from.
+            train: Section of the configuration that says how to judge.
+            history: History in the checkpoint that the run resumes from.
         """
         self._train = train
         self._skipped = {each.step: each for each in history.skipped}
@@ -53,7 +54,7 @@ class Guard:
 
     @property
     def history(self) -> BadStepHistory:
-        """For the next checkpoint."""
+        """Returns the history for the next checkpoint."""
         skipped = tuple(self._skipped[step] for step in sorted(self._skipped))
         if self._train.on_spike is None:
             return BadStepHistory(skipped)
@@ -61,28 +62,29 @@ class Guard:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether some bad step can be survived; then its beginning has to be remembered."""
+        """Says whether the run can go on after some kind of bad step, for which the state before a step has to be
+        kept."""
         spike = self._train.on_spike
         return self._train.on_nonfinite != "stop" or (spike is not None and spike.action != "stop")
 
     def left_out(self, step: int) -> str | None:
-        """Why the batch of a step, counted from 1, is not computed at all; None where it is."""
+        """Says why the batch of a step, counted from 1, is not computed at all; returns None if it is."""
         known = self._skipped.get(step)
         return None if known is None else known.reason
 
     def updates_before(self, step: int) -> int:
-        """Steps before this one, counted from 1, without those that were left out: what its learning rate follows."""
+        """Counts the steps before this one that were not left out; the learning rate follows this number."""
         return step - 1 - sum(each < step for each in self._skipped)
 
     def judge(self, loss: float, grad_norm: float) -> None:
-        """To be called before the gradient is applied.
+        """Refuses a spike; must be called before the gradient is applied.
 
         Args:
-            loss: The main term's mean over the global batch.
-            grad_norm: Before clipping.
+            loss: Mean of the main term over the global batch.
+            grad_norm: Gradient norm before clipping.
 
         Raises:
-            SpikeError: One of them is far above the window's.
+            SpikeError: The loss or the gradient norm is far above those of the window.
         """
         spike = self._train.on_spike
         if spike is None or len(self._losses) < spike.window_steps:
@@ -99,19 +101,19 @@ class Guard:
                 )
 
     def accept(self, loss: float, grad_norm: float) -> None:
-        """The gradient was applied."""
+        """Adds a step whose gradient was applied to the window."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._losses.append(loss)
             self._grad_norms.append(grad_norm)
 
     def refuse(self, step: int, fault: BadStepError) -> Verdict:
-        """Decides, and notes which batches are left out.
+        """Decides what to do about a bad step, and notes which batches are left out.
 
-        A spoiled state is no fault of the batch: a rollback makes the step again, once, and skipping repairs nothing.
+        A spoiled state is not the fault of the batch: a rollback repeats the step, once, and skipping repairs nothing.
 
         Args:
-            step: Counted from 1.
-            fault: What `judge`, or the step itself, has found.
+            step: Number of the step, counted from 1.
+            fault: Fault that `judge`, or the step itself, has found.
 
         Raises:
             NumericError: The run ends.
@@ -142,11 +144,11 @@ class Guard:
         self._skipped[step] = SkippedInfo(step=step, reason=reason)
 
     def first_left_out_for(self, step: int) -> int:
-        """The first step that a rollback because of `step` leaves out; the checkpoint has to be from before it."""
+        """Returns the first step that a rollback because of `step` leaves out; the checkpoint must be older."""
         return max(1, step - self._train.rollback_margin_steps)
 
     def rewind(self, history: BadStepHistory) -> None:
-        """Goes on from a checkpoint; what was found since is still left out."""
+        """Takes over the history of a checkpoint; batches found bad since then are still left out."""
         self._skipped = {each.step: each for each in history.skipped} | self._skipped
         recent = history.recent or RecentUpdates()
         for window, values in ((self._losses, recent.losses), (self._grad_norms, recent.grad_norms)):
@@ -162,7 +164,7 @@ class Guard:
 
 
 def highest(window: Sequence[float] | deque[float], deviations: float) -> float:
-    """The largest value that is no spike: median + deviations x spread (`SpikeSection`)."""
+    """Returns the largest value that is not a spike: median + deviations x spread (`SpikeSection`)."""
     middle = median(window)
     distance = median(abs(value - middle) for value in window)
     return middle + deviations * max(_OF_NORMAL * distance, _SMALLEST_SPREAD * abs(middle))

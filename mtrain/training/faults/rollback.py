@@ -1,4 +1,4 @@
-"""Back to a good checkpoint in the same process, and on without what was bad."""
+"""Rollback to a good checkpoint in the same process, to go on without the bad batch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mtrain.training.resume import load_newest, say
 
 
 def as_rollback(error: RollBackError | SpoiledStateError, guard: Guard, step: int) -> RollBackError:
-    """What a step asks for; or what follows from a spoiled state that a save has found.
+    """Returns the rollback that a step asks for, or that follows from a spoiled state found by a save.
 
     Args:
-        error: Either.
-        guard: Decides about the latter.
-        step: The last one made, counted from 1.
+        error: Request of a step, or spoiled state.
+        guard: Guard that decides about a spoiled state.
+        step: Last step made, counted from 1.
 
     Raises:
         NumericError: The run ends.
     """
     if isinstance(error, RollBackError):
         return error
-    guard.refuse(step, error)  # raises, but where it says rollback: skipping repairs no state
+    guard.refuse(step, error)  # raises unless the action is rollback: skipping repairs no state
     return RollBackError(step, str(error))
 
 
@@ -40,18 +40,18 @@ def roll_back(
 ) -> Run:
     """Loads the newest good checkpoint from before the bad step. Collective over the world.
 
-    What was published since is deleted: its steps will be made anew, without the bad batch.
+    Later checkpoints and exports are deleted: their steps will be made again, without the bad batch.
 
     Args:
-        run: The run, whose weights, optimizer, counters and random states are loaded.
-        folder: Its folder.
-        saver: Its saves.
-        exporter: Its exports.
-        guard: Knows what is left out.
-        wanted: Why.
+        run: Run, into whose model weights, optimizer, counters and random states are loaded.
+        folder: Run folder.
+        saver: Saver of the run.
+        exporter: Exporter of the run.
+        guard: Guard that knows which steps are left out.
+        wanted: Request with the bad step and the reason.
 
     Returns:
-        The run as it starts from there.
+        Run that starts from the checkpoint.
 
     Raises:
         NumericError: There is no such checkpoint.
@@ -78,4 +78,4 @@ def roll_back(
 def _remove(checkpoints: Path, steps: Iterable[int]) -> None:
     for step in steps:
         if not delete_checkpoint(checkpoints, step):
-            set_aside(checkpoints, step)  # somebody reads it
+            set_aside(checkpoints, step)  # another process is reading it

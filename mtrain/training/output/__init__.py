@@ -1,1 +1,1 @@
-"""From what the last stage returns to the sums and the gradient of the objective."""
+"""Sums and gradient of the objective, computed from the output of the last pipeline stage."""

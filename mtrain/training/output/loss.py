@@ -1,8 +1,8 @@
-"""The objective from what the last stage returns: on whole logits, or on a few tokens at a time.
+"""Objective computed from the output of the last pipeline stage: on whole logits, or on a few tokens at a time.
 
-Loss functions that look at one token at a time (`mtrain.loss.pair.per_token`) give sums over tokens, which are added up
-over chunks of them, so logits exist for one chunk alone and for no token that no term counts. A chunk's gradient is
-formed in the forward pass (`mtrain.loss.vocab_parallel.chunks`).
+Loss functions that treat each token by itself (`mtrain.loss.pair.per_token`) give sums over tokens, which are added up
+over chunks, so that logits exist for one chunk at a time, and only for tokens that some term counts. A chunk's gradient
+is computed in the forward pass (`mtrain.loss.vocab_parallel.chunks`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mtrain.training.output.term_inputs import term_inputs, vocab_parallel
 from mtrain.training.output.weighed_tokens import WeighedTokens, places, terms_by_distribution, weighed
 
 ScalarOf = Callable[[Mapping[str, LossPair]], Tensor]
-"""Pairs -> what is differentiated; linear in the numerators."""
+"""Function of the pairs that returns the scalar to differentiate; linear in the numerators."""
 
 
 class OutputLoss:
-    """Of the microbatches of one pass."""
+    """Loss of the microbatches of one pass."""
 
     def __init__(
         self,
@@ -44,13 +44,15 @@ class OutputLoss:
         objective: Objective,
         teacher: Teacher | None = None,
     ) -> None:
-        """Args:
-        whole: The microbatches as the loader gives them; None on ranks that receive theirs.
-        rows: The same on the device, sliced for context parallelism; a teacher behind a pipeline runs now.
-        config: The configuration.
-        groups: The process groups.
-        objective: The terms.
-        teacher: Where a term needs one.
+        """Prepares the pass; a teacher with a pipeline runs now.
+
+        Args:
+            whole: Microbatches from the loader; None on ranks that receive theirs.
+            rows: The same microbatches on the device, sliced for context parallelism.
+            config: Configuration of the run.
+            groups: Process groups.
+            objective: Objective that defines the terms.
+            teacher: Teacher; needed if a term compares with one.
         """
         self._config, self._groups, self._objective = config, groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
@@ -58,21 +60,21 @@ class OutputLoss:
         self._weighed = None if is_whole else WeighedTokens(whole, rows, groups)
 
     def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:
-        """Every term's sums, without a graph."""
+        """Returns the sums of every term, without a graph."""
         return self.scalar(logits, batch, _nothing, torch.ones((), device=batch.labels.device))[1]
 
     def scalar(
         self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
     ) -> tuple[Tensor, dict[str, LossPair]]:
-        """What a microbatch back-propagates, and its sums.
+        """Returns the scalar that a microbatch is differentiated from, and the sums of every term.
 
         Collectives: those of the loss functions for each chunk, and those of the output layer.
 
         Args:
-            logits: Of the last stage.
-            batch: The microbatch, one of `rows`.
-            scalar_of: Weighs the terms.
-            expected_gradient: float32 scalar that the result's gradient is going to be; see `sum_over_chunks`.
+            logits: Output of the last stage.
+            batch: Microbatch, one of `rows`.
+            scalar_of: Function that weighs the terms.
+            expected_gradient: Gradient that the result is expected to get, float32 scalar; see `sum_over_chunks`.
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
         counts = None if self._weighed is None else self._weighed.of(batch)
@@ -90,7 +92,7 @@ class OutputLoss:
             return scalar_of(pairs)
 
         if not sum(counts):
-            # no chunk will ask for the factors of terms, but other ranks wait for this one's part of their collective
+            # no chunk will ask for the factors of terms, but other ranks wait for this rank in their collective
             scalar_of(sums.pairs())
         hidden, weight = [each.hidden for each in distributions], distributions[0].weight
         return self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient), sums.pairs()
@@ -105,7 +107,7 @@ class OutputLoss:
     ) -> list[_Distribution]:
         terms = terms_by_distribution(batch)
         inputs = [(logits.main, batch.labels, batch.tokens, teacher, batch.extras)]
-        # extras belong to the next token: those further ahead have none
+        # extras belong to the next token: tokens further ahead have none
         inputs += [
             (each, ahead.labels, ahead.tokens, None, {}) for each, ahead in zip(logits.mtp, batch.mtp, strict=True)
         ]
@@ -115,7 +117,7 @@ class OutputLoss:
         ]
 
     def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
-        """What each term's function sees of one chunk."""
+        """Returns the input of each term's function for one chunk."""
         student = vocab_parallel(local, self._config, self._groups)
         teacher = None
         if of.teacher is not None:
@@ -145,21 +147,21 @@ class OutputLoss:
 
 @dataclass(frozen=True)
 class _Distribution:
-    """The tokens of one distribution that some term counts, as one row of n."""
+    """Tokens of one distribution that some term counts, as one row of n."""
 
     hidden: Tensor
-    """[n, hidden]."""
+    """Hidden states, [n, hidden]."""
     weight: Tensor
-    """[vocab_local, hidden]."""
+    """Table of the output layer, [vocab_local, hidden]."""
     labels: Tensor
-    """[1, n], as all that follow."""
+    """Labels, [1, n], as all tensors below."""
     tokens: Tensor
     weights: dict[str, Tensor]
     denominator_weights: dict[str, Tensor]
     extras: dict[str, Tensor]
     sources: Tensor | None
     teacher: Operands | None
-    """Hidden states of the same tokens, and the teacher's table."""
+    """Hidden states of the same tokens in the teacher, and its table; None without a teacher."""
 
     @classmethod
     def of(
@@ -173,9 +175,9 @@ class _Distribution:
         terms: Sequence[str],
         count: int,
     ) -> _Distribution:
-        """Selects them, in [seq, batch] order."""
+        """Selects the tokens, in [seq, batch] order."""
         operands = deferred.operands()
-        # no index where every token counts, so nothing is copied
+        # no index if every token counts, so that nothing is copied
         index = None if count == labels.numel() else places(weighed(batch, terms), count)
 
         def one_row(rows: Tensor) -> Tensor:
@@ -196,10 +198,10 @@ class _Distribution:
 
 
 class _Sums:
-    """Pairs of all chunks, added up."""
+    """Sums of the pairs of all chunks."""
 
     def __init__(self, terms: Sequence[str], device: torch.device, num_sources: int) -> None:
-        # float64, since how many float32 parts are added follows from the size of a chunk
+        # float64, since the number of float32 parts depends on the size of a chunk
         self._sums = {term: torch.zeros(2, dtype=torch.float64, device=device) for term in terms}
         self._diagnostics: dict[str, dict[str, Tensor]] = {term: {} for term in terms}
         self._by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
@@ -227,12 +229,12 @@ class _Sums:
 def label_log_probs(
     logits: Logits, batch: Microbatch, config: Config, groups: Groups, with_entropy: bool = False
 ) -> Tensor:
-    """The log-probability of the label of each token, whatever its weights, and the entropy of its distribution.
+    """Returns the log-probability of the label of each token, whatever its weights, and the entropy if wanted.
 
     Two all-reduces over TP for each chunk of tokens, three with the entropy.
 
     Returns:
-        [1, batch, seq] float32 in nats; [2, batch, seq] with the entropy.
+        Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies.
     """
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
@@ -247,19 +249,20 @@ def label_log_probs(
 
 @torch.no_grad()
 def head_values(logits: Logits, config: Config, groups: Groups) -> Tensor:
-    """[batch, seq] float32: the number that a head of one label makes of each token; no communication over TP."""
+    """Returns the number that a head of one label computes for each token, [batch, seq] float32; no communication over
+    TP."""
     return vocab_parallel(logits.main.whole(), config, groups).logsumexp()
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
-    """Few tokens, nearly all of which count: megatron-core's own linear layer is as good.
+    """Says whether whole logits cost no more: there are few tokens, and nearly all of them count.
 
     Args:
-        counts: Tokens that count, by distribution.
-        tokens: Of each distribution.
-        chunk: Most tokens of a chunk.
+        counts: Number of tokens that count, by distribution.
+        tokens: Number of tokens of each distribution.
+        chunk: Largest number of tokens in a chunk.
     """
-    # from an eighth on, what is saved is more than the copies of a selection cost
+    # if an eighth or more can be left out, that saves more than copying the selection costs
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
 
 
@@ -273,7 +276,7 @@ def _vocab_local(logits: DeferredLogits) -> int:
 
 
 def _selected(hidden: Tensor, index: Tensor | None) -> Tensor:
-    """[n, hidden] of [seq, batch, hidden]."""
+    """Selects hidden states, [seq, batch, hidden] -> [n, hidden]."""
     flat = hidden.flatten(0, 1)
     return flat if index is None else flat.index_select(0, index)
 
@@ -284,5 +287,5 @@ def _selected_operands(deferred: DeferredLogits, index: Tensor | None) -> Operan
 
 
 def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
-    """No gradient is asked for."""
+    """Returns 0, where no gradient is needed."""
     return torch.zeros((), device=next(iter(pairs.values())).numerator.device)

@@ -1,4 +1,4 @@
-"""What the loss functions of a run see of a microbatch."""
+"""Inputs of the loss functions for a microbatch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mtrain.mcore.model.output_layer import DeferredLogits, Logits
 
 
 def vocab_parallel(local: Tensor, config: Config, groups: Groups) -> VocabParallelLogits:
-    """The distributions that a rank's columns of the logits belong to.
+    """Returns the distributions to which a rank's columns of the logits belong.
 
     Args:
-        local: [seq, batch, vocab_local].
-        config: The vocabulary's real size.
-        groups: Of the vocabulary's other parts.
+        local: Logits of this rank, [seq, batch, vocab_local].
+        config: Configuration with the real size of the vocabulary.
+        groups: Process groups, among them the group that holds the other columns.
     """
     if config.model.num_labels is not None:  # a head, which every rank has whole
         return VocabParallelLogits(local, None, 0, config.model.num_labels)
-    # the padded vocabulary is cut evenly, so every rank has as many columns
+    # the padded vocabulary is split evenly, so every rank has as many columns
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
     return VocabParallelLogits(local, group, first_index, config.model.vocab_size)
@@ -40,15 +40,16 @@ def term_inputs(
     groups: Groups,
     teacher_logits: DeferredLogits | None = None,
 ) -> dict[str, TermInputs]:
-    """What each term's loss function sees of a sliced microbatch, on whole logits; the softmax is computed once for
-    all, and once more for each depth of multi-token prediction.
+    """Returns the input of each term's loss function for a sliced microbatch, with whole logits.
+
+    All terms share one softmax; each depth of multi-token prediction has one of its own.
 
     Args:
-        logits: Of the last stage.
-        batch: The microbatch, sliced for context parallelism.
-        config: The vocabulary's real size.
-        groups: Of the vocabulary's other parts and of the sequences' other tokens.
-        teacher_logits: Shaped as `logits.main`, where a term needs them.
+        logits: Output of the last stage.
+        batch: Microbatch, sliced for context parallelism.
+        config: Configuration with the real size of the vocabulary.
+        groups: Process groups of the vocabulary's other columns and of the sequences' other tokens.
+        teacher_logits: Logits of the teacher, shaped like `logits.main`; needed if a term compares with them.
     """
 
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:
@@ -68,7 +69,7 @@ def term_inputs(
             batch.tokens,
             teacher,
             context,
-            terms.get(term, config.loss).aggregation,  # depths of multi-token prediction: as the main term
+            terms.get(term, config.loss).aggregation,  # depths of multi-token prediction use that of the main term
             packed,
             Extras(batch.extras),
             sources if term == MAIN_TERM else None,
@@ -77,8 +78,7 @@ def term_inputs(
     }
     for depth, (deferred, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
         term = depth_term(depth)
-        # a distribution of its own: nothing found for the main logits may be used again here; extras belong to other
-        # tokens
+        # a separate distribution, which shares nothing with the main logits; extras belong to other tokens
         inputs[term] = replace(
             inputs[term],
             logits=distribution(deferred),

@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch some loss term counts: only these need logits."""
+"""Tokens of a microbatch that some loss term counts: only these need logits."""
 
 from __future__ import annotations
 
@@ -15,51 +15,55 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 def terms_by_distribution(batch: Microbatch) -> list[list[str]]:
-    """Names of the terms of the main logits, then of each depth of multi-token prediction."""
+    """Returns the names of the terms of the main logits, then those of each depth of multi-token prediction."""
     depths = [depth_term(number) for number in range(1, len(batch.mtp) + 1)]
     return [[term for term in batch.weights if term not in depths], *([depth] for depth in depths)]
 
 
 def weighed(batch: Microbatch, terms: Sequence[str]) -> Tensor:
-    """[batch, seq] bool: tokens that have a weight or a share of the denominator in one of the terms."""
-    # a share can lie at a token without weight: an empty sequence that counts (loss.empty_sequences=include)
+    """Says which tokens have a weight or a share of the denominator in one of the terms, [batch, seq] bool."""
+    # a token without weight can have a share: that of an empty sequence that counts (loss.empty_sequences=include)
     counted = [each[term] != 0 for term in terms for each in (batch.weights, batch.denominator_weights)]
     return torch.stack(counted).any(0)
 
 
 class WeighedTokens:
-    """How many tokens of each microbatch of a pass some term counts, known on the host without waiting for kernels."""
+    """Number of tokens that some term counts in each microbatch of a pass, known on the host without waiting for
+    kernels."""
 
     def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups) -> None:
-        """Args:
-        whole: Full rows as the loader gives them, on the CPU; None on ranks that receive theirs.
-        rows: The same microbatches on the device, sliced for context parallelism.
-        groups: The process groups.
+        """Counts the tokens, at once.
+
+        Args:
+            whole: Full rows from the loader, on the CPU; None on ranks that receive theirs.
+            rows: The same microbatches on the device, sliced for context parallelism.
+            groups: Process groups.
         """
         self._numbers = {id(batch): number for number, batch in enumerate(rows)}
         self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
 
     def of(self, batch: Microbatch) -> list[int]:
-        """Of the main logits, then of each depth.
+        """Returns the number of tokens for the main logits, then for each depth.
 
         Args:
-            batch: One of the pass's own, the very object.
+            batch: Microbatch of the pass, the same object as in `rows`.
         """
         return self._counts[self._numbers[id(batch)]]
 
 
 def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
-    """Of batches on the CPU."""
-    # numpy: nothing here is an operation on a device
+    """Counts the tokens of batches on the CPU."""
+    # numpy: the sum is no operation on a device
     return [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
 
 
 def _counts_of_reader(
     whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
 ) -> list[list[int]]:
-    """Of batches on a device, counted by the host that has read them. One broadcast between the hosts of TP."""
+    """Returns the counts of batches on a device, counted by the rank that read them. One broadcast between TP's
+    hosts."""
     own = None
-    if whole is not None:  # those of other context-parallel ranks are cut differently, and are in other groups of TP
+    if whole is not None:  # slices of other context-parallel ranks differ, but belong to other groups of TP
         cut = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
         own = torch.tensor(_counted(cut))
     shape = (len(rows), len(terms_by_distribution(rows[0])))
@@ -68,11 +72,11 @@ def _counts_of_reader(
 
 
 def places(is_weighed: Tensor, count: int) -> Tensor:
-    """[count] int64: where the tokens are in [seq, batch] order, increasing.
+    """Returns the positions of the weighed tokens in [seq, batch] order, increasing, [count] int64.
 
     Args:
-        is_weighed: [batch, seq] bool.
-        count: How many they are.
+        is_weighed: Whether each token is weighed, [batch, seq] bool.
+        count: Number of weighed tokens.
     """
     # not nonzero(), whose size the host would have to wait for; a stable sort keeps equal keys in their order
     keys = is_weighed.t().reshape(-1).to(torch.uint8)

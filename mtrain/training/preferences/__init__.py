@@ -1,1 +1,1 @@
-"""Runs losses that compare whole sequences: the pass that scores them, and scores of a reference model."""
+"""Preference losses in a run: the pass that scores whole sequences, and the scores of a reference model."""

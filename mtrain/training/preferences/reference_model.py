@@ -1,7 +1,7 @@
-"""Which model a preference loss compares with: the one that the run begins from, or the one of loss.reference.
+"""Reference model of a preference loss: the model that the run starts from, or that of loss.reference.
 
-A named one may be an adapter beside a frozen model: a folder of PEFT, beside the frozen model of the run; or a run of
-adapters, beside its own, which its checkpoints name by a fingerprint.
+loss.reference may name an adapter: a folder of PEFT, which is used with the frozen model of the run, or a run of
+adapters, which is used with its own frozen model, identified by the fingerprint in its checkpoints.
 """
 
 from __future__ import annotations
@@ -41,48 +41,51 @@ from mtrain.training.resume import announced, initialize, load_base, say
 
 
 class Reference(NamedTuple):
-    """The model that is compared with."""
+    """Reference model, and where its weights come from."""
 
     config: Config
-    """`initialize` makes it of this, but for the adapters of `saved`. Its `adapter` is None where no adapter takes part
-    in it."""
+    """Configuration from which `initialize` makes the model, except for the adapters of `saved`. Its `adapter` is None
+    if the reference has no adapter."""
     named: str | None = None
-    """What loss.reference says."""
+    """Value of loss.reference; None if it is not set."""
     saved: Path | None = None
-    """A run or a checkpoint whose adapters stand beside the model of `config`."""
+    """Run or checkpoint whose adapters belong to the model of `config`; None if there is none."""
 
     @classmethod
     def of(cls, config: Config) -> Reference:
-        """That of a run. Collective over the world.
+        """Finds the reference of a run. Collective over the world.
 
         Raises:
-            ConfigError: A named one and the run's layout or precision do not go together.
-            DataError: A named one is missing or damaged.
+            ConfigError: The named reference is incompatible with the run's layout or precision.
+            DataError: The named reference is missing or damaged.
         """
         if config.loss.reference is None:
             return cls(config)
         return on_first_rank(lambda: named_reference(config, str(config.loss.reference)))
 
     def fits(self, config: Config) -> bool:
-        """Whether the run's own model can hold it for a while: it has the same adapters or none, and the run loads its
-        own afterwards."""
+        """Says whether the run's model can hold the reference for a while, before the run's own weights are loaded.
+
+        It can if the reference is where the run starts, has no adapters, or has the same adapters as a run that loads
+        its own from `adapter.path` afterwards.
+        """
         own, wanted = config.adapter, self.config.adapter
         if wanted is None or self.config is config:
             return True
-        # a run without a path goes on with what was drawn, which nothing would bring back
+        # a run without a path continues with drawn adapters, which could not be restored
         if own is None or own.path is None or self.config.train.precision != config.train.precision:
             return False
         return _facts(own) == _facts(wanted)
 
     @contextmanager
     def loaded(self, model: RankModel) -> Iterator[tuple[str, RankModel]]:
-        """The reference in a model that can hold it, inside the block. Collective over the world.
+        """Loads the reference into a model that can hold it, for the `with` block. Collective over the world.
 
-        One all-reduce for the fingerprint, beside what loading needs.
+        One all-reduce for the fingerprint, in addition to those of loading.
 
         Yields:
-            What decides its scores, shortened: weights, architecture, precision; and the model with the configuration
-            of the reference.
+            Hash of all that determines the scores (weights, architecture, precision), and the model with the
+            configuration of the reference.
 
         Raises:
             DataError: Weights are missing, damaged, of another model or not finite.
@@ -96,7 +99,7 @@ class Reference(NamedTuple):
                 error.args = (f"loss.reference={self.named}: {error}", *error.args[1:])
             raise
         weights = model_fingerprint(held.chunks, held.groups, config.model.vocab_size, has_adapters)
-        # without labels as before there were any: what has a head compares with no model
+        # without num_labels, as in earlier versions: a model with a head has no reference
         described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels"})
         facts = None if config.adapter is None else _facts(config.adapter)
         decisive = json.dumps([weights, described, config.train.precision, facts])
@@ -116,31 +119,31 @@ class Reference(NamedTuple):
 
 
 def built_apart(config: Config, groups: Groups) -> RankModel:
-    """A model of its own, for a reference that the run's cannot hold. Collective over the world.
+    """Builds a separate model for a reference that the run's model cannot hold. Collective over the world.
 
     Args:
-        config: That of the reference.
-        groups: The process groups.
+        config: Configuration of the reference.
+        groups: Process groups.
     """
     chunks = build_model(config, groups, weights_follow=True)
     return RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
 
 
 def _facts(adapter: AdapterSection) -> list[Any]:
-    """What an adapter computes, but for its weights."""
+    """Returns all settings that determine what an adapter computes, apart from its weights."""
     return [adapter.kind, adapter.rank, adapter.scale, sorted(adapter.parts), adapter.base_dtype]
 
 
 def named_reference(config: Config, named: str) -> Reference:
-    """Finds out what loss.reference names; no collective.
+    """Finds the reference that loss.reference names; no collective.
 
     Args:
-        config: Of the run.
-        named: A folder.
+        config: Configuration of the run.
+        named: Path of a folder, the value of loss.reference.
 
     Raises:
-        ConfigError: It and the run's layout or precision do not go together.
-        DataError: It is missing or damaged.
+        ConfigError: The reference is incompatible with the run's layout or precision.
+        DataError: The reference is missing or damaged.
     """
     folder = Path(named)
     try:
@@ -163,7 +166,7 @@ def _of_model(config: Config, hf: str | None = None, initialize_from: str | None
 
 
 def _of_peft(config: Config, folder: Path) -> Config:
-    """Beside the frozen model of the run, held as the run holds it."""
+    """Returns the configuration of a PEFT adapter on the frozen model of the run, held as the run holds it."""
     base_dtype = None if config.adapter is None else config.adapter.base_dtype
     found = adapter_of(folder, family_of_run(config), config.model)
     adapter = found.model_copy(update={"path": str(folder), "base_dtype": base_dtype})
@@ -171,7 +174,7 @@ def _of_peft(config: Config, folder: Path) -> Config:
 
 
 def _adapter_run(named: Path) -> Config | None:
-    """The configuration that adapters were saved with; None where a whole model was."""
+    """Returns the configuration that adapters were saved with; None if a whole model was saved."""
     entry = checkpoint_at(named).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     saved = None if entry.manifest.base is None else load_config([entry.path / RUN_CONFIG_NAME], [])
@@ -179,8 +182,10 @@ def _adapter_run(named: Path) -> Config | None:
 
 
 def _beside_its_own(config: Config, saved: Config) -> Config:
-    """Beside the frozen model that the run of the reference names; beside this run's where that is gone. (That it is
-    the same one, the fingerprint in the checkpoint says.)"""
+    """Returns the configuration of an adapter on the frozen model of its own run.
+
+    If that model is gone, this run's is used; the fingerprint in the checkpoint verifies that they are the same.
+    """
     assert saved.adapter is not None, "asked of runs of adapters"
     places = (saved.model.hf, saved.checkpoint.initialize_from)
     is_there = all(place is None or Path(place).exists() for place in places)
@@ -188,19 +193,19 @@ def _beside_its_own(config: Config, saved: Config) -> Config:
 
 
 def _with(config: Config, start: Config, adapter: AdapterSection, precision: Config | None = None) -> Config:
-    """The run's configuration with a reference's adapter.
+    """Returns the run's configuration with a reference's adapter.
 
     Args:
-        config: Of the run.
-        start: Says where the frozen model begins.
-        adapter: The reference's.
-        precision: Says how the frozen model is held; None: as the run holds it.
+        config: Configuration of the run.
+        start: Configuration that says where the frozen model comes from.
+        adapter: Adapter of the reference.
+        precision: Configuration with the precision of the frozen model; None: that of the run.
 
     Raises:
         ConfigError: A rule of the configuration forbids it.
     """
     content = config.model_dump()
-    # no step is made with it, and other optimizers may not take adapters
+    # it is never trained, and some optimizers do not support adapters
     content["optimizer"] = {"lr": config.optimizer.lr}
     content["adapter"] = adapter.model_dump() | {"dropout": 0.0}
     content["loss"]["reference"] = None

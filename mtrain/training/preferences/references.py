@@ -1,9 +1,9 @@
 """Scores of the reference model: computed once, before the first step, and kept in the run folder.
 
-The reference is the model that the run begins from, with the adapter that it names; or the one that loss.reference
-names. A start that goes on does not need it any more: it reads the scores, and trains on them bit for bit as before,
-whatever has become of the weights. Those of a named one are kept a second time beside the token cache, under what
-decides them, its weights among it, so that another run need not compute them again.
+The reference is the model that the run starts from, with the adapter that the run names, or the model of
+loss.reference. A start that resumes does not need the model again: it reads the scores, and trains on them bit for bit
+as before, whatever has become of the weights. Scores of a named reference are also stored next to the token cache,
+under a hash of all that determines them, including the weights, so that another run need not compute them again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from mtrain.training.preferences.scoring_pass import sequence_scores
 from mtrain.training.resume import say
 
 _FORMAT = 1
-"""Counts the changes of this module that make other scores of the same sequences."""
+"""Version of the scores, raised when a change of this module gives other scores for the same sequences."""
 
 
 class _Source(NamedTuple):
-    """What the first rank knows of a source, for ranks that read no data."""
+    """Facts about a source that the first rank sends to ranks that read no data."""
 
     fingerprint: str
     num_sequences: int
@@ -53,32 +53,32 @@ class _Source(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the first rank finds in the run folder."""
+    """Scores that the first rank finds in the run folder."""
 
     goes_on: bool
-    """There is a checkpoint, so that the scores that are there are those that the run began with."""
+    """Whether there is a checkpoint, so that existing scores are those that the run began with."""
     paths: tuple[Path | None, ...]
-    """Of each source's scores; None where they are still to be computed."""
+    """Path of each source's scores; None if they have to be computed."""
 
 
 class References:
-    """The scores that a run needs before its first step."""
+    """Reference scores that a run needs before its first step."""
 
     def __init__(
         self, config: Config, folder: RunFolder, groups: Groups, loss: PreferenceLoss | None, loader: StepLoader | None
     ) -> None:
-        """Looks for what is in the run folder already. Collective over the world.
+        """Looks for scores in the run folder. Collective over the world.
 
         Args:
-            config: Of the run.
-            folder: Gets the scores.
-            groups: The process groups.
-            loss: What is minimised; nothing is needed where it is None or has no reference.
-            loader: Of the data; None on ranks that do not read any.
+            config: Configuration of the run.
+            folder: Run folder, which gets the scores.
+            groups: Process groups.
+            loss: Preference loss that is minimised; no scores are needed if it is None or has no reference.
+            loader: Loader of the data; None on ranks that do not read any.
 
         Raises:
-            ConfigError: A named reference and the run's layout do not go together.
-            DataError: A named reference is missing or damaged.
+            ConfigError: The named reference is incompatible with the run's layout.
+            DataError: The named reference is missing or damaged.
         """
         self._config, self._folder, self._groups, self._loader = config, folder, groups, loader
         marks = None if loss is None else preference_marks(loss)
@@ -87,23 +87,23 @@ class References:
         if self._is_needed:
             self._sources = on_first_rank(lambda: _sources(loader))
             self._kept = on_first_rank(lambda: _kept(folder, self._sources, config))
-            # a run that begins looks at the weights, too: scores of before its first checkpoint may be of others
+            # a run without a checkpoint checks the weights too: existing scores may be those of other weights
             if not self._kept.goes_on or None in self._kept.paths:
                 self._reference = Reference.of(config)
 
     def score_apart(self) -> None:
-        """Computes what is missing by a model of its own, where the run's cannot hold the reference. Collective.
+        """Computes missing scores with a separate model if the run's model cannot hold the reference. Collective.
 
-        To be called before the run's own model takes its memory.
+        Must be called before the run's own model takes its memory.
 
         Raises:
-            DataError: Weights of the reference cannot be loaded.
+            DataError: The weights of the reference cannot be loaded.
             MachineError: The disk refuses.
         """
         if self._reference is not None and not self._reference.fits(self._config):
             self._score_with(self._reference, built_apart(self._reference.config, self._groups))
             self._reference = None
-            # hooks and buffers of DistributedDataParallel refer to each other; the run's own model needs the room now
+            # hooks and buffers of DistributedDataParallel are a reference cycle; the run's model needs their memory now
             gc.collect()
             if self._groups.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -111,10 +111,10 @@ class References:
     def use(self, model: RankModel) -> None:
         """Gives every sequence of the data its score. Collective over the world.
 
-        What is missing is computed from the reference's weights, which are loaded into the model for it.
+        Missing scores are computed with the reference's weights, which are loaded into the model for this.
 
         Args:
-            model: The run's, before anything is loaded into it.
+            model: Model of the run, before its weights are loaded.
 
         Raises:
             DataError: Kept scores are damaged, or the weights of the reference cannot be loaded.
@@ -143,12 +143,12 @@ class References:
             self._kept = self._kept._replace(paths=tuple(paths))
 
     def _score(self, model: RankModel, source: _Source, paths: Sequence[Path | None]) -> None:
-        """Scores all sequences of a source, in passes of as many as a step has, and writes them to these files.
+        """Scores all sequences of a source, in passes the size of a step, and writes the scores to files.
 
         Args:
-            model: Holds the reference.
-            source: The sequences.
-            paths: Of the files.
+            model: Model that holds the reference.
+            source: Source of the sequences.
+            paths: Paths of the files; None entries are ignored.
         """
         config, groups = model.config, model.groups
         if groups.rank == 0:
@@ -170,7 +170,7 @@ def _sources(loader: StepLoader | None) -> list[_Source]:
 
 
 def _kept(folder: RunFolder, sources: Sequence[_Source], config: Config) -> _Kept:
-    """On the first rank. What a run of an earlier version kept counts where it goes on, since it has trained on it."""
+    """Finds the scores of a run with a checkpoint, those of earlier versions included. On the first rank."""
     if not published_steps(folder.checkpoints):
         return _Kept(False, (None,) * len(sources))
     return _Kept(True, tuple(_kept_path(folder, source, config) for source in sources))
@@ -183,7 +183,7 @@ def _kept_path(folder: RunFolder, source: _Source, config: Config) -> Path | Non
 
 
 def _of_identity(kept: _Kept, folder: RunFolder, sources: Sequence[_Source], config: Config, identity: str) -> _Kept:
-    """What is there of a model's scores, now that it is known.
+    """Returns the existing scores of a reference whose identity is now known.
 
     Raises:
         DataError: The run goes on with scores of another model.
@@ -202,7 +202,7 @@ def _of_identity(kept: _Kept, folder: RunFolder, sources: Sequence[_Source], con
 
 
 def _remove_others(folder: RunFolder, kept: Sequence[Path | None]) -> None:
-    """Scores of starts that came to no checkpoint: one that goes on would have to choose."""
+    """Deletes scores of starts that reached no checkpoint, so that only one set of scores is left to resume with."""
     with disk_faults(f"write {folder.references}"):
         stems = {path.stem.partition("-")[0] for path in kept if path is not None}
         for path in folder.references.glob("*-*.npy"):
@@ -211,24 +211,24 @@ def _remove_others(folder: RunFolder, kept: Sequence[Path | None]) -> None:
 
 
 def _path(folder: RunFolder, source: _Source, config: Config, identity: str) -> Path:
-    """Named by what is scored and by the model.
+    """Returns the path of scores, named after the sequences and the model.
 
     Args:
-        folder: Of the run.
-        source: The sequences.
-        config: Of the run.
-        identity: Of the reference, as `Reference.loaded` gives it.
+        folder: Run folder.
+        source: Source of the sequences.
+        config: Configuration of the run.
+        identity: Hash that identifies the reference, from `Reference.loaded`.
     """
     return folder.references / f"{_stem(source, config)}-{identity}.npy"
 
 
 def _stem(source: _Source, config: Config) -> str:
-    """Named by what stays the same where the run goes on: where it began may be named otherwise then, or be gone."""
+    """Hashes what stays the same when the run resumes; the path of its initial weights may have changed by then."""
     return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, config.loss.reference])
 
 
 def _earlier_stem(source: _Source, config: Config) -> str:
-    """The name of earlier versions, which took places of weights for weights."""
+    """Returns the name that earlier versions used, which hashed the paths of the weights."""
     model = config.model.model_dump_json(exclude={"num_labels"})
     start = [model, config.checkpoint.initialize_from, config.train.seed]
     start += [] if config.loss.reference is None else [config.loss.reference]
@@ -236,7 +236,7 @@ def _earlier_stem(source: _Source, config: Config) -> str:
 
 
 def _shared_path(source: _Source, config: Config, identity: str) -> Path:
-    """Beside the token cache, named by all that decides the scores but the names of files."""
+    """Returns the path next to the token cache, named after all that determines the scores but not after file names."""
     assert isinstance(config.data, SftSection), "a rule of the configuration"
     folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir)
     stem = _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, identity])
@@ -248,7 +248,7 @@ def _hashed(decisive: Sequence[object]) -> str:
 
 
 def _copied(shared: Path, path: Path) -> bool:
-    """Whether another run's scores were there and whole, and are the run's own now."""
+    """Copies another run's scores if they are there and intact, and says whether it did."""
     try:
         content = shared.read_bytes()
     except OSError:
@@ -274,7 +274,7 @@ def _passes(
 def _content(found: NDArray[np.float64]) -> bytes:
     content = io.BytesIO()
     np.save(content, found)
-    # the digest goes in front, so that a flipped bit is noticed
+    # the digest comes first, so that a flipped bit is noticed
     return hashlib.sha256(content.getvalue()).digest() + content.getvalue()
 
 
@@ -292,7 +292,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _read(loader: StepLoader | None, sources: Sequence[_Source], paths: Sequence[Path]) -> None:
-    """Hands the scores to the data that this rank reads."""
+    """Reads the scores and attaches them to the data of this rank."""
     if loader is None:
         return
     digests = []

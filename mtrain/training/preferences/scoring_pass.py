@@ -1,10 +1,10 @@
-"""The first of the two passes of a preference loss: scores of all sequences, the loss, its derivative by each score.
+"""First of the two passes of a preference loss: scores of all sequences, the loss, its derivative by each score.
 
-What a pair's loss is depends on two sequences, which may lie in other rows, microbatches and data-parallel ranks. So a
-forward pass without a gradient finds every sequence's score, one all-reduce shows all ranks the scores of the whole
-batch, and each rank computes loss and derivatives from them, to the same bits. The second pass is an ordinary one,
-in which a token's weight is multiplied by the derivative of its sequence. Both passes see the same weights and no
-dropout, so the gradient is exact under any layout, packing and micro-batch size.
+The loss of a pair depends on two sequences, which may be in different rows, microbatches and data-parallel ranks. So a
+forward pass without a gradient computes every sequence's score, one all-reduce gives all ranks the scores of the whole
+batch, and each rank computes loss and derivatives from them, to the same bits. The second pass is an ordinary one, in
+which a token's weight is multiplied by the derivative of its sequence. Both passes use the same weights and no dropout,
+so the gradient is exact under any layout, packing and micro-batch size.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from mtrain.training.output.loss import head_values, label_log_probs
 
 @dataclass(frozen=True)
 class PreferenceTotals:
-    """A preference loss over some global batches, the same on all ranks; they add up."""
+    """Totals of a preference loss over some global batches, the same on all ranks; they can be added."""
 
     numerator: float = 0.0
     """Sum of weight x loss."""
     denominator: float = 0.0
     """Sum of the weights."""
     diagnostics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By name: sum, and what it is divided by."""
+    """Diagnostics by name: a sum, and its divisor."""
 
     def plus(self, other: PreferenceTotals) -> PreferenceTotals:
-        """Of both."""
+        """Returns the totals of both."""
         sums = dict(self.diagnostics)
         for name, (numerator, denominator) in other.diagnostics.items():
             before = sums.get(name, (0.0, 0.0))
@@ -54,38 +54,39 @@ class PreferenceTotals:
         return PreferenceTotals(self.numerator + other.numerator, self.denominator + other.denominator, sums)
 
     def in_place_of(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """The terms of a step with the value of the loss, where the second pass had one that only shares its gradient.
+        """Returns the terms of a step with the value of the loss, of which the second pass has only the gradient.
 
-        Denominators stay as that pass measured them.
+        Denominators are those that the second pass measured.
         """
         return {**terms, MAIN_TERM: replace(terms[MAIN_TERM], numerator=self.numerator)}
 
     def beside(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """The terms of an evaluation, where the first pass alone sees the main one."""
+        """Returns the terms of an evaluation with the main term, which only the first pass computes."""
         main = replace(terms[MAIN_TERM], numerator=self.numerator, denominator=self.denominator)
         return {**terms, MAIN_TERM: main}
 
     @property
     def means(self) -> dict[str, float]:
-        """Each diagnostic as sum over sum; those without anything to divide by are left out."""
+        """Returns the mean of each diagnostic; those with a divisor of 0 are left out."""
         return {name: one / other for name, (one, other) in self.diagnostics.items() if other}
 
 
 class PreferencePass(NamedTuple):
-    """What the first pass has found."""
+    """Result of the first pass."""
 
     batches: list[Microbatch] | None
-    """For the second one; None on ranks that do not read data."""
+    """Microbatches for the second pass; None on ranks that do not read data."""
     totals: PreferenceTotals
 
 
 _COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role", "margin")
-"""Of the table that all ranks fill together, a line a slot of the global batch; the group is -1 where there is none."""
+"""Columns of the table that all ranks fill together, with a line for each slot of the global batch; the group is -1 if
+there is none."""
 
 
 @dataclass(frozen=True)
 class SlotScores(ScoredSequences):
-    """The sequences of a batch, with the slot of each."""
+    """Scored sequences of a batch, with the slot of each."""
 
     slots: tuple[int, ...] = ()
 
@@ -98,14 +99,14 @@ def preference_pass(
 ) -> PreferencePass:
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
-    Beside megatron-core's own collectives one all-reduce of one number, and one of nine numbers a sequence. The host
-    waits for the device twice, for the result of each; loss and derivatives are computed on the host.
+    In addition to megatron-core's own collectives, one all-reduce of one number and one of nine numbers per sequence.
+    The host waits for the device twice, for the result of each; loss and derivatives are computed on the host.
 
     Args:
-        model: Its parameters are completed first; no dropout.
-        loss: What is minimised.
-        batches: This data-parallel rank's microbatches, full rows; None on ranks that do not read data.
-        num_microbatches: As for `broadcast_batches`.
+        model: Model of this rank; its parameters are gathered first, and it runs without dropout.
+        loss: Preference loss that is minimised.
+        batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
+        num_microbatches: Number of these microbatches; None if ranks without batches do not know it.
 
     Raises:
         DataError: A sequence is no member of a group, a group is not complete, or a reference score is missing.
@@ -133,12 +134,12 @@ def sequence_scores(
     batches: Sequence[Microbatch] | None,
     num_microbatches: int | None,
 ) -> SlotScores:
-    """The score of every sequence of a global batch under the weights as they are; the same on all ranks.
+    """Returns the score of every sequence of a global batch under the current weights; the same on all ranks.
 
-    Takes what `preference_pass` takes.
+    The arguments are those of `preference_pass`.
 
     Raises:
-        DataError: A sequence is member of no group.
+        DataError: A sequence is a member of no group.
     """
     model.optimizer.gather_parameters()
     config, groups = model.config, model.groups
@@ -155,7 +156,7 @@ def sequence_scores(
     def take(logits: Logits, batch: Microbatch) -> None:
         sums = _sums(_values(logits, batch, config, groups), batch)
         number = next(numbers)
-        # else the same numbers were added once for each tensor-parallel rank
+        # otherwise every tensor-parallel rank would add the same numbers
         if groups.counts_loss:
             members = own[number].members
             places = [place for place, member in enumerate(members) if member is not None]
@@ -172,7 +173,7 @@ def sequence_scores(
 
 
 def _values(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
-    """[batch, seq]: what the tokens of a sequence add to its score."""
+    """Returns what each token adds to the score of its sequence, [batch, seq]."""
     if config.model.num_labels is not None:
         return head_values(logits, config, groups)
     return label_log_probs(logits, batch, config, groups)[0]
@@ -183,9 +184,9 @@ def _present(batch: Microbatch) -> list[PlacedMember]:
 
 
 def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
-    """[num_sequences] float64: this rank's part of each score."""
+    """Returns this rank's part of each score, [num_sequences] float64."""
     weights = batch.weights[MAIN_TERM]
-    # where, not a product: what a masked token says may be inf
+    # where, not a product: the log-probability of a masked token may be inf
     kept = torch.where(weights != 0, log_probs.double() * weights.double(), 0.0)
     if batch.sequence_ids is None:
         return kept.sum(dim=1)
@@ -193,7 +194,7 @@ def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
 
 
 def _known(batches: Sequence[Microbatch], size: int) -> Tensor:
-    """[size, columns] on the CPU: what batches say of their sequences, without scores; 0 elsewhere."""
+    """Returns the table on the CPU, [size, columns]: known facts of the sequences without scores; 0 elsewhere."""
     table = torch.zeros(size, len(_COLUMNS), dtype=torch.float64)
     for each in (member for batch in batches for member in _present(batch)):
         table[each.slot] = torch.tensor(_line_of(each), dtype=torch.float64)
@@ -201,7 +202,7 @@ def _known(batches: Sequence[Microbatch], size: int) -> Tensor:
 
 
 def _line_of(placed: PlacedMember) -> list[float]:
-    """All but the score."""
+    """Returns the row of a sequence after the score."""
     member = placed.member
     reference = None if member is None else member.reference
     if member is None:
@@ -246,7 +247,7 @@ def _check_references(found: SlotScores) -> None:
 
 
 def _weighed(batch: Microbatch, of_slot: Mapping[int, tuple[float, float]]) -> Microbatch:
-    """The batch whose main term has the gradient of the loss, and its denominator."""
+    """Returns the batch with weights that give its main term the gradient and the denominator of the loss."""
     nothing = (0.0, 0.0)
     known = [nothing if each is None else of_slot[each.slot] for each in batch.members]
     derivatives, shares = torch.tensor(known, dtype=torch.float64).unbind(1)

@@ -1,1 +1,1 @@
-"""What a run tells about itself while it trains: events, records of its steps, and where they go."""
+"""Records of a run while it trains: events, records of its steps, and their sinks."""

@@ -1,4 +1,4 @@
-"""The events of a run's life: it starts, goes on after a step, saves, and ends in one of three ways."""
+"""Events of a run: start, resume, save, and end in one of three ways."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from mtrain.runs.events import EventKind, EventLog, Fact
 from mtrain.runs.folder import RunFolder
 
 _RANKS_THAT_TELL_OF_LOST_ONES = 2
-"""Every rank loses the one that died; the second one tells where that is the first."""
+"""Number of ranks that report a lost rank: all ranks notice it, and the second one reports if the first has died."""
 
 
 class Life:
-    """Inside the `with` block this start of the run lives; leaving it writes down how it ended."""
+    """Event log of a start, for a `with` block; leaving the block records how the start ended."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
-        """
+        """Opens the event log.
+
         Args:
-            folder: The run folder, whose lock the first rank holds.
-            rank: Of this process.
+            folder: Run folder, whose lock the first rank holds.
+            rank: Rank of this process.
         """
         self._folder, self._rank = folder, rank
         self._log = EventLog(folder.events, rank)
@@ -46,7 +47,8 @@ class Life:
             self._log.write(EventKind.FINISH, self._step)
 
     def started(self, config: Config, environment: Mapping[str, str], check: Callable[[], None]) -> None:
-        """The run folder is this start's, as long as `check` raises nothing. On rank 0."""
+        """Records that the start has claimed the run folder, which holds as long as `check` does not raise. On rank
+        0."""
         self._check = check
         known: dict[str, Fact] = {"num_steps": config.train.num_steps, "name": config.run.name}
         known |= {key: environment[key] for key in ("mtrain", "device", "layout")}
@@ -54,45 +56,45 @@ class Life:
         self._log.write(EventKind.START, 0, facts=known)
 
     def resumed(self, step: int, reached: int) -> None:
-        """The model is built.
+        """Records that the model is built and training continues.
 
         Args:
-            step: Updates completed; training goes on after them.
-            reached: Steps that earlier starts have recorded; those beyond `step` are repeated.
+            step: Number of updates completed.
+            reached: Number of steps that earlier starts have recorded; those beyond `step` are repeated.
         """
         self._step = step
         if self._rank == 0:
             self._log.write(EventKind.RESUME, step, facts={"reached": max(reached, step)})
 
     def stepped(self, step: int) -> None:
-        """So many updates are completed."""
+        """Notes the number of completed updates."""
         self._step = step
 
     def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint is on disk. On rank 0."""
+        """Records that a checkpoint is on disk. On rank 0."""
         self._folder.note_save(seconds)
         self._log.write(EventKind.SAVE, step, facts={"seconds": round(seconds, 3)})
 
     def alarmed(self, step: int, text: str, facts: Mapping[str, Fact] | None = None) -> None:
-        """Something that people should see, while the run goes on."""
+        """Records something that people should see, while the run goes on."""
         if self._rank == 0:
             self._log.write(EventKind.ALARM, step, text, facts)
 
     def rolled_back(self, step: int, from_step: int, text: str) -> None:
-        """The run goes on from the checkpoint of `step`, and `from_step` was bad."""
+        """Records that the run has gone back to the checkpoint of `step`, because `from_step` was bad."""
         self._step = step
         if self._rank == 0:
             self._log.write(EventKind.ROLLBACK, step, text, {"from_step": from_step})
 
     def stopped(self, reason: str) -> None:
-        """The run ends early and wants to be started again. On rank 0."""
+        """Notes that the run ends early and has to be started again. On rank 0."""
         self._check()
         self._folder.set_requeue(reason)
         self._stop = reason
 
     def _tells(self, error: BaseException) -> bool:
-        """Whether this rank writes it down: once is enough for what all ranks see."""
-        if isinstance(error, RunFolderError):  # the life that goes on there is another start's
+        """Says whether this rank records an error: an error of all ranks is recorded once."""
+        if isinstance(error, RunFolderError):  # the folder belongs to another start
             return False
         if isinstance(error, RankLostError):
             return self._rank < _RANKS_THAT_TELL_OF_LOST_ONES

@@ -1,4 +1,4 @@
-"""`metrics.profile_steps`: what chosen ranks do in a few steps, operation by operation; nothing at all otherwise."""
+"""Profile of chosen ranks during a few steps (`metrics.profile_steps`), operation by operation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class StepProfiler:
     """Profiles the steps of one rank."""
 
     def __init__(self, metrics: MetricsSection, folder: Path, rank: int, device: torch.device) -> None:
-        """
+        """Chooses the steps; starts nothing yet.
+
         Args:
             metrics: Section of the configuration.
-            folder: The run's `profile`; made when there is something to write.
-            rank: Of this process.
-            device: Where it computes.
+            folder: Folder `profile` of the run; made when there is something to write.
+            rank: Rank of this process.
+            device: Device of this process.
         """
         steps = metrics.profile_steps if rank in metrics.profile_ranks else ()
         self._first, self._last = steps if steps else (0, -1)
@@ -36,7 +37,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the work of a step, counted from 1; the files are there after the last one that was chosen."""
+        """Profiles a step, counted from 1, inside the `with` block; the last chosen step writes the files."""
         if not self._first <= number <= self._last:
             yield
             return
@@ -55,7 +56,7 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
 
     def close(self) -> None:
-        """Writes what there is of steps that a stop has cut off."""
+        """Writes the profile of steps that a stop has cut off."""
         if self._running is not None:
             self._finish()
 

@@ -1,4 +1,4 @@
-"""Where the records of a run go."""
+"""Sinks of the records of a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mtrain.training.resume import say
 
 
 class SignsOfLife:
-    """Passes on where this rank is, to the heartbeat, to the events and to the account of the start."""
+    """Passes the progress of this rank on to the heartbeat, the events and the account of the start."""
 
     def __init__(self, life: Life, heartbeat: Heartbeat, account: StartAccount) -> None:
-        """Of this start, and of this rank."""
+        """Keeps the receivers, which belong to this start and this rank."""
         self.life, self._heartbeat, self._account = life, heartbeat, account
 
     def write(self, record: Record) -> None:
-        """A step is done."""
+        """Passes on a completed step; ignores other records."""
         if isinstance(record, StepRecord):
             self.life.stepped(record.step)
             self._account.completed(record.step, record.seconds)
@@ -36,15 +36,15 @@ class SignsOfLife:
                 self._heartbeat.note_memory(record.memory_bytes)
 
     def close(self) -> None:
-        """They end by themselves."""
+        """Does nothing: the receivers are closed by their owners."""
 
 
 def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -> Sinks:
-    """The sinks of this rank; what an earlier start wrote beyond the start step is taken back. Collective.
+    """Opens the sinks of this rank, and removes what an earlier start wrote after the start step. Collective.
 
     Raises:
         ConfigError: A tracker is not installed.
-        DataError: What an earlier start wrote is damaged.
+        DataError: A file of an earlier start is damaged.
         MachineError: A file cannot be written.
     """
     metrics, start = run.model.config.metrics, run.start_step
@@ -72,18 +72,18 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
 
 
 def _texts(run: TrackedRun) -> dict[str, str]:
-    """For TensorBoard's page of texts."""
+    """Returns the texts for TensorBoard's page of texts, by tag."""
     config = "\n".join(f"{key}: {value}" for key, value in run.config.items() if not key.startswith("environment."))
     environment = "\n".join(f"{key}: {value}" for key, value in run.config.items() if key.startswith("environment."))
     return {"config": config, "environment": environment, "notes": f"{run.name}\n{run.notes}"}
 
 
 def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
-    """One on each rank that reads for a replica of the data. Collective over the world."""
+    """Opens the data ledger on each rank that reads for a replica of the data. Collective over the world."""
     start, loader = run.start_step, run.loader
     if not run.model.config.metrics.data_ledger or start >= run.model.config.train.num_steps:
         return []
-    # files of ranks that are no longer there, too, and all before one is opened
+    # files of ranks that no longer exist too, and all of them before one is opened
     on_first_rank(lambda: rewind_ledger(folder.ledger, start))
     if loader is None or not run.model.groups.counts_plan:
         return []

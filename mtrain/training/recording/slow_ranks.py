@@ -1,4 +1,4 @@
-"""Finding a slow rank beside training: each tells its own time by its heartbeat, and the first one compares them."""
+"""Detection of slow ranks: each reports its own time by its heartbeat, and the first rank compares them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from mtrain.watch.pace import OwnTime, PaceJudge
 
 
 class SlowRanks:
-    """Of one rank; no collective, and no rank waits for it."""
+    """Detector of slow ranks, on one rank; without collectives, and no rank waits for it."""
 
     def __init__(self, watch: WatchSection, groups: Groups, heartbeat: Heartbeat, life: Life) -> None:
-        """
+        """Begins without a known slow rank.
+
         Args:
-            watch: How slow is slow.
-            groups: The process groups.
-            heartbeat: By which this rank tells, and by which the others have.
-            life: Where the alarm goes.
+            watch: Section of the configuration that says which ranks are slow.
+            groups: Process groups.
+            heartbeat: Heartbeat by which the ranks report their times.
+            life: Events of the run, which get the alarm.
         """
         self._watch, self._groups, self._heartbeat, self._life = watch, groups, heartbeat, life
         self._judge = PaceJudge(watch.slow_rank_percent, watch.slow_rank_windows)
@@ -32,11 +33,11 @@ class SlowRanks:
         self._reported: set[int] = set()
 
     def noted(self, record: StepRecord, waited_s: float) -> StepRecord:
-        """Counts a step of this rank; the record names a slow rank, where there is one. In the thread that trains.
+        """Counts a step of this rank, and names a slow rank in its record if there is one. In the training thread.
 
         Args:
-            record: Of the step.
-            waited_s: Part of its time in which this rank waited for others.
+            record: Record of the step.
+            waited_s: Time in which this rank waited for others, in seconds.
         """
         record = replace(record, waited_seconds=waited_s)
         if not self._watch.slow_rank_percent:
@@ -54,7 +55,7 @@ class SlowRanks:
         return replace(record, slow_rank=rank, slow_rank_ratio=slow[rank])
 
     def look(self) -> None:
-        """Compares the ranks, once all have reported the latest window. In the first rank's thread of the heartbeat."""
+        """Compares the ranks once all have reported the latest window. In the heartbeat's thread of the first rank."""
         window = self._window
         if self._groups.rank != 0 or window == self._judged:
             return
@@ -65,7 +66,7 @@ class SlowRanks:
         own = {beat.rank: OwnTime(beat.stage, beat.pace_s) for beat in beats if beat is not None}
         slow = self._judge.add(own)
         for rank in slow.keys() - self._reported:
-            self._reported.add(rank)  # once a start; records go on naming it
+            self._reported.add(rank)  # once per start; records continue to name it
             steps = self._watch.slow_rank_windows * self._watch.window_steps
             text = (
                 f"rank {rank} is slow: its own work took {slow[rank]:.2f} times the median of its pipeline stage in "

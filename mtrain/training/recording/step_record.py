@@ -1,4 +1,4 @@
-"""The record of a step that was just made."""
+"""Record of a step that was just made."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mtrain.training.faults.attempt import Attempt
 
 
 def attempt_record(run: Run, done: int, made: Attempt, lr: float, seconds: float) -> StepRecord:
-    """What a step came to, applied or not.
+    """Returns the record of a step, applied or not.
 
     Args:
-        run: The run.
-        done: Updates completed, this one included.
-        made: The step.
+        run: Run of the step.
+        done: Number of steps done, this one included.
+        made: Outcome of the step.
         lr: Learning rate of the update.
         seconds: Wall time of the step.
     """
@@ -55,13 +55,13 @@ def attempt_record(run: Run, done: int, made: Attempt, lr: float, seconds: float
 def step_record(
     run: Run, done: int, totals: StepTotals, update: Update | None, lr: float, seconds: float
 ) -> StepRecord:
-    """What a step came to whose gradient was applied, or was empty.
+    """Returns the record of a step that was computed: applied, empty, or overflowed.
 
     Args:
-        run: The run.
-        done: Updates completed, this one included.
-        totals: Of the step.
-        update: None where nothing was applied.
+        run: Run of the step.
+        done: Number of steps done, this one included.
+        totals: Totals of the step.
+        update: Update of the optimizer; None if nothing was applied.
         lr: Learning rate of the update.
         seconds: Wall time of the step.
     """
@@ -96,16 +96,17 @@ def step_record(
 
 
 def _with_something(sources: Mapping[str, Totals]) -> dict[str, Totals]:
-    """Those that the step held something of to learn."""
+    """Returns the sources that have loss tokens in the step."""
     return {name: each for name, each in sources.items() if each.denominator}
 
 
 def _memory_bytes(device: torch.device) -> int | None:
-    """The peak on a GPU since the last call; on a CPU what is resident now, None where that cannot be found out."""
+    """Returns the peak memory on a GPU since the last call, or the resident memory on a CPU; None if it is not
+    known."""
     if device.type != "cuda":
         try:
             return int(psutil.Process().memory_info().rss)
-        except OSError:  # no file descriptor is left: a number for people must not end a run
+        except OSError:  # no file descriptor is left: a mere statistic must not end a run
             return None
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -113,7 +114,7 @@ def _memory_bytes(device: torch.device) -> int | None:
 
 
 def _mfu(run: Run, flops: float, seconds: float) -> float | None:
-    """Model FLOPs utilisation of each GPU; None on CPUs and on GPUs of unknown peak."""
+    """Returns the model FLOPs utilisation per GPU; None on CPUs and on GPUs of unknown peak."""
     if run.model.groups.device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(run.model.groups.device), run.model.config.train.precision)

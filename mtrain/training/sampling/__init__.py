@@ -1,1 +1,1 @@
-"""Text from a model: drawing tokens, on any layout; prompts; samples while a run trains."""
+"""Text generation: drawing tokens on any layout, prompts, samples while a run trains."""

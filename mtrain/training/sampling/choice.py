@@ -1,8 +1,7 @@
-"""Drawing the next token.
+"""Choice of the next token.
 
-The random number of a token is a function of the seed, the number of the answer and the place in it: nothing is carried
-along, so neither the layout nor what is generated beside it changes an answer, and the random states of training are
-not touched.
+The random number of a token is a function of the seed, the number of the answer and the position in it. No state is
+kept, so neither the layout nor other answers change an answer, and the random states of training are not touched.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from mtrain.data.numbers import whole_number
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn, and when an answer ends."""
+    """Rules for drawing tokens and ending an answer."""
 
     max_new_tokens: int = 64
-    """Most tokens to add."""
+    """Largest number of tokens to add."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability are drawn from."""
+    """Probability that the likeliest tokens must reach together; only these are drawn."""
     top_k: int = 0
-    """Only so many of the likeliest tokens are drawn from; 0: all."""
+    """Number of the likeliest tokens that can be drawn; 0: all."""
     seed: int = 0
-    """Of the drawing."""
+    """Seed of the random numbers."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Each of them ends the answer, as its last token."""
+    """Tokens that end the answer, each as its last token."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a value cannot be."""
+        """Raises ValueError if a value is out of range."""
         whole = {name: whole_number(getattr(self, name)) for name in ("max_new_tokens", "top_k", "seed")}
         stops = [whole_number(each) for each in self.stop_token_ids]
         rules = {
@@ -51,31 +50,31 @@ class SamplingParams:
         broken = [f"{rule}, but is {getattr(self, rule.split()[0])}" for rule, holds in rules.items() if not holds]
         if broken:
             raise ValueError("; ".join(broken))
-        # a tensor is equal to its number, but is not found in a set by it
+        # plain numbers, since a tensor equals its number but has another hash
         object.__setattr__(self, "stop_token_ids", frozenset(stops))
 
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """Which token is drawn."""
+    """Position of a token that is drawn."""
 
     answer: int
-    """Its number among the prompts."""
+    """Number of the answer's prompt, from 0."""
     token: int
-    """Its number in the answer, from 0."""
+    """Number of the token in the answer, from 0."""
 
 
 def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The next token of each row.
+    """Draws the next token of each row.
 
     Args:
-        logits: [rows, vocab_size] float32, finite or -inf.
-        places: Of each row.
-        sampling: How.
+        logits: Logits, [rows, vocab_size] float32, finite or -inf.
+        places: Position of each row's token.
+        sampling: Rules for drawing.
 
     Returns:
-        [rows] int64, and [rows] float64: the log-probability of each in nats, under the model itself (temperature 1,
-        nothing left out). A row with nan, or with nothing but -inf, gives token -1.
+        Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64, under the model itself (temperature
+        1, no token excluded). A row with nan, or with nothing but -inf, gives token -1.
     """
     values = logits.double()
     likely = values.log_softmax(-1)
@@ -85,7 +84,7 @@ def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParam
         shares = (values / sampling.temperature).softmax(-1)
         if sampling.top_k or sampling.top_p < 1:
             shares = _likeliest(shares, sampling)
-        # In the vocabulary's order: in that of the probabilities, two that differ by rounding would swap their places.
+        # in the order of the vocabulary: if sorted, two probabilities that differ by rounding could swap places
         sums = shares.cumsum(-1)
         numbers = [uniform(sampling.seed, place) for place in places]
         draws = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1) * sums[:, -1:]
@@ -96,9 +95,10 @@ def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParam
 
 
 def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
-    """[rows, vocab_size] with 0 for tokens that are not drawn from; rows need not sum to 1.
+    """Sets the probability of excluded tokens to 0, [rows, vocab_size]; rows need not sum to 1.
 
-    First `top_k`, then `top_p` of what remains, as transformers and vLLM have it; the token that reaches top_p is in.
+    `top_k` is applied first, then `top_p` to the rest, as in transformers and vLLM; the token that reaches top_p is
+    included.
 
     Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv 1904.09751, section 3.1.
     """
@@ -111,7 +111,7 @@ def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def uniform(seed: int, place: TokenPlace) -> float:
-    """A number in [0, 1), evenly distributed over places."""
+    """Returns a number in [0, 1), uniformly distributed over places."""
     content = struct.pack("<QQQ", seed, place.answer, place.token)
     digest = hashlib.blake2b(content, digest_size=8).digest()
     # 53 bits, which a float holds exactly

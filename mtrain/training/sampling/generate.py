@@ -1,6 +1,6 @@
-"""Text from a model on disk, to look at what a run has made of it.
+"""Text from a model on disk, to inspect the result of a run.
 
-Serving belongs to an inference engine; this is for the eyes.
+For serving use an inference engine.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ _HF_CONFIG = "config.json"
 
 
 class Model(NamedTuple):
-    """A model on disk."""
+    """Model on disk."""
 
     config: Config
-    """Says its architecture, tokenizer and chat template."""
+    """Configuration with the architecture, tokenizer and chat template."""
     entry: CheckpointEntry | None
-    """None: the weights are those of `model.hf`."""
+    """Checkpoint with the weights; None: they are those of `model.hf`."""
     origin: Path | None
-    """As `ModelSource.origin`."""
+    """Folder of Hugging Face that the model comes from, as in `ModelSource.origin`; None if there is none."""
 
 
 def model_at(path: Path) -> Model:
-    """The model of a run folder (its newest good checkpoint), a checkpoint, an import or a folder of Hugging Face.
+    """Finds the model of a run folder (its newest good checkpoint), a checkpoint, an import or a folder of Hugging
+    Face.
 
     Raises:
-        ConfigError, DataError: Nothing there says what model it is.
+        ConfigError, DataError: Nothing at `path` says what model it is.
     """
     if not path.exists():
         raise ConfigError(
@@ -79,34 +80,34 @@ def model_at(path: Path) -> Model:
 
 
 def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
-    """Of weights that belong to no run."""
+    """Returns a configuration for weights that belong to no run."""
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     sections = {
         "run": {"dir": "unused"},
         "model": model,
         "train": {"global_batch_size": 1, "num_steps": 1, "precision": precision},
         "optimizer": {"lr": 1.0},
-        # of a finetuning run, which has a chat template where the tokenizer brings one
+        # like a finetuning run, which has a chat template if the tokenizer has one
         "data": {"kind": "sft", "seq_length": 2, "train": [{"path": "unused"}], "tokenizer": str(side_files)},
     }
     return Given(sections, ()).config()
 
 
 def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:
-    """Continues each prompt, or answers it. Under a launcher of several ranks, on the layout of the run; collective.
+    """Continues each prompt, or answers it. With several ranks, on the layout of the run; collective.
 
     Args:
-        path: As for `model_at`.
-        prompts: Texts to continue, or what a user says, or conversations.
-        sampling: How; tokens at which a text ends are added.
-        as_chat: Whether the chat template writes each text as a question.
+        path: Path of the model; see `model_at`.
+        prompts: Texts to continue, messages of a user, or conversations.
+        sampling: Rules for drawing tokens; the tokens that end a text of this model are added.
+        as_chat: Whether the chat template formats each text as a user's message.
 
     Returns:
-        The continuations, without prompts; the same on all ranks.
+        Continuations without the prompts; the same on all ranks.
 
     Raises:
-        ConfigError: Nothing says what model it is, no tokenizer is named, or there is no chat template and one is
-            wanted.
+        ConfigError: Nothing says what model it is, no tokenizer is named, or a chat template is wanted and there is
+            none.
         DataError: Tokenizer or checkpoint is missing or damaged.
     """
     found = model_at(path)
@@ -128,13 +129,14 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
 
 
 def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]) -> str:
-    """What the model says, without the token that ended it."""
+    """Decodes an answer, without the token that ended it."""
     ids = completion.token_ids
     return tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids)
 
 
 def _for_generation(config: Config, world_size: int) -> Config:
-    """One rank needs no layout; layers that keep what they have read, and experts that drop nothing."""
+    """Returns the configuration for generation: layers with a cache, experts that drop no token, no layout on one
+    rank."""
     model: dict[str, Any] = {"backend": "torch"}
     if config.model.experts is not None:
         model["experts"] = config.model.experts.model_copy(update={"capacity_factor": None})
@@ -145,7 +147,7 @@ def _for_generation(config: Config, world_size: int) -> Config:
 
 
 def _loaded(entry: CheckpointEntry | None, config: Config, groups: Groups) -> list[Any]:
-    """A whole model, or adapters and the frozen model that they stand beside."""
+    """Builds the model and loads its weights: a whole model, or adapters and their frozen model."""
     chunks = build_model(config, groups, weights_follow=True)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     if entry is None:

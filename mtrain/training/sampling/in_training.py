@@ -1,7 +1,7 @@
-"""What a run says while it trains: `eval.*`.
+"""Sample answers of a run while it trains (`eval.*`).
 
-Nothing of the run changes: tokens are drawn without the random states of training, layers are left as they were, and
-the answers go to files of their own.
+They do not change the run: tokens are drawn without the random states of training, layers are left unchanged, and the
+answers are written to separate files.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mtrain.training.sampling.prompts import Prompt, Question, questions_of, rea
 from mtrain.training.sampling.sampler import Completion, generate
 
 _SHOWN_PROMPTS, _SHOWN_CHARACTERS = 2, 60
-"""On the console."""
+"""Number of prompts, and characters of each text, that the console shows."""
 
 
 class _Asked(NamedTuple):
-    """Of the first rank."""
+    """Prompts and tokenizer, on the first rank."""
 
     prompts: list[Prompt]
     tokenizer: Tokenizer
 
 
 class PromptSamples:
-    """The prompts of a run and where its answers go."""
+    """Prompts of a run, and the files of its answers."""
 
     def __init__(self, config: Config, folder: RunFolder, chunks: Sequence[Any], is_first_rank: bool) -> None:
         """Reads the prompts, on the first rank. Collective over the world.
@@ -66,7 +66,7 @@ class PromptSamples:
         self._sampling = SamplingParams(self._section.max_new_tokens, *given, stops)
 
     def begin(self, start_step: int) -> None:
-        """Opens the files for the steps behind this one; what an earlier attempt wrote beyond it is taken back."""
+        """Opens the files for the steps after this one, and removes what an earlier start wrote for these steps."""
         self.close()
         if not self._section.is_on or not self._is_first_rank:
             return
@@ -75,7 +75,7 @@ class PromptSamples:
         self._files.callback(self._lines.close)
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether the prompts are asked behind this step; 0: before the first one."""
+        """Says whether the prompts are answered after this step; 0 means before the first step."""
         if not self._section.is_on:
             return False
         if self._section.interval_steps is not None:
@@ -86,12 +86,12 @@ class PromptSamples:
         return (every > 0 and step % every == 0) or (step == last_step and self._valid.at_end)
 
     def take(self, run: Run, step: int, sinks: Sinks) -> None:
-        """Asks the model as it is. Collective over the world.
+        """Answers the prompts with the current weights, and writes the answers. Collective over the world.
 
         Args:
-            run: As it is after `step`.
-            step: Of the answers.
-            sinks: Of this rank; those that show texts get the answers, too.
+            run: Run in its state after `step`.
+            step: Step of the answers.
+            sinks: Sinks of this rank; those that show texts get the answers too.
 
         Raises:
             NumericError: The logits are not finite; on all ranks.
@@ -106,7 +106,7 @@ class PromptSamples:
         """Closes the files.
 
         Raises:
-            MachineError: A disk has refused answers to the end.
+            MachineError: A disk has refused answers, up to the last attempt.
         """
         self._files.close()
         self._lines = None
@@ -140,15 +140,15 @@ class PromptSamples:
 
 
 def _short(text: str) -> str:
-    """For one line, escaped: what an untrained model says may hold control characters."""
+    """Shortens and escapes a text for one line: text of an untrained model may contain control characters."""
     return repr(text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…")
 
 
 def _rewind(path: Path, start_step: int) -> None:
-    """Takes the file back to what it held at this step; a half line at its end goes too. A new run keeps nothing.
+    """Rewinds the file to this step, and removes an incomplete last line; at step 0 nothing is kept.
 
     Raises:
-        DataError: A line is damaged; names it.
+        DataError: A line is damaged; the message names it.
         MachineError: The disk refuses.
     """
     if not path.exists():

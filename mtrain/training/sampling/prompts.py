@@ -1,4 +1,4 @@
-"""What a model is asked."""
+"""Prompts, as texts or conversations, and their token ids."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from mtrain.data.formats.jsonl import parsed_line, raw_lines
 from mtrain.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation that waits for an answer: each with `role` and `content`."""
+"""Conversation that waits for an answer; each message has `role` and `content`."""
 Record = dict[str, Any]
-"""A line of JSON: with `prompt` (text or messages), or `messages` and what else training takes, such as `tools`."""
+"""Line of JSON with `prompt` (text or messages), or with `messages` and other keys of training data, such as
+`tools`."""
 Prompt = str | Messages | Record
-"""A text to continue, or what a user says; or a conversation."""
+"""Text to continue, message of a user, or conversation."""
 
 
 class Question(NamedTuple):
-    """What a model is given to continue."""
+    """Token ids that a model is given to continue."""
 
     ids: list[int]
     stop_ids: frozenset[int]
-    """Each of them ends the answer."""
+    """Tokens that end the answer."""
 
 
 def questions_of(
     config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], as_chat: bool | None, ends: Sequence[int] = ()
 ) -> list[Question]:
-    """Token ids of prompts.
+    """Encodes prompts.
 
     Args:
-        config: Of the run.
-        tokenizer: That of `data.tokenizer`.
-        prompts: Conversations always go through the run's chat template.
-        as_chat: Whether a text is what a user says, to be written by the run's chat template; None: where it has one.
-        ends: Further tokens that end an answer, as `declared_ends` of the folder that the model comes from.
+        config: Configuration of the run.
+        tokenizer: Tokenizer of `data.tokenizer`.
+        prompts: Prompts; conversations always use the run's chat template.
+        as_chat: Whether a text is a user's message, formatted by the run's chat template; None: if there is one.
+        ends: Further tokens that end an answer, from `declared_ends` of the folder that the model comes from.
 
     Raises:
         ConfigError: A chat template is wanted and the run has none.
@@ -59,7 +60,7 @@ def questions_of(
     for number, prompt in enumerate(given, start=1):
         try:
             if isinstance(prompt, str) and (as_chat is False or (as_chat is None and encoder is None)):
-                # a finetuning sample begins as the tokenizer begins texts, a pretraining window anywhere
+                # a finetuning sample begins with the tokenizer's special tokens, a pretraining window anywhere
                 in_text = section is not None and section.special_tokens_in_text
                 ids = tokenizer.encode(prompt) if section is None else asked(prompt, tokenizer, in_text)
                 stops = frozenset({tokenizer.eos_id})
@@ -78,10 +79,10 @@ def questions_of(
 
 
 def _one(prompt: Prompt, section: SftSection | None, place: str) -> str | Record:
-    """A text, or a record of messages.
+    """Converts a prompt to a text or a record of messages.
 
     Raises:
-        DataError: A record has keys that nobody reads.
+        DataError: A record has unknown keys.
     """
     if isinstance(prompt, dict) and "prompt" in prompt and not isinstance(prompt["prompt"], str):
         prompt = {"messages": prompt["prompt"], **{key: each for key, each in prompt.items() if key != "prompt"}}
@@ -101,10 +102,10 @@ def _asked(encoder: ChatEncoder | None, prompt: str | Record) -> list[int]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file: of .jsonl one object a line, with `prompt` (text) or `messages`; else one text a line.
+    """Reads prompts from a file: one text per line, or in .jsonl one object per line with `prompt` or `messages`.
 
     Raises:
-        DataError: It is missing, holds nothing, or a line cannot be understood; names it.
+        DataError: The file is missing or empty, or a line cannot be understood; the message names it.
     """
     if not path.is_file():
         raise DataError(f"{path} with prompts cannot be read: there is no such file; name a text file")
@@ -119,7 +120,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _text_lines(path: Path) -> list[str]:
-    """Only ends of lines part them: other characters that Python takes for such may stand in a prompt."""
+    """Splits a file at line feeds only: a prompt may contain other characters that Python takes for line ends."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as fault:
@@ -144,6 +145,6 @@ def _of_line(line: bytes, place: str) -> Prompt:
 
 
 def shown(prompt: Prompt) -> str:
-    """For people: the text, or what was said last."""
+    """Returns a prompt as shown to people: the text, or the last message."""
     said = prompt.get("prompt", prompt.get("messages")) if isinstance(prompt, dict) else prompt
     return said if isinstance(said, str) else str(said[-1].get("content", "")) if said else ""

@@ -1,8 +1,8 @@
-"""Generates answers on any layout.
+"""Generation of answers on any layout.
 
-Each data-parallel and context-parallel replica answers prompts of its own: as soon as one answer ends, another prompt
-takes its place in the cache. A pass reads whole prompts or one token of each answer; experts that lie on several
-replicas make all of them run as many passes.
+Each data-parallel and context-parallel replica answers its own prompts: as soon as one answer ends, another prompt
+takes its place in the cache. A pass reads whole prompts or one token of each answer. If experts are distributed over
+several replicas, all replicas run the same number of passes.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
 from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
-"""A pass over prompts takes a further one while it has fewer tokens than this: activations, not the cache, are its
-cost."""
+"""Number of tokens from which on a pass takes no further prompt: it bounds the memory of activations."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt; the same on all ranks."""
+    """Answer to one prompt; the same on all ranks."""
 
     token_ids: list[int]
-    """Without the prompt; the token that ended it is the last one."""
+    """Tokens of the answer without the prompt; the token that ended it is the last one."""
     log_probs: list[float]
-    """Of each token in nats, under the model itself: temperature 1, nothing left out."""
+    """Log-probability of each token in nats, under the model itself: temperature 1, no token excluded."""
     finish_reason: Literal["stop", "length"]
-    """stop: a stop token ended it; length: it has max_new_tokens."""
+    """Reason for the end. stop: a stop token ended the answer; length: it has max_new_tokens."""
 
 
 @dataclass
 class _Answer:
-    """One that is being generated."""
+    """Answer that is being generated."""
 
     number: int
-    """Of its prompt."""
+    """Number of the prompt."""
     sequence: int
-    """Its place in the cache."""
+    """Index of the answer's sequence in the cache."""
     prompt_length: int
     ids: list[int] = field(default_factory=list)
 
@@ -60,22 +59,22 @@ def generate(
     sampling: SamplingParams,
     max_sequences: int = 64,
 ) -> list[Completion]:
-    """An answer to each prompt. Collective over the world; the random states of training stay as they are.
+    """Generates an answer to each prompt. Collective over the world; the random states of training do not change.
 
-    One all-reduce of the answers over the replicas at the end, beside what a forward pass does for each token.
+    One all-reduce of the answers over the replicas at the end, in addition to the forward passes.
 
     Args:
-        config: The configuration.
-        groups: The process groups.
+        config: Configuration of the model.
+        groups: Process groups.
         chunks: This rank's model chunks, parameters complete; left as they were.
-        prompts: Token ids, the same on all ranks; at least one of each.
-        sampling: How tokens are drawn.
-        max_sequences: Most answers in flight on a replica; no answer depends on it.
+        prompts: Token ids of each prompt, the same on all ranks; at least one token each.
+        sampling: Rules for drawing tokens.
+        max_sequences: Largest number of answers in progress on a replica; no answer depends on it.
 
     Raises:
         ConfigError: The model cannot generate (see `cached_model`).
-        NumericError: The model says nan; on all ranks.
-        ValueError: A prompt is empty, or holds what is no id of the vocabulary.
+        NumericError: The logits are not finite; on all ranks.
+        ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
     """
     prompts = _checked(prompts, config.model.vocab_size)
     layout, device = groups.layout, groups.device
@@ -108,7 +107,7 @@ def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int
 
 
 def _goes_on(own: bool, groups: Groups) -> bool:
-    """Whether this replica runs another pass: where experts lie on several of them, as long as any has to."""
+    """Says whether this replica runs another pass; with expert parallelism, as long as any replica needs one."""
     return any_rank(own, groups.device) if groups.layout.ep > 1 else own
 
 
@@ -129,7 +128,7 @@ def _completions(
 
 
 class _Replies:
-    """The answers of one replica."""
+    """Answers of one replica."""
 
     def __init__(
         self,
@@ -146,19 +145,19 @@ class _Replies:
         self._active: list[_Answer] = []
         self._likely: dict[int, list[float]] = {number: [] for number in own}
         self.done: dict[int, tuple[list[int], list[float]]] = {}
-        """By prompt: tokens and their log-probabilities."""
+        """Tokens of finished answers and their log-probabilities, by the number of the prompt."""
 
     @property
     def are_unfinished(self) -> bool:
-        """Whether an answer is missing."""
+        """Says whether an answer is missing."""
         return bool(self._waiting or self._active)
 
     def run_pass(self) -> None:
-        """Begins answers where there is room, else continues all by a token."""
+        """Begins answers if there is room, else continues all by one token."""
         fresh = self._begun()
         current = fresh or self._active
         pieces = [self._unread(answer) for answer in current]
-        # a replica that only serves experts reads a row that counts nothing
+        # a replica that only serves experts reads a dummy row
         logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not current)
         if not current:
             return
@@ -173,13 +172,13 @@ class _Replies:
         self._take(current, *drawn.tolist())
 
     def _unread(self, answer: _Answer) -> PassTokens:
-        """What the model has not read of it: the prompt, or the latest token."""
+        """Returns the tokens of an answer that the model has not read: the prompt, or the latest token."""
         if not answer.ids:
             return PassTokens(answer.sequence, 0, self._prompts[answer.number])
         return PassTokens(answer.sequence, answer.prompt_length + len(answer.ids) - 1, answer.ids[-1:])
 
     def _begun(self) -> list[_Answer]:
-        """Answers that begin with this pass."""
+        """Takes the prompts that begin with this pass."""
         begun: list[_Answer] = []
         num_tokens = 0
         while self._waiting and self._free and num_tokens < _PROMPT_TOKENS_OF_A_PASS:
@@ -193,7 +192,7 @@ class _Replies:
         for answer, token, log_prob in zip(list(answers), tokens, likely, strict=True):
             answer.ids.append(int(token))
             self._likely[answer.number].append(log_prob)
-            # -1: the model says nan, which `generate` reports on all ranks
+            # -1: the logits were not finite, which `generate` reports on all ranks
             ends = answer.ids[-1] in self._sampling.stop_token_ids or answer.ids[-1] == -1
             if ends or len(answer.ids) == self._sampling.max_new_tokens:
                 self.done[answer.number] = (answer.ids, self._likely[answer.number])
