@@ -1,4 +1,4 @@
-"""Looks for inputs that break a promise: python tools/fuzz.py config --examples 5000 --seed 1"""
+"""Searches for inputs that break a promise: python tools/fuzz.py config --examples 5000 --seed 1"""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the frame belongs to the tests, which are not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the framework belongs to the tests, which are not installed
 
 from tests.fuzz.fuzzing import Finding, fuzz, keep_input
 from tests.fuzz.target import Outcome, target_names

@@ -1,6 +1,6 @@
-"""The rewards of examples/grpo_loop.py on two layouts of two ranks: `python tools/grpo_curve.py`.
+"""Rewards of examples/grpo_loop.py on two layouts of two ranks: `python tools/grpo_curve.py`.
 
-Each layout is a launch by torchrun. Writes a picture and, beside it, its data as JSON; with --from-data it only draws.
+Each layout is a launch by torchrun. Writes a picture and, next to it, its data as JSON; with --from-data it only draws.
 """
 
 import json
@@ -37,7 +37,7 @@ def main(
 
 
 def rewards(override: str) -> list[float]:
-    """The mean reward of each step."""
+    """Runs the example and returns the mean reward of each step."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(ROOT / "examples" / "grpo_loop.py"), override]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -45,7 +45,7 @@ def rewards(override: str) -> list[float]:
 
 
 def draw(found: dict[str, list[float]], picture: Path) -> None:
-    """All layouts in one picture; the same file for the same data."""
+    """Draws all layouts in one picture; the same data give the same file."""
     matplotlib.rcParams["svg.hashsalt"] = "mtrain"
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()

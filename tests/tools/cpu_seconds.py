@@ -1,7 +1,7 @@
-"""How much processor time each test takes, its ranks and commands with it.
+"""Measures the processor time of each test, including its ranks and commands.
 
-Wall time says little where other programs run beside the tests. Each worker appends a line a test to a file, and the
-sums of folders and the dearest files and tests follow from it:
+Wall time means little where other programs run next to the tests. Each worker appends one line per test to a file, from
+which the sums of folders and the most expensive files and tests follow:
 
     python -m pytest -p tests.tools.cpu_seconds --cpu-seconds=cpu.txt tests/parity
     python -m tests.tools.cpu_seconds cpu.txt
@@ -19,25 +19,25 @@ import pytest
 
 
 def tree_seconds(process: psutil.Process) -> float:
-    """Processor seconds of a process and of all that descend from it; what has ended counts for its parent."""
+    """Sums the processor seconds of a process and its descendants; ended ones are included in their parent's."""
     total = 0.0
     for each in (process, *process.children(recursive=True)):
         try:
             times = each.cpu_times()
-        except psutil.NoSuchProcess:  # it ended meanwhile: whoever waits for it has its time
+        except psutil.NoSuchProcess:  # it ended meanwhile: the process that waits for it has its time
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the lines go."""
+    """Adds the option that names the file."""
     parser.addoption("--cpu-seconds", help="file for one line a test: processor seconds and name")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Setup, call and teardown of one test; a fixture of a whole file counts for the file's first test."""
+    """Measures setup, call and teardown of one test; a fixture of a whole file counts for the file's first test."""
     process = psutil.Process()
     before = tree_seconds(process)
     result = yield
@@ -48,7 +48,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def sums(lines: list[str], parts: int) -> Mapping[str, tuple[float, int]]:
-    """Seconds and number of tests by the first so many parts of their paths, the dearest first."""
+    """Sums seconds and number of tests by the first `parts` parts of their paths, the most expensive first."""
     found: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         seconds, _, name = line.partition(" ")

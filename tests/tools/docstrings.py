@@ -1,4 +1,4 @@
-"""Finds docstrings that cannot be read alone: those that lean on the name above them instead of saying what it is.
+"""Finds docstrings that cannot be read alone: they lean on the name above them instead of saying what it is.
 
 `help()`, an editor's hint and the API pages show a text without the code around it, so each text has to name its
 subject: "Rows of one rank", not "Of one rank".
@@ -22,10 +22,11 @@ LEANING = frozenset(
         "per else because since then also same its",
     )
 )
-"""First words that continue a sentence which stands nowhere."""
+"""First words that continue a sentence which does not exist."""
 
 LEANING_OUTSIDE_RAISES = frozenset({"it", "they"})
-"""Under `Raises:` the subject is the call itself, so "It has ended" says enough."""
+"""First words that are only refused outside `Raises:`, where the subject is the call itself: "It has ended" says
+enough."""
 
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 _ENTRY = re.compile(r"    (\*{0,2}[\w.`]+): (.*)$")
@@ -36,10 +37,10 @@ class Text(NamedTuple):
 
     line: int
     subject: str
-    """Name of what it describes; an argument's as `function.argument`."""
+    """Name of the described thing; for an argument, `function.argument`."""
 
     section: str | None
-    """`Args`, `Raises` and so on; None for the description itself."""
+    """Section of the text, such as `Args`; None for the description itself."""
 
     words: str
 

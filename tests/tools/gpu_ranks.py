@@ -15,7 +15,8 @@ TINY = Bench("cpu", is_tiny=True)
 
 
 def answers(groups: Groups, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What sections find, one after the other in one process; at last the first one with a judge of other angles."""
+    """Runs sections one after the other in one process; at last the first one again, with a judge of other rotary
+    angles."""
     with free(groups):
         found = {name: answer_of(SECTIONS[name], TINY) for name in names}
         reference.ROPE_BASE = 10100.0

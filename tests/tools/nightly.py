@@ -1,10 +1,10 @@
-"""Which tests run at night: `make test-nightly`.
+"""Chooses the tests that run at night: `make test-nightly`.
 
-The mark `nightly` is for what repeats, at a high price, something that a cheaper test of the suite shows. One rule
-gives it to rows of tests that start ranks: by day a test runs rows in which every axis of a layout and every value of
-its other parameters occurs that occurs in any of its rows, in as few rows as it takes, of four ranks where that is
-enough. The night runs the others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault
-of docs/faults.md keeps a row. The rest is marked by hand, beside the test that shows the same.
+The mark `nightly` is for tests that repeat, at a high price, something that a cheaper test of the suite shows. One rule
+gives it to rows of tests that start ranks: by day a test runs as few rows as cover every axis of a layout and every
+value of its other parameters that occurs in any of its rows, with four ranks where that is enough. The night runs the
+others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault of docs/faults.md keeps a
+row. The rest is marked by hand, next to the test that shows the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEW_RANKS = 4
 
 
 def layouts_of(value: object) -> Iterator[Mapping[str, Any]]:
-    """In a parameter of a test, each as the keys of the section `layout`, and `dp`."""
+    """Yields the layouts in a parameter of a test, each as the keys of the section `layout`, and `dp`."""
     match value:
         case Layout():
             yield dataclasses.asdict(value)
@@ -43,13 +43,13 @@ def layouts_of(value: object) -> Iterator[Mapping[str, Any]]:
 
 
 def num_ranks(value: object) -> int:
-    """Of the largest layout in a parameter of a test."""
+    """Returns the number of ranks of the largest layout in a parameter of a test."""
     degrees = [[layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp")] for layout in layouts_of(value)]
     return max((math.prod(each) for each in degrees), default=1)
 
 
 def axes_of(layout: Mapping[str, Any]) -> set[str]:
-    """What there is to a layout; the two kinds of context parallelism are two axes."""
+    """Names the axes that a layout uses; the kinds of context parallelism are different axes."""
     axes = {axis for axis in ("tp", "pp", "vpp", "dp", "ep", "etp") if layout.get(axis, 1) != 1}
     axes |= {"sp"} if layout.get("sp") else set()
     axes |= {f"cp {layout.get('cp_comm', 'allgather')}"} if layout.get("cp", 1) != 1 else set()
@@ -57,7 +57,7 @@ def axes_of(layout: Mapping[str, Any]) -> set[str]:
 
 
 def features(item: pytest.Function) -> frozenset[str]:
-    """Of a row of a test: the fault that it injects, axes of its layouts, its changes, values of other parameters."""
+    """Collects the features of a test's row: its injected fault, axes of its layouts, its changes, other parameters."""
     fault = item.get_closest_marker("fault")
     found = set() if fault is None else {f"fault {fault.args}"}
     for name, value in item.callspec.params.items():
@@ -74,11 +74,12 @@ def features(item: pytest.Function) -> frozenset[str]:
 
 
 def covering(rows: Collection[tuple[frozenset[str], int]], together: int = 1) -> set[int]:
-    """Indices of rows that have every feature of all rows, few ranks first.
+    """Chooses rows that together have every feature of all rows, preferring few ranks; returns their indices.
 
     Args:
-        rows: Features and number of ranks of each.
-        together: So many features at once that occur in one row occur in one of the chosen rows.
+        rows: Features and number of ranks of each row.
+        together: Number of features whose combinations must occur: those of one row occur together in one of the chosen
+            rows.
     """
     wanted = [{each for size in range(1, together + 1) for each in combinations(sorted(has), size)} for has, _ in rows]
     ranks = [count for _, count in rows]
@@ -95,19 +96,19 @@ def covering(rows: Collection[tuple[frozenset[str], int]], together: int = 1) ->
 
 
 class Nightly:
-    """Marks tests before `-m` chooses among them."""
+    """Plugin that marks tests before `-m` chooses among them."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[tuple[frozenset[str], bool]]] = {}
-        """Of each test to which the rule applies: what there is to each row, and whether it waits for the night."""
+        """Test to which the rule applies -> features of each row, and whether the row waits for the night."""
 
     def has(self, file: str) -> bool:
-        """Whether the tests of a file were collected."""
+        """Says whether the tests of a file were collected."""
         return any(test.startswith(f"{file}::") for test in self.rows)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Adds the mark."""
+        """Adds the mark `nightly` to the rows that are not needed by day."""
         rows: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
             if item.nodeid.startswith(ALWAYS) or item.get_closest_marker("nightly") is not None:

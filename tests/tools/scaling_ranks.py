@@ -9,5 +9,5 @@ from tools.bench.scaling import OfRank, measure
 
 
 def measured(groups: Groups, config: Config) -> tuple[OfRank, machine.Links, machine.Core]:
-    """Of one round."""
+    """Measures one round."""
     return measure(groups, config, 1), machine.links(groups, 1), machine.core(groups, 32, 16, 32, 8, 1)

@@ -1,7 +1,7 @@
 """A disk of a few megabytes for the commands of a test: a tmpfs in a mount namespace of its own.
 
 No rights are needed, and nothing stays mounted. A process of the fork server of `tests/warm.py` enters the namespace,
-plays a scene of commands there, each forked from it, and passes on what they came to.
+runs a scene of commands there, each forked from it, and passes on the scene's result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class SmallDisk:
-    """What a scene has: the folder `run` on the disk, and commands that are started beside it."""
+    """Environment of a scene: the folder `run` on the small disk, and commands that it starts."""
 
     def __init__(self, folder: Path) -> None:
-        """Of the test, with `run` in it; records of commands lie there too."""
+        """Takes the folder of the test, which contains `run`; records of commands are written there, too."""
         self.folder, self.run_folder = folder, folder / "run"
 
     def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
-        """`python -m mtrain ...`, whose output goes to `NAME.out` and `NAME.err`; its process id."""
+        """Starts `python -m mtrain ...`, whose output goes to `NAME.out` and `NAME.err`; returns its process id."""
         outputs = [self.folder / f"{name}.{kind}" for kind in ("out", "err")]
         for path in outputs:
             path.touch()
@@ -45,25 +45,25 @@ class SmallDisk:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 warm.run_here(None, arguments[3:], str(self.folder), environment, *map(str, outputs))
             finally:
-                os._exit(70)  # of a fault of this helper: the command ends the process itself
+                os._exit(70)  # only after a fault of this helper: the command ends the process itself
         return pid
 
     def exit_code(self, pid: int) -> int:
-        """Of a command, once it has ended; as a shell tells it."""
+        """Waits for a command and returns its exit code, as a shell shows it."""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return code if code >= 0 else 128 - code
 
     def run(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
-        """As `start`, to its end."""
+        """Starts a command and waits for it; returns its exit code."""
         return self.exit_code(self.start(name, arguments, variables))
 
     def count(self, pattern: str, file: str) -> int:
-        """How many lines of a file have this pattern."""
+        """Counts the lines of a file that match a pattern."""
         path = self.folder / file
         return len(re.findall(f".*{pattern}", path.read_text())) if path.exists() else 0
 
     def wait_for(self, count: int, pattern: str, file: str) -> None:
-        """Until so many lines of a file have this pattern."""
+        """Waits until `count` lines of a file match a pattern."""
         deadline = time.monotonic() + DEADLINE_S
         while self.count(pattern, file) < count:
             assert time.monotonic() < deadline, f"{file} never says {pattern!r}"
@@ -80,7 +80,7 @@ class SmallDisk:
         filler.unlink()
 
     def make_read_only(self) -> None:
-        """As a user without root may: by a flag of the mount."""
+        """Makes the disk read-only with a flag of the mount, which works without root."""
         subprocess.run(["mount", "-o", "remount,bind,ro", str(self.run_folder)], check=True)
 
     def keep(self) -> None:
@@ -92,13 +92,13 @@ Scene = Callable[..., Any]
 
 
 def play(scene: Scene, size: str, folder: Path, *arguments: Any) -> Any:
-    """What `scene(disk, *arguments)` gives back, on a disk of this size.
+    """Runs `scene(disk, *arguments)` with a disk of this size, and returns its result.
 
     Args:
-        scene: Importable under its name; of a module that is no test file.
-        size: As tmpfs takes it, say 2m.
-        folder: For `run`, where the disk is, and for what commands say.
-        *arguments: Pickled.
+        scene: Function that can be imported by its name, from a module that is no test file.
+        size: Size of the disk in the form of tmpfs, such as 2m.
+        folder: Folder for `run`, where the disk is mounted, and for the output of commands.
+        *arguments: Further arguments of the scene, which are pickled.
     """
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
@@ -128,7 +128,7 @@ def _play(pipe: Any, scene: Scene, size: str, folder: Path, arguments: tuple[Any
 
 
 def _enter_namespace() -> None:
-    """As `unshare --map-root-user --mount`, which would be a new program."""
+    """Enters namespaces as `unshare --map-root-user --mount` does, but without a new program."""
     user, group = os.getuid(), os.getgid()
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:

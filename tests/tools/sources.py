@@ -1,4 +1,4 @@
-"""The package's Python files, each parsed once, and what they import."""
+"""Parsed Python files of the package and of tools, and what they import."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """All of the tree, which most tests here look through."""
+        """Nodes of the whole tree, which most tests here go through."""
         return list(ast.walk(self.tree))
 
 
 @dataclass(frozen=True)
 class Import:
-    """One name that a module asks for."""
+    """Name that a module imports."""
 
     target: str
-    """Dotted; a module where the tree has it, else the imported name."""
+    """Dotted name; a module where the tree has it, else the imported name."""
     line: int
     is_for_types_only: bool
 
@@ -53,7 +53,7 @@ def module_names() -> frozenset[str]:
 
 @cache
 def imports(module: Module) -> tuple[Import, ...]:
-    """Every import at any depth."""
+    """Returns every import of a module, at any depth."""
     return tuple(_imports(module))
 
 

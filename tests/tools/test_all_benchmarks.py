@@ -1,4 +1,4 @@
-"""The table of docs/performance.md: what is read from outputs, judged and written. Nothing is timed."""
+"""Table of docs/performance.md: what is read from outputs, judged and written. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUTPUTS = {
     "checkpoint, 1, 2 and 4 ranks: GB/s": "| 1 (x) | 1.0 | 2.0 | 0.90 | 0.7 | 1.1 | 3 |\n"
     "| 4 (x) | 1.0 | 2.0 | 0.42 | 0.7 | 1.2 | 3 |",
 }
-"""A row -> what its command prints."""
+"""Name of a row -> output of its command."""
 EXPECTED = {
     "training, dense: tokens per cpu-s": (1.04, "met"),
     "finetuning, packed: trained tokens per cpu-s": (1.92, "met"),
@@ -101,7 +101,7 @@ def test_rows_of_a_gpu_come_from_its_report() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In the place of the documentation's, without figures."""
+    """Replaces the documentation's page by one without figures."""
     path = tmp_path / "performance.md"
     path.write_text(f"# Performance\n{BEGIN}\n{END}\n")
     monkeypatch.setattr(benchmarks, "PAGE", path)
@@ -109,7 +109,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(monkeypatch: pytest.MonkeyPatch, outputs: dict[str, str], json_path: Path | None, **options: Any) -> int:
-    """Exit code of a run whose commands print `outputs`, by the name of their row."""
+    """Returns the exit code of a run whose commands print `outputs`, by the name of their row."""
 
     def output_of(row: Row, is_small: bool) -> str:
         texts = [outputs[each.name] for each in ROWS if each.command == row.command and each.name in outputs]
@@ -131,7 +131,7 @@ def test_parts_are_put_together(page: Path, tmp_path: Path, monkeypatch: pytest.
     for place in (of_page(page.read_text()), benchmarks.of_file(path)):
         by_name = {name: figure for (name, _), figure in place.figures.items()}
         assert by_name == {packing: 41.5, help_: 0.14, "import with proof, 2 workers: GB/s": 0.71}
-    # what is measured again takes the place of what was; without a file the page is what was before
+    # a new measurement replaces the old one; without a file, the page is the source of old figures
     assert said(monkeypatch, {help_: "| mtrain --help | 0.4 |"}, None, only="--help") == 0
     assert of_page(page.read_text()).figures[(help_, "seconds")] == 0.4
     assert "| packing 1M documents: samples per cpu-s | best fit one by one, or TRL | 10 | 40 | 41.5 | bold |" in (

@@ -1,4 +1,4 @@
-"""The commit-msg hook: which messages it takes, and that the set-up installs it into a clone."""
+"""Checks of the commit-msg hook: which messages it accepts, and that the set-up installs it into a clone."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which docstrings the linter refuses."""
+"""Checks which docstrings the linter refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program for one GPU, on a CPU with small shapes: every section that needs no command of its own."""
+"""Program for one GPU, on a CPU with small shapes: every section that needs no command of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.bench.one_gpu.report import markdown
 from tools.bench.one_gpu.shapes import Bench
 
 BY_DAY = ("fp32 against float64", "experts")
-"""A judge, and contenders beside each other, as the other sections have them."""
+"""Two kinds of sections: a comparison with a judge, and a race of contenders."""
 NAMES = (
     *BY_DAY,
     "waits of the host",
@@ -41,7 +41,7 @@ NAMES = (
 def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> None:
     (found,) = pool.run(answers, Layout(), names)
     assert {name: each.get("error") for name, each in found.items() if not each["passed"]}.keys() == {
-        "judged otherwise"  # by angles of another base: the comparison is one
+        "judged otherwise"  # with rotary angles of another base: so the comparison can fail
     }
     assert "from float64" in found["judged otherwise"]["error"]
     assert max(found[NAMES[0]]["found"]["relative difference"].values()) < 2e-6
@@ -72,7 +72,7 @@ def test_a_section_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) -
 
 
 def test_commands_of_a_section_are_of_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing installed, wherever the program is started."""
+    """Checks that nothing has to be installed, wherever the program is started."""
     monkeypatch.setenv("PYTHONPATH", "packages")
     assert correctness.from_here()["PYTHONPATH"] == f"{ROOT}{os.pathsep}packages"
     monkeypatch.delenv("PYTHONPATH")
@@ -81,7 +81,7 @@ def test_commands_of_a_section_are_of_this_checkout(tmp_path: Path, monkeypatch:
 
 
 def test_sections_after_the_deadline_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each has no more than what is left."""
+    """Checks also that no section gets more time than is left."""
     given: list[float] = []
     now = iter([0.0, 0.0, 0.0, 5260.0, 5260.0, 5296.0, 5296.0])
     monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: next(now)))

@@ -1,4 +1,4 @@
-"""Which rows wait for the night: those whose axes and values other rows of the same test have by day."""
+"""Checks which rows wait for the night: those whose axes and values other rows of the same test have by day."""
 
 from itertools import combinations
 from typing import Any
@@ -128,7 +128,7 @@ def test_the_promise_has_every_pair_of_axes_by_day() -> None:
 
 
 def test_every_test_stays_by_day_with_every_axis_that_it_has(request: pytest.FixtureRequest) -> None:
-    """Of the tests that this run collected: all of them where the whole suite runs."""
+    """Checks the tests that this run collected: all of them where the whole suite runs."""
     nightly = request.config.pluginmanager.get_plugin("nightly")
     assert isinstance(nightly, Nightly)
     of_parity: set[str] = set()

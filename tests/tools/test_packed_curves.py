@@ -1,4 +1,4 @@
-"""The page on packing says what the data beside its picture say."""
+"""Checks that the page on packing agrees with the data of its picture."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""tools/bench/scaling.py: layouts that it measures, and what a row says. Nothing is timed."""
+"""Checks which layouts tools/bench/scaling.py measures, and what a row says. Nothing is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on naive normalisation says what the data beside its picture say."""
+"""Checks that the page on naive normalisation agrees with the data of its picture."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ def measured() -> dict[str, Any]:
 
 
 def spread(runs: dict[str, Any], name: str) -> float:
-    """(largest - smallest) / smallest over the layouts, at the worst step."""
+    """Returns (largest - smallest) / smallest over the layouts, at the worst step."""
     return float(max((max(step) - min(step)) / min(step) for step in zip(*(run[name] for run in runs.values()))))
 
 

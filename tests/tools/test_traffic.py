@@ -1,6 +1,6 @@
-"""What ranks send in a step, exactly: beside the algorithm written down, and beside what `mtrain plan` reckons with.
+"""Compares what ranks send in a step, exactly, with the algorithm on paper and with the assumptions of `mtrain plan`.
 
-M microbatches of T tokens on a rank, L layers, hidden size h, four bytes a number.
+M microbatches of T tokens on a rank, L layers, hidden size h, four bytes per number.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tools.bench.slots import Slot, bubble, formula
 from tools.bench.traffic import of_axis
 
 PADDING = 0.02
-"""Buffers of gradients are filled up to a multiple of the ranks' shares: of these small models so much."""
+"""Relative size of padding: gradient buffers are filled up to a multiple of the ranks' shares."""
 HIDDEN, SIZE = 32, 4
 
 
 class Sizes(NamedTuple):
-    """Of a configuration, on one rank."""
+    """Sizes of a configuration, on one rank."""
 
     microbatches: int
     tokens: int
@@ -38,30 +38,32 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Bytes of the hidden states of one microbatch."""
+        """Number of bytes of the hidden states of one microbatch."""
         return float(self.tokens * HIDDEN * SIZE)
 
 
 Expected = Callable[[Sizes], dict[tuple[str, str], tuple[int, float]]]
-"""(axis, kind) -> calls and bytes."""
+"""Function that returns the calls and bytes of each (axis, kind)."""
 
 
 def sp(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
-    """Two parts a layer, each gathered before and scattered behind; backward the same, and the inputs once more for the
-    gradients of weights; the embedding scatters and the output layer gathers."""
+    """Counts sequence parallelism: two parts per layer, each with a gather before and a scatter after it; backward the
+    same, and the inputs once more for the gradients of weights; the embedding scatters and the output layer gathers."""
     scatters, gathers = (sizes.microbatches * (each * sizes.layers + 2) for each in (4, 6))
     half = sizes.whole / 2
     return {("tp", "reduce-scatter"): (scatters, scatters * half), ("tp", "all-gather"): (gathers, gathers * half)}
 
 
 def ulysses(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
-    """Queries, keys, values there and outputs back, and all of them again in backward; half as many key heads."""
+    """Counts Ulysses: queries, keys, values there and outputs back, and all again in backward; half as many key
+    heads."""
     calls = sizes.microbatches * sizes.layers * 8
     return {("cp", "all-to-all"): (calls, calls / 4 * (1 + 0.5 + 0.5 + 1) * sizes.whole / 2)}
 
 
 def gathers(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
-    """Keys and values of the whole row, of half as many heads; their gradients scattered."""
+    """Counts all-gathers of keys and values of the whole row, with half as many heads; their gradients are
+    scattered."""
     calls = sizes.microbatches * sizes.layers
     # a rank has T tokens, the row 2 T, of which it lacks one half
     each = (1 + 1) / 2 * 2 * sizes.whole / 2
@@ -69,13 +71,14 @@ def gathers(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
 
 
 def hops(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
-    """Keys and values to the other rank, of half as many heads; these again, and their gradients there and home."""
+    """Counts ring steps: keys and values to the other rank, with half as many heads; again in backward, with
+    gradients."""
     calls = sizes.microbatches * sizes.layers * (1 + 1 + 2)
     return {("cp", "send"): (calls, calls * (0.5 + 0.5) * sizes.whole)}
 
 
 def stages(chunks: int) -> Expected:
-    """Of two ranks: each edge between stages is passed by every microbatch, forward and backward."""
+    """Counts sends between the stages of two ranks: every microbatch passes each edge, forward and backward."""
 
     def sends(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
         calls = sizes.microbatches * (2 * chunks - 1)  # half of both directions
@@ -85,7 +88,7 @@ def stages(chunks: int) -> Expected:
 
 
 def nothing(sizes: Sizes) -> dict[tuple[str, str], tuple[int, float]]:
-    """No layer sends."""
+    """Counts nothing: no layer sends."""
     return {}
 
 
@@ -116,7 +119,7 @@ def test_a_step_sends_what_the_algorithm_says(pool: Pool, case: Case, expected: 
             assert (found[key].count, found[key].sent_bytes) == wanted
         _is_nothing_else(found, {axis for axis, _ in calculated} | {"world", "dp"})
         _gradients_and_parameters_travel_once(found, config, layout, rank)
-        # losses, norm, flags: one sum of a short vector, swapped with log2(ranks) others
+        # losses, norm, flags: one sum of a short vector, exchanged with log2(ranks) others
         assert of_axis(found, "world").count == int(math.log2(layout.world_size))
         assert of_axis(found, "world").small == of_axis(found, "world").count
         if "tp" not in case.layout:
@@ -129,14 +132,16 @@ def test_a_step_sends_what_the_algorithm_says(pool: Pool, case: Case, expected: 
 
 
 def _is_nothing_else(found: Sent, axes: set[str]) -> None:
-    """Beside the named axes; of tp losses, norms and rows of data are as well."""
+    """Checks that nothing else is sent than over these axes; over tp, losses, norms and rows of data are sent as
+    well."""
     assert {axis for axis, _ in found} <= axes
     losses = {"all-reduce", "broadcast"}
     assert {kind for axis, kind in found if axis == "tp"} <= {"all-gather", "reduce-scatter"} | losses
 
 
 def _gradients_and_parameters_travel_once(found: Sent, config: Config, layout: Layout, rank: int) -> None:
-    """A reduce-scatter and an all-gather of all parameters of the rank, in fp32: the least that a sum takes."""
+    """Checks for a reduce-scatter and an all-gather of all the rank's parameters, in fp32: the least that a sum
+    needs."""
     size = layout.dp * layout.cp
     if size == 1:
         assert of_axis(found, "dp").sent_bytes == 0, "nobody to send to"
@@ -151,7 +156,7 @@ def _gradients_and_parameters_travel_once(found: Sent, config: Config, layout: L
 def _as_planned(
     found: Sent, calculated: dict[tuple[str, str], tuple[int, float]], sizes: Sizes, config: Config, layout: Layout
 ) -> None:
-    """`mtrain plan` reckons with the same bytes; it leaves out what embedding and output layer send over tp."""
+    """Checks that `mtrain plan` counts the same bytes; it omits what embedding and output layer send over tp."""
     counted = sum(sent_bytes for _, sent_bytes in calculated.values()) + of_axis(found, "dp").sent_bytes
     if layout.tp > 1:
         counted -= 4 * sizes.microbatches * sizes.whole / 2
@@ -173,7 +178,7 @@ def test_tensor_parallelism_without_divided_sequences_sums_twice_a_layer_and_dir
 
 
 def test_experts_exchange_tokens_and_their_scores(pool: Pool) -> None:
-    """There and back, in both directions; ranks have uneven loads, so bytes are those of an even one within 10 %."""
+    """Checks both directions, forward and backward; loads are uneven, so bytes match an even one's within 10 %."""
     config: Any = case(8, num_layers=2, dp=2).config(**MIXTRAL, layout__ep=2)
     layout = Layout.from_config(config, 2)
     exchanged = 0.0
@@ -192,12 +197,13 @@ def test_ranks_that_wait_in_a_circle_are_refused() -> None:
 
 
 def test_a_bubble_of_four_ranks_by_hand() -> None:
-    """All forward passes first, of three microbatches: ranks wait three forward and three backward slots."""
+    """Runs all forward passes of three microbatches first: ranks wait three forward and three backward slots."""
     ranks = [[Slot(kind, stage, number) for kind in (True, False) for number in range(3)] for stage in range(4)]
     assert bubble(ranks, Layout(pp=4)) == pytest.approx(9 / 18)
 
 
 def test_a_bubble_of_uneven_slots_by_hand() -> None:
-    """Two ranks, two microbatches; the second stage takes twice as long: 1 to fill, 1 to drain, and it never waits."""
+    """Has two ranks, two microbatches, a second stage that is twice as slow: 1 to fill, 1 to drain, and it never
+    waits."""
     forward = [[Slot(True, stage, number) for number in range(2)] for stage in range(2)]
     assert bubble(forward, Layout(pp=2), [[1.0, 1.0], [2.0, 2.0]]) == pytest.approx(1 - 3 / 5)

@@ -1,4 +1,4 @@
-"""What ranks send in a step; the rank side of test_traffic.py."""
+"""Measures what ranks send in a step; the rank side of test_traffic.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Sent = dict[tuple[str, str], Calls]
 
 
 class Step(NamedTuple):
-    """Of one rank."""
+    """Traffic and slots of one rank."""
 
     sent: Sent
     slots: list[Slot]
 
 
 def sent(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[Step]:
-    """In the second step of each configuration; the first one allocates."""
+    """Measures the second step of each configuration; the first one allocates."""
     return [_second_step(groups, config, batch) for config in configs]
 
 

@@ -1,4 +1,4 @@
-"""Packages that tests read and that are not installed beside those of the suite: unpacked in a folder that stays."""
+"""Packages that tests read and that the suite's environment does not have: unpacked in a folder that is kept."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = "MTRAIN_TEST_WHEELS"
-"""Environment variable: where they are kept from session to session (tests/conftest.py)."""
+"""Environment variable: folder where they are kept from session to session (tests/conftest.py)."""
 TRANSFORMER_ENGINE = "transformer-engine==2.11.0"
-"""The newest release that megatron-core 0.16.1 takes; 0.7 MB of pure Python, whose compiled part is a package apart."""
+"""Newest release that megatron-core 0.16.1 accepts; 0.7 MB of pure Python, whose compiled part is another package."""
 TRANSFORMERS_4 = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
-"""The last release of the 4th version, and what it needs older than the suite's own."""
+"""Last release of version 4, and its requirements that are older than the suite's own packages."""
 
 
 @cache
 def unpacked(requirement: str) -> Path | None:
-    """The folder of a wheel without its dependencies; pip brings it if it is not there. None where pip cannot."""
+    """Returns the folder of a wheel without its dependencies; pip downloads a missing one. None where pip cannot."""
     parent = Path(os.environ[FOLDER])
     folder = parent / requirement
     if folder.is_dir():
@@ -39,6 +39,6 @@ def unpacked(requirement: str) -> Path | None:
 
 
 def transformers_4() -> list[Path] | None:
-    """Folders to import transformers 4 from, before all others; None where pip cannot bring them."""
+    """Returns folders to import transformers 4 from, before all others; None where pip cannot download them."""
     found = [unpacked(each) for each in TRANSFORMERS_4]
     return [each for each in found if each is not None] if all(found) else None

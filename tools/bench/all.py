@@ -5,7 +5,7 @@ finds there. A GPU's rows come from report.json of `tools/bench/gpu.py`. `--smal
 and writes no page.
 
 Rows can be measured in parts (`--only`, `--minutes`, `--missing`): what an earlier part measured on the same machine,
-in FILE or on the page, stays. Both are written after every row, so that what is stopped has lost nothing.
+in FILE or on the page, stays. Both are written after every row, so that an interrupted run loses nothing.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ HEAD = "| figure | beside | must | bold | measured | |\n|---|---|---|---|---|---
 
 @dataclass(frozen=True)
 class Result:
-    """Of one row."""
+    """Result of one row."""
 
     row: Row | GpuRow
     figure: float | None
     reason: str = ""
-    """Why there is no figure."""
+    """Reason why there is no figure."""
     seconds: float = 0.0
-    """That its command took; 0 where another row ran it."""
+    """Time that its command took; 0 where another row ran it."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Of its row."""
+        """Key of its row: name and contender."""
         return self.row.name, self.row.contender
 
     @property
     def verdict(self) -> str:
-        """Bold, met, missed, or why nothing is known."""
+        """Verdict (bold, met or missed), or the reason why there is none."""
         return self.reason if self.figure is None else self.row.verdict(self.figure)
 
 
 def output_of(row: Row, is_small: bool) -> str:
-    """What the command of a row prints.
+    """Runs the command of a row and returns its output.
 
     Raises:
-        RuntimeError: It is not there, or ended with another exit code than 0.
+        RuntimeError: The script is not there, or ended with another exit code than 0.
     """
     script, *options = row.command
     if not (BENCH / script).exists():
@@ -82,19 +82,19 @@ def output_of(row: Row, is_small: bool) -> str:
 
 
 def _reason(stderr: str) -> str:
-    """The error that a program or one of its ranks raised; else the end of what it said."""
+    """Returns the error that a program or one of its ranks raised; else the end of its output."""
     errors = [line for line in stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    # the first: what torchrun says about a rank that failed comes after the rank's own words
+    # the first: torchrun's report on a failed rank comes after the rank's own message
     return errors[0] if errors else stderr.strip()[-300:]
 
 
 def measured(rows: Sequence[Row], is_small: bool, minutes: float | None = None) -> Iterator[Result]:
-    """Every row; a command that several have runs once.
+    """Measures every row; a command that several rows share runs once.
 
     Args:
-        rows: In their order.
-        is_small: With options with which a command takes seconds.
-        minutes: After so many no further command begins, and its rows are left out.
+        rows: Rows in their order.
+        is_small: Whether to add the options with which a command takes seconds.
+        minutes: Minutes after which no further command begins; its rows are left out. None sets no limit.
     """
     outputs: dict[tuple[str, ...], str] = {}
     began = time.perf_counter()
@@ -114,7 +114,7 @@ def measured(rows: Sequence[Row], is_small: bool, minutes: float | None = None) 
 
 
 def of_gpu(report: Mapping[str, Any]) -> list[Result]:
-    """Rows of a report of tools/bench/gpu.py."""
+    """Returns the rows of a report of tools/bench/gpu.py."""
     if report["machine"]["tiny"]:
         raise typer.BadParameter("the report is of small shapes, whose speeds mean nothing; run gpu.py without --tiny")
     found = []
@@ -129,7 +129,7 @@ def of_gpu(report: Mapping[str, Any]) -> list[Result]:
 
 
 def table(results: Sequence[Result], machine: str) -> str:
-    """Markdown: a line for each row."""
+    """Formats the results as Markdown, one line per row."""
     lines = [f"Measured on: {machine}.", "", HEAD]
     for each in results:
         row = each.row
@@ -140,10 +140,10 @@ def table(results: Sequence[Result], machine: str) -> str:
 
 
 def written(page: str, content: str, begin: str = BEGIN, end: str = END) -> str:
-    """The page with another table between two lines.
+    """Returns the page with a new table between two lines.
 
     Raises:
-        ValueError: It has no place for one.
+        ValueError: The page has no place for a table.
     """
     before, found, rest = page.partition(begin)
     _, last, after = rest.partition(end)
@@ -157,22 +157,22 @@ NOT_YET = "not measured on this machine yet"
 
 @dataclass(frozen=True)
 class Earlier:
-    """What was measured before."""
+    """Figures of an earlier measurement."""
 
     machine: str
-    """The GPU, too, where there are rows of one."""
+    """Machine that they were measured on, with the GPU where there are rows of one."""
     figures: Mapping[tuple[str, str], float]
-    """By name and contender of a row; those that have one."""
+    """Figure by name and contender, for rows that have one."""
 
     @property
     def gpu(self) -> str:
-        """The end of `machine` that names one."""
+        """Part of `machine` that names the GPU."""
         _, begin, device = self.machine.partition(GPU)
         return begin + device
 
 
 def of_page(page: str) -> Earlier:
-    """The figures of a table."""
+    """Reads the figures of a page's table."""
     content = page.partition(BEGIN)[2].partition(END)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in content.splitlines() if line[:1] == "|"]
     figures = {(cells[0], cells[1]): float(cells[4]) for cells in rows[2:] if len(cells) == 6 and cells[4]}
@@ -181,10 +181,10 @@ def of_page(page: str) -> Earlier:
 
 
 def of_file(path: Path) -> Earlier:
-    """The figures of what an earlier part wrote with `--json`.
+    """Reads the figures that an earlier part wrote with `--json`.
 
     Raises:
-        typer.BadParameter: They were tried on small sizes.
+        typer.BadParameter: The figures are of small sizes.
     """
     content = json.loads(path.read_text())
     if content["small"]:
@@ -194,10 +194,10 @@ def of_file(path: Path) -> Earlier:
 
 
 def earlier(json_path: Path | None, machine: str, is_part: bool) -> Earlier:
-    """Of the file, if there is one, else of the page; none where these are another machine's.
+    """Reads earlier figures from the file if there is one, else from the page; drops those of another machine.
 
     Raises:
-        typer.BadParameter: They are, and a part of the rows cannot stand beside them.
+        typer.BadParameter: The figures are of another machine, and only a part of the rows would be measured.
     """
     is_new = json_path is None or not json_path.exists()
     found = of_page(PAGE.read_text()) if json_path is None or is_new else of_file(json_path)
@@ -213,7 +213,7 @@ def earlier(json_path: Path | None, machine: str, is_part: bool) -> Earlier:
 
 
 def merged(results: Sequence[Result], before: Earlier) -> list[Result]:
-    """All rows in their order: those measured now, else before."""
+    """Returns all rows in their order: with the new result, else the earlier figure."""
     now = {each.key: each for each in results}
     rows: list[Row | GpuRow] = [*ROWS, *GPU_ROWS]
     merged = []
@@ -226,7 +226,7 @@ def merged(results: Sequence[Result], before: Earlier) -> list[Result]:
 
 
 def write(results: Sequence[Result], machine: str, json_path: Path | None, is_small: bool) -> None:
-    """The page, but of small sizes, and the file."""
+    """Writes the page, except for small sizes, and the file."""
     if not is_small:
         PAGE.write_text(written(PAGE.read_text(), table(results, machine)))
     if json_path is not None:
@@ -238,7 +238,7 @@ def write(results: Sequence[Result], machine: str, json_path: Path | None, is_sm
 
 
 def chosen(only: str, missing: bool, before: Earlier) -> list[Row]:
-    """Rows to measure."""
+    """Returns the rows to measure."""
     words = [word.strip() for word in only.split(",") if word.strip()]
     named = [row for row in ROWS if not words or any(word in f"{row.name} {' '.join(row.command)}" for word in words)]
     if not named:

@@ -1,4 +1,4 @@
-"""Conversions beside transformers' load and save and beside a raw write: `python tools/bench/convert.py FOLDER`.
+"""Conversions next to transformers' load and save and to a raw write: `python tools/bench/convert.py FOLDER`.
 
 A Llama-shaped model with random bfloat16 weights is written into FOLDER, converted, and deleted. Contenders:
 
@@ -42,11 +42,11 @@ _GB = 1e9
 
 
 class Sample(NamedTuple):
-    """One run of a contender."""
+    """Measurement of one run of a contender."""
 
     seconds: float
     anonymous_bytes: int
-    """Growth."""
+    """Growth of the process's anonymous memory."""
 
 
 def main(
@@ -72,7 +72,7 @@ def main(
         }
         samples: dict[str, list[Sample]] = {name: [] for name in contenders}
         for _ in range(rounds):
-            # what one has deleted may have gone back to the host, so the first of a round would pay for its memory
+            # deleted memory may have gone back to the host, so the first contender of a round would pay for new memory
             measured(contenders["raw"], folder / "out")
             for name, contender in contenders.items():
                 samples[name].append(measured(contender, folder / "out"))
@@ -87,7 +87,7 @@ def main(
 
 
 def write_model(folder: Path, layers: int) -> tuple[int, int]:
-    """Writes the model; its bytes and those of its largest tensor."""
+    """Writes the model; returns its size and that of its largest tensor, in bytes."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -124,7 +124,7 @@ def write_model(folder: Path, layers: int) -> tuple[int, int]:
 
 
 def write_raw(source: Path, out: Path, syncs: bool) -> float:
-    """Writes the same bytes from memory; the seconds that writing took."""
+    """Writes the same bytes from memory; returns the seconds of writing."""
     content = [path.read_bytes() for path in sorted(source.glob("*.safetensors"))]
     began = time.monotonic()
     with out.open("wb") as file:
@@ -137,16 +137,16 @@ def write_raw(source: Path, out: Path, syncs: bool) -> float:
 
 
 def load_and_save(source: Path, out: Path) -> None:
-    """What transformers does."""
+    """Loads and saves the model with transformers."""
     import transformers
 
     transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(out)
 
 
 def apart(work: Callable[[], Any]) -> Any:
-    """What it gives in a forked process.
+    """Returns the result of the work, which runs in a forked process.
 
-    This process must not compute by itself: what forks behind its threads of OpenMP waits for them for ever.
+    This process must not compute itself: a fork after its OpenMP threads have started waits for them for ever.
     """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(work()))
@@ -158,7 +158,7 @@ def apart(work: Callable[[], Any]) -> Any:
 
 
 def measured(contender: Callable[[Path], Any], out: Path) -> Sample:
-    """One run in a forked process."""
+    """Measures one run in a forked process."""
     sample: Sample = apart(lambda: _run(contender, out))
     shutil.rmtree(out, ignore_errors=True) if out.is_dir() else out.unlink()
     return sample

@@ -1,10 +1,10 @@
-"""Is it right and fast on one GPU: `python tools/bench/gpu.py --output FOLDER`, in less than nine minutes.
+"""Tests correctness and speed on one GPU: `python tools/bench/gpu.py --output FOLDER`, in less than nine minutes.
 
-Needs torch, what the package needs, and no TransformerEngine. First whether numbers are right, then how fast training
-is beside stock megatron-core and a compiled program in plain PyTorch; report.json and report.md say both. Sections run
-one after the other, each in a process of its own with a time of its own, so that one that fails, hangs or runs out of
-memory takes no other along; the exit code is 1 where any did. `--device cpu --tiny` runs the same sections on small
-shapes, to try the program itself: its speeds mean nothing.
+It needs torch and the package's requirements, but no TransformerEngine. First it checks numbers, then it measures the
+speed of training next to stock megatron-core and a compiled program in plain PyTorch; report.json and report.md have
+both. Sections run one after the other, each in a process of its own with a time limit of its own, so that one that
+fails, hangs or runs out of memory does not affect the others; the exit code is 1 where any did. `--device cpu --tiny`
+runs the same sections on small shapes, to try the program itself: its speeds mean nothing.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from tools.bench.one_gpu.report import markdown
 from tools.bench.one_gpu.shapes import Bench
 
 DEADLINE_S = 530
-"""Of all sections together; what has not begun by then is reported as left out."""
+"""Time limit of all sections together; sections that have not begun by then are reported as left out."""
 PATIENCE_ON_CPU = 10
-"""Times as long, since nobody measures there."""
+"""Factor of all time limits on a CPU, since nobody measures there."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One question."""
+    """One question to the device."""
 
     run: Callable[[Bench], dict[str, Any]]
     seconds: int
-    """After which it is stopped."""
+    """Time limit of the section."""
 
 
 SECTIONS = {
@@ -62,11 +62,11 @@ SECTIONS = {
     "verify parity": Section(correctness.verified("parity"), 100),
     "verify resume": Section(correctness.verified("resume"), 100),
 }
-"""In this order: what takes a few seconds and says most comes first."""
+"""Sections in their order: quick ones with the most important answers come first."""
 
 
 def answer_of(section: Section, bench: Bench) -> dict[str, Any]:
-    """What it found, or why it failed; here, in this process."""
+    """Runs a section in this process and returns its findings, or why it failed."""
     start = time.perf_counter()
     try:
         found: dict[str, Any] = {"passed": True, "found": section.run(bench)}
@@ -77,7 +77,7 @@ def answer_of(section: Section, bench: Bench) -> dict[str, Any]:
 
 
 def answer_apart(name: str, bench: Bench, seconds: float, folder: Path) -> dict[str, Any]:
-    """The same in a process of its own; its output in the folder."""
+    """Runs a section in a process of its own; its output goes to the folder."""
     path, log = folder / "section.json", folder / f"{name.replace(' ', '_').replace(',', '')}.log"
     path.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--only", name, "--device", bench.device, "--output", str(folder)]
@@ -103,7 +103,7 @@ def answer_apart(name: str, bench: Bench, seconds: float, folder: Path) -> dict[
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describes the machine that the numbers were measured on."""
     return {
         "device": bench.device_name,
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
 """Curves of a chat finetuning, packed on four ranks and not packed on one: `python tools/bench/packed_curves.py`.
 
 Dialogues from Python's standard library in ChatML, the same initial weights and learning rates; on one side a row for
-each dialogue on one rank, on the other several in a row, which is cut over four context-parallel ranks. One run, so the
-curves should be one. Writes a picture and, beside it, its data as JSON.
+each dialogue on one rank, on the other several in a row, which is cut over four context-parallel ranks. Both are the
+same run, so the curves should be one. Writes a picture and, next to it, its data as JSON.
 """
 
 import json
@@ -83,7 +83,7 @@ def measure(work: Path, steps: int) -> dict[str, Any]:
 
 
 def prepare(work: Path, steps: int) -> dict[str, Any]:
-    """Writes corpus and tokenizer; what both runs have in common."""
+    """Writes corpus and tokenizer; returns the configuration that both runs share."""
     build_stdlib_corpus("chat", work)
     build_stdlib_corpus("text", work)
     train_hf_tokenizer([work / "text-valid.jsonl"], work / "hf", VOCAB, chat_template="chatml", overwrite=True)
@@ -106,7 +106,7 @@ def prepare(work: Path, steps: int) -> dict[str, Any]:
 
 
 def packed(content: dict[str, Any]) -> dict[str, Any]:
-    """The same run, packed and cut."""
+    """Returns the configuration of the same run, packed and cut."""
     return content | {
         "layout": {"cp": 4},
         "train": content["train"] | {"tokens_per_micro_batch": 512},
@@ -115,7 +115,7 @@ def packed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(pool: Pool, content: dict[str, Any], ranks: int) -> Series:
-    """One run; all ranks see the same numbers."""
+    """Trains one run; all ranks see the same numbers."""
     config = Config.model_validate(content)
     found: Series = pool.run(train_on_rank, Layout.from_config(config, ranks), config)[0]
     typer.echo(f"{ranks} ranks: loss {found['loss'][0]:.4f} to {found['loss'][-1]:.4f}")
@@ -123,7 +123,7 @@ def train(pool: Pool, content: dict[str, Any], ranks: int) -> Series:
 
 
 def train_on_rank(groups: Groups, config: Config) -> Series:
-    """Loss and grad-norm of each step."""
+    """Returns loss and grad-norm of each step."""
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
@@ -139,12 +139,12 @@ def train_on_rank(groups: Groups, config: Config) -> Series:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The largest of a step, relative."""
+    """Returns the largest relative difference of a step."""
     return float(f"{max(abs(a - b) / a for a, b in zip(one, other, strict=True)):.2g}")
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """JSON with one series a line."""
+    """Formats the data as JSON with one series per line."""
     runs = {name: {quantity: str(values) for quantity, values in one.items()} for name, one in found["runs"].items()}
     text = json.dumps(found | {"runs": runs}, indent=1)
     for values in (values for one in runs.values() for values in one.values()):
@@ -153,7 +153,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
-    """Loss beside grad-norm."""
+    """Draws the loss next to the grad-norm."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, name, title in zip(
         figure.subplots(1, 2), ("loss", "grad_norm"), ("training loss (nats)", "grad-norm"), strict=True

@@ -2,8 +2,8 @@
 
 Each contender trains one step on the same conversations, forward, backward and update: mtrain with packed rows, mtrain
 with a row a conversation, and a plain loop over transformers' Llama of the same shape that pads each batch of eight to
-its longest. A fourth is mtrain with each conversation in a microbatch of its own length: what the tokens cost as they
-are. Rounds of all alternate in one process, and what is compared is processor time, which other work on the machine
+its longest. A fourth is mtrain with each conversation in a microbatch of its own length: the cost of the tokens alone.
+Rounds of all contenders alternate in one process, and processor time is compared, which other work on the machine
 changes least. Prompts are 77 % of the tokens; trained tokens are those of the answers.
 """
 
@@ -35,7 +35,7 @@ PROMPTS = 0.77
 
 
 def config(seq_length: int, is_packed: bool, row_width: int) -> Config:
-    """The same model and optimizer for both."""
+    """Makes the configuration, with the same model and optimizer for both."""
     train: dict[str, Any] = {"global_batch_size": 64, "num_steps": 1000, "precision": "fp32", "device": "cpu"}
     train |= {"tokens_per_micro_batch": row_width} if is_packed else {"micro_batch_size": BATCH_SIZE}
     return Config.model_validate(
@@ -62,7 +62,7 @@ def config(seq_length: int, is_packed: bool, row_width: int) -> Config:
 
 
 def conversations(count: int, seq_length: int, seed: int = 0) -> list[Datum]:
-    """Of log-normal lengths."""
+    """Draws conversations of log-normal lengths."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5.0, 0.9, count).astype(int), 8, seq_length)
     return [
@@ -72,7 +72,7 @@ def conversations(count: int, seq_length: int, seed: int = 0) -> list[Datum]:
 
 
 def transformers_loop(seq_length: int) -> Callable[[Sequence[Datum]], None]:
-    """A step of a plain loop; gradients of a batch are added up over its parts."""
+    """Builds a step of a plain loop; gradients of a batch are accumulated over its parts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(
@@ -103,7 +103,7 @@ def transformers_loop(seq_length: int) -> Callable[[Sequence[Datum]], None]:
 
 
 def each_alone(engine: Engine) -> Callable[[Sequence[Datum]], None]:
-    """A step of mtrain in which each conversation is a microbatch of its own length."""
+    """Builds a step of mtrain in which each conversation is a microbatch of its own length."""
     training, form = engine._built().training, RowForm.of(engine.config)
 
     def step(batch: Sequence[Datum]) -> None:
@@ -117,7 +117,7 @@ def each_alone(engine: Engine) -> Callable[[Sequence[Datum]], None]:
 
 
 def stepping(engine: Engine) -> Callable[[Sequence[Datum]], None]:
-    """A step of mtrain."""
+    """Builds a step of mtrain."""
 
     def step(batch: Sequence[Datum]) -> None:
         engine.forward_backward(batch)

@@ -1,11 +1,11 @@
-"""Samples into rows, and rows to ranks: `python tools/bench/packing.py`.
+"""Packing of samples into rows, and of rows to ranks: `python tools/bench/packing.py`.
 
 First table: contenders put documents of log-normal length into rows. Each returns which documents share a row.
 
 - "by groups": `mtrain.data.packing`, which handles equal lengths together.
-- "one by one": best-fit-decreasing as it is written in books; the fullest row that takes a document is found by
+- "one by one": best-fit-decreasing as in textbooks; the fullest row that takes a document is found by
   bisection in the sorted list of free spaces.
-- "TRL": `trl.pack_dataset(strategy="bfd")` on all documents at once. It packs the tokens, too; they are of one byte
+- "TRL": `trl.pack_dataset(strategy="bfd")` on all documents at once. It packs the tokens, too; they have one byte
   here, so that copying them counts little. Left out, with a line that says so, where trl is not installed.
 
 Rounds of all alternate in one process; a row of the table shows the best round in samples per second of CPU time, which
@@ -46,14 +46,14 @@ LONGEST = 32768
 NUM_RANKS, ROWS_A_RANK = 64, 8
 
 Packer = Callable[[NDArray[np.int64], int], int]
-"""Lengths and width of a row to the number of rows."""
+"""Function of the lengths and the width of a row that returns the number of rows."""
 
 
 class Case(NamedTuple):
-    """Documents and rows."""
+    """Documents and rows of one case."""
 
     median: int
-    """Tokens of a document; the logarithm has a standard deviation of 1."""
+    """Median number of tokens of a document; the logarithm has a standard deviation of 1."""
     row_width: int
 
 
@@ -63,21 +63,21 @@ MEDIANS, HIDDEN_SIZES = (1000, 2000, 4000, 8000), (2048, 4096, 8192)
 
 
 def documents(median: int, count: int, longest: int) -> NDArray[np.int64]:
-    """[count] lengths."""
+    """Draws [count] lengths."""
     drawn = np.random.default_rng(median).lognormal(np.log(median), 1.0, count)
     return drawn.astype(np.int64).clip(1, longest)
 
 
 def by_groups(lengths: NDArray[np.int64], row_width: int) -> int:
-    """Ours."""
+    """Packs with this package."""
     return len(packed(lengths, row_width).ends)
 
 
 def one_by_one(lengths: NDArray[np.int64], row_width: int) -> int:
-    """As in books."""
+    """Packs by best-fit-decreasing, as in textbooks."""
     rows: list[list[int]] = []
     of_space: dict[int, list[list[int]]] = {}
-    spaces: list[int] = []  # those that some row has, sorted
+    spaces: list[int] = []  # free spaces that some row has, sorted
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
         place = bisect.bisect_left(spaces, length)
@@ -100,7 +100,7 @@ def one_by_one(lengths: NDArray[np.int64], row_width: int) -> int:
 
 
 def of_trl(lengths: NDArray[np.int64], row_width: int) -> int:
-    """TRL's, of documents of one-byte tokens."""
+    """Packs with TRL, documents of one-byte tokens."""
     arrow, datasets, trl = (importlib.import_module(name) for name in ("pyarrow", "datasets", "trl"))
     ends = np.append(0, np.cumsum(lengths))
     tokens = arrow.ListArray.from_arrays(ends.astype(np.int32), np.zeros(ends[-1], np.int8))
@@ -109,7 +109,7 @@ def of_trl(lengths: NDArray[np.int64], row_width: int) -> int:
 
 
 def rates(case: Case, contenders: dict[str, Packer], counts: dict[str, int], rounds: int) -> list[str]:
-    """A cell for each contender, and the fill of ours."""
+    """Returns a cell for each contender: fill and rate."""
     samples = {name: documents(case.median, counts[name], min(LONGEST, case.row_width)) for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     num_rows = {}
@@ -125,7 +125,7 @@ def rates(case: Case, contenders: dict[str, Packer], counts: dict[str, int], rou
 
 
 def imbalances(median: int, hidden_size: int) -> list[float]:
-    """Of rows in turn, sorted, and dealt by us."""
+    """Returns the imbalance of rows in turn, sorted, and dealt by this package."""
     lengths = documents(median, 400_000, LONGEST)
     budget = 0.9995 * NUM_RANKS * ROWS_A_RANK * LONGEST
     lengths = lengths[: int(np.searchsorted(lengths.cumsum(), budget))]
@@ -141,7 +141,7 @@ def imbalances(median: int, hidden_size: int) -> list[float]:
 
 
 def pipeline_time(forward_costs: Sequence[float], num_stages: int) -> float:
-    """Of one step under 1F1B."""
+    """Simulates one step under 1F1B and returns its time."""
     ready: dict[tuple[str, int, int], float] = {}
     waiting = [one_f_one_b(len(forward_costs), num_stages - stage - 1) for stage in range(num_stages)]
     clocks = [0.0] * num_stages
@@ -160,7 +160,7 @@ def pipeline_time(forward_costs: Sequence[float], num_stages: int) -> float:
 
 
 def one_f_one_b(num_microbatches: int, num_warm_up: int) -> list[tuple[str, int]]:
-    """The passes of a stage in their order."""
+    """Lists the passes of a stage in their order."""
     warm_up = min(num_warm_up, num_microbatches)
     passes = [("forward", number) for number in range(warm_up)]
     for number in range(num_microbatches - warm_up):
@@ -169,7 +169,8 @@ def one_f_one_b(num_microbatches: int, num_warm_up: int) -> list[tuple[str, int]
 
 
 def pipeline_times(num_stages: int, num_microbatches: int, repetitions: int = 200) -> list[float]:
-    """Over that of the work alone: random, sorted, ours; means over draws of full rows of 32k positions."""
+    """Returns times relative to the work alone: random, sorted, ours; means over draws of full rows of 32k
+    positions."""
     generator = np.random.default_rng(0)
     times = []
     for _ in range(repetitions):

@@ -1,6 +1,6 @@
-"""What loss pairs add to a training step, and megatron-core's own normalisation: `python tools/bench/pairs.py`.
+"""Time that loss pairs add to a training step, and megatron-core's own normalisation: `python tools/bench/pairs.py`.
 
-All contenders get the sum of losses and the number of tokens of each microbatch, which all need alike, and end with a
+All contenders get the sum of losses and the number of tokens of each microbatch, which they need alike, and end with a
 factor for the gradients on every rank and the gradient norm on every host. The pass over the gradients, the same for
 all, is left out.
 
@@ -54,31 +54,31 @@ LAYOUTS = [Layout(), Layout(dp=2), Layout(pp=2), Layout(dp=4), Layout(pp=2, dp=2
 
 
 class Added(NamedTuple):
-    """To the wall time of a step with a gradient norm, in milliseconds."""
+    """Times that are added to the wall time of a step with a gradient norm, in milliseconds."""
 
     norm_ms: float
-    """The step itself."""
+    """Time of the step itself."""
     normalisation_ms: float
     with_report_ms: float
     ours_ms: float
 
 
 class Microbatch(NamedTuple):
-    """What the loss of every microbatch has computed."""
+    """Values that the loss of every microbatch has computed."""
 
     sums: list[Tensor]
-    """Of each term, float32 scalar with a graph."""
+    """Sum of each term, float32 scalar with a graph."""
     num_tokens: Tensor
-    """float64 scalar."""
+    """Number of tokens, float64 scalar."""
     squares: Tensor
-    """This rank's part of the squared norm: float64 scalar."""
+    """Part of the squared norm on this rank, float64 scalar."""
 
 
 Contender = Callable[[Groups, Microbatch], None]
 
 
 def measure(groups: Groups, num_terms: int, is_apart: bool, num_rounds: int, steps_a_round: int) -> Added:
-    """Rounds of all in turn, on all ranks at once."""
+    """Measures rounds of all contenders in turn, on all ranks at once."""
     contenders: list[Contender] = [
         norm_alone,
         megatrons_way,
@@ -96,7 +96,7 @@ def measure(groups: Groups, num_terms: int, is_apart: bool, num_rounds: int, ste
 
 
 def measure_collectives(groups: Groups, num_rounds: int, steps_a_round: int) -> list[float]:
-    """Median milliseconds of an all-reduce of one number, of one of five, and of our own sum of five, as in a step."""
+    """Returns median milliseconds of an all-reduce of one number, of five, and of our own sum of five, as in a step."""
     one, vector = torch.zeros(1), torch.zeros(5, dtype=torch.float64)
     calls: list[Callable[[], object]] = [
         lambda: dist.all_reduce(one),
@@ -108,7 +108,7 @@ def measure_collectives(groups: Groups, num_rounds: int, steps_a_round: int) -> 
 
 
 def _milliseconds(call: Callable[[], object], repetitions: int) -> float:
-    """Of one call; all ranks start together."""
+    """Returns the milliseconds of one call; all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(repetitions):
@@ -117,14 +117,14 @@ def _milliseconds(call: Callable[[], object], repetitions: int) -> float:
 
 
 def norm_alone(groups: Groups, microbatch: Microbatch) -> None:
-    """As megatron-core takes the norm: one number over all ranks that hold different gradients, one read."""
+    """Computes the norm as megatron-core does: one number over all ranks that hold different gradients, one read."""
     square = microbatch.squares.float()
     dist.all_reduce(square)
     _ = square.item()
 
 
 def megatrons_way(groups: Groups, microbatch: Microbatch, reports: bool = False) -> None:
-    """One step's counts, reports, collectives and branch, then the norm."""
+    """Runs one step's counts, reports, collectives and branch, then the norm."""
     total_tokens = torch.zeros([], dtype=torch.int32)
     is_last = groups.pp_rank == groups.layout.pp - 1
     reported: list[list[Tensor]] = []
@@ -148,7 +148,7 @@ def megatrons_way(groups: Groups, microbatch: Microbatch, reports: bool = False)
 
 
 def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
-    """One step's pairs and the norm, collective and read."""
+    """Runs one step's pairs and the norm, with their collective and read."""
     terms = TERMS[: len(microbatch.sums)]
     planned = [1.0] * len(terms)
     plan = PlannedTotals(planned, groups, everywhere=False) if is_apart else None

@@ -1,4 +1,4 @@
-"""The rows of docs/performance.md: what is measured, by which command, and what is aimed at."""
+"""Rows of docs/performance.md: what is measured, by which command, and the targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NUMBER = r"(-?[\d.]+)"
 
 
 def judged(figure: float, must: float, bold: float, is_more_better: bool) -> str:
-    """Bold, met or missed."""
+    """Judges a figure: bold, met or missed."""
     sign = 1 if is_more_better else -1
     if sign * figure >= sign * bold:
         return "bold"
@@ -18,31 +18,31 @@ def judged(figure: float, must: float, bold: float, is_more_better: bool) -> str
 
 @dataclass(frozen=True)
 class Row:
-    """One figure."""
+    """One figure of the page."""
 
     name: str
     contender: str
-    """What it is a ratio to, or its unit."""
+    """Contender that the figure is a ratio to, or its unit."""
     must: float
     bold: float
     command: tuple[str, ...]
-    """A script below tools/bench and its options; `{folder}` is an empty place. The first row of several with the same
+    """Script below tools/bench and its options; `{folder}` is an empty place. The first of several rows with the same
     command runs it."""
     pattern: str
-    """Finds the figure in the output, in its only group; of several findings the worst counts."""
+    """Pattern that finds the figure in the output, in its only group; of several matches the worst counts."""
     small: tuple[str, ...] = ()
-    """Options with which it takes seconds, to try that it works; its figure means nothing then."""
+    """Options with which the command takes seconds, to try that it works; its figure means nothing then."""
     is_more_better: bool = True
     ranks: int = 1
-    """Above 1 the command runs under torchrun."""
+    """Number of ranks; above 1 the command runs under torchrun."""
 
     def figure(self, output: str) -> float | None:
-        """The worst of what the pattern finds; None where it finds nothing."""
+        """Returns the worst of the pattern's matches; None where there is none."""
         found = [float(each) for each in re.findall(self.pattern, output, re.MULTILINE)]
         return None if not found else min(found) if self.is_more_better else max(found)
 
     def verdict(self, figure: float) -> str:
-        """Bold, met or missed."""
+        """Judges a figure: bold, met or missed."""
         return judged(figure, self.must, self.bold, self.is_more_better)
 
 
@@ -279,18 +279,18 @@ ROWS = (
 
 @dataclass(frozen=True)
 class GpuRow:
-    """A figure of tools/bench/gpu.py's report."""
+    """Figure of the report of tools/bench/gpu.py."""
 
     name: str
     contender: str
     must: float
     bold: float
     path: tuple[str, ...]
-    """Into the found of the sections."""
+    """Path into the findings of the sections."""
     is_more_better: bool = True
 
     def verdict(self, figure: float) -> str:
-        """Bold, met or missed."""
+        """Judges a figure: bold, met or missed."""
         return judged(figure, self.must, self.bold, self.is_more_better)
 
 

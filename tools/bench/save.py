@@ -1,4 +1,4 @@
-"""What a save costs beside the bare disk and megatron-core's own save: `python tools/bench/save.py`.
+"""Cost of a save next to the bare disk and megatron-core's own save: `python tools/bench/save.py`.
 
 Contenders share one run, the same ranks and the same state (weights, float32 main weights and Adam's moments of a small
 model, filled with random numbers); every rank starts a contender together and the slowest one counts. Ours takes turns
@@ -51,33 +51,33 @@ from mtrain.verify.core.ranks import Pool
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2, dp=2)]
 _PIECE_BYTES = 1 << 23
 _TIMEOUT_S = 900
-"""Of all rounds of a layout, on a slow disk too."""
+"""Time limit of all rounds of a layout, also on a slow disk."""
 
 
 class Seconds(NamedTuple):
-    """Best rounds, of the slowest rank."""
+    """Seconds of the best rounds, on the slowest rank."""
 
     raw: float
-    """In turns with ours."""
+    """Time of the raw write in turns with ours."""
     ours: float
     memcpy: float
     copy: float
     first_copy: float
-    """In the first save, which waits for what is left of taking the memory: of the first raw write and memcpy."""
+    """Time of the copy in the first save, which also waits for the rest of the memory to be allocated."""
     raw_beside_theirs: float
     theirs: float
 
 
 class Row(NamedTuple):
-    """Of one layout."""
+    """Result of one layout."""
 
     gigabytes: float
-    """Written by all ranks."""
+    """Amount that all ranks write together."""
     seconds: Seconds
 
 
 def configured(num_layers: int, hidden_size: int) -> Config:
-    """A model of 12 num_layers hidden_size**2 parameters and embeddings."""
+    """Makes the configuration of a model of 12 num_layers hidden_size**2 parameters and embeddings."""
     model = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -99,7 +99,7 @@ def configured(num_layers: int, hidden_size: int) -> Config:
 
 
 def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Row:
-    """All contenders in turn, on all ranks at once."""
+    """Measures all contenders in turn, on all ranks at once."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # theirs starts processes
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
@@ -121,14 +121,14 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     theirs = _megatrons_save(model)
     rounds = [[raw(), _theirs(theirs, folder / f"theirs-{step}", groups)] for step in range(num_rounds + 1)]
     for child in psutil.Process().children(recursive=True):
-        child.kill()  # their manager would outlive us and keep our output open
+        child.kill()  # their manager would outlive this process and keep its output open
     size = torch.tensor([content.numel()], dtype=torch.int64)
     dist.all_reduce(size)
     return Row(size.item() / 1e9, Seconds(raw_best, ours, memcpy, copy, first_copy, *_best(rounds)))
 
 
 def _best(rounds: list[list[float]]) -> list[float]:
-    """Of each column; the first round warms up."""
+    """Returns the best of each column; the first round warms up."""
     return [min(column) for column in zip(*rounds[1:])]
 
 
@@ -139,13 +139,13 @@ def _raw(path: Path, content: torch.Tensor) -> float:
 
 
 def _ours(saver: Saver, model: RankModel, step: int) -> tuple[float, float]:
-    """Seconds until it is on disk, and those that training waits."""
+    """Returns the seconds until the save is on disk, and those that training waits."""
     dist.barrier()
     began = time.perf_counter()
     copy = _seconds(functools.partial(saver.save, model, step))
     saver.wait()
     ours = _slowest(time.perf_counter() - began)
-    saver.confirm(step)  # so that the one before goes
+    saver.confirm(step)  # so that the one before is deleted
     saver.finish()
     return ours, copy
 
@@ -188,7 +188,7 @@ def _write(path: Path, content: torch.Tensor) -> None:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """Of the slowest rank; all start together."""
+    """Measures an action on the slowest rank; all start together."""
     dist.barrier()
     began = time.perf_counter()
     action()

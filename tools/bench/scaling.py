@@ -1,4 +1,4 @@
-"""How training scales over ranks of one CPU machine, axis by axis: `python tools/bench/scaling.py`.
+"""Scaling of training over ranks of one CPU machine, axis by axis: `python tools/bench/scaling.py`.
 
 Each axis (tp with sp, pp, vpp, cp by all-gather, ulysses and ring, dp, ep) on 1, 2, 4 and 8 ranks: weak, the batch
 growing with the ranks, and strong, the batch of one rank for all. More ranks than cores take turns, so nothing here is
@@ -39,12 +39,12 @@ from tools.bench.parts import machine
 
 AXES = ("tp", "pp", "vpp", "cp-allgather", "cp-ulysses", "cp-ring", "dp", "ep")
 LAYERS = {"pp": 8, "vpp": 16}
-"""Of pipelines: one for each of 8 ranks, and for each of their two virtual stages."""
+"""Number of layers of pipelines: one for each of 8 ranks, and for each of their two virtual stages."""
 ROWS = 8
-"""Of one rank's batch: as many as the longest pipeline has stages."""
+"""Number of rows in one rank's batch: as many as the longest pipeline has stages."""
 HEADS = 8
 GLOO = ("gloo_", "pt_gloo_")
-"""How names of its threads begin."""
+"""Prefixes of the names of gloo's threads."""
 PAGE = Path(__file__).parents[2] / "docs/scaling.md"
 BEGIN, END = "<!-- written by tools/bench/scaling.py -->", "<!-- end -->"
 HEAD = (
@@ -55,17 +55,17 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and its rows."""
+    """Sizes of the model and its rows."""
 
     hidden: int = 128
     layers: int = 4
-    """But of pipelines."""
+    """Number of layers, except in pipelines."""
     seq: int = 64
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Of one kind, by one rank in a step."""
+    """Traffic of one kind, by one rank in a step."""
 
     calls: int
     megabytes: float
@@ -73,52 +73,52 @@ class Sent:
 
 @dataclass(frozen=True)
 class OfRank:
-    """What one rank did in a step."""
+    """Measurement of one rank in a step."""
 
     cpu_s: float
     gloo_s: float
-    """Of it, in gloo's threads."""
+    """Part of `cpu_s` in gloo's threads."""
     sent: dict[str, Sent]
-    """By axis and kind."""
+    """Traffic by axis and kind."""
     slots: list[slots.Slot]
     slot_s: list[float]
-    """Processor seconds of each."""
+    """Processor seconds of each slot."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table."""
+    """One row of the table."""
 
     axis: str
     ranks: int
     kind: str
     cpu_s: float
-    """Of a rank, their mean."""
+    """Processor seconds of a rank, their mean."""
     cpu_us_a_token: float
-    """Of all ranks."""
+    """Processor time of all ranks together per token."""
     gloo_share: float
     sent: dict[str, Sent]
     predicted_s: float
     bubble: float | None = None
-    """Of pipelines."""
+    """Bubble of a pipeline; None without one."""
     bubble_by_formula: float | None = None
     bubble_by_seconds: float | None = None
     slowest_s: float | None = None
-    """As `cpu_s`, of the rank that has most."""
+    """Processor seconds of the slowest rank of a pipeline; None without one."""
 
     @property
     def deviation(self) -> float:
-        """What is predicted, which is the slowest stage, over what was measured."""
+        """Ratio of the prediction, which is for the slowest stage, to the measurement."""
         return self.predicted_s / (self.slowest_s or self.cpu_s)
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What was measured."""
+        """Key of the measurement: axis, ranks and kind."""
         return self.axis, self.ranks, self.kind
 
 
 def config_of(axis: str, ranks: int, kind: str, size: Size) -> Config:
-    """One axis divided over all ranks; microbatches of one row in a pipeline, else two, if there are rows enough."""
+    """Divides one axis over all ranks; microbatches of one row in a pipeline, else two, if there are enough rows."""
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": size.hidden} if axis == "ep" else None
     sections: dict[str, dict[str, Any]] = {
         "tp": {"tp": ranks, "sp": ranks > 1},
@@ -156,7 +156,7 @@ def config_of(axis: str, ranks: int, kind: str, size: Size) -> Config:
 
 
 def gloo_seconds() -> float:
-    """Processor seconds of gloo's threads in this process so far."""
+    """Returns the processor seconds of gloo's threads in this process so far."""
     total = 0
     for thread in Path("/proc/self/task").iterdir():
         try:
@@ -168,7 +168,7 @@ def gloo_seconds() -> float:
 
 
 def measure(groups: Groups, config: Config, rounds: int) -> OfRank:
-    """The step of the least processor time of some; then one whose collectives are counted."""
+    """Measures the step with the least processor time of several; then counts the collectives of another one."""
     from mtrain.data.loader import StepLoader
     from mtrain.loss.objective import Objective
     from mtrain.training.build import build_parts
@@ -198,7 +198,7 @@ def measure(groups: Groups, config: Config, rounds: int) -> OfRank:
 
 
 def row_of(axis: str, kind: str, config: Config, layout: Layout, found: Sequence[OfRank], of_machine: Cluster) -> Row:
-    """Seconds of all ranks; what the first one sends."""
+    """Makes a row from the seconds of all ranks, and the traffic of the first one."""
     tokens, ranks = config.train.global_batch_size * config.data.seq_length, layout.world_size
     cpu, of_gloo = sum(each.cpu_s for each in found), sum(each.gloo_s for each in found)
     of_pipeline: dict[str, float] = {}
@@ -226,10 +226,10 @@ def row_of(axis: str, kind: str, config: Config, layout: Layout, found: Sequence
 
 
 def clusters(pool: Pool, numbers: Sequence[int], size: Size, rounds: int) -> dict[int, Cluster]:
-    """This machine, by the number of ranks.
+    """Describes this machine, by the number of ranks.
 
-    Products, attention and all-gathers are measured alone. What else moves through memory in a second is chosen so that
-    the prediction for one rank with few large microbatches is right, and then what the host needs for an operation by
+    Products, attention and all-gathers are measured alone. The rate at which other operations move memory is chosen so
+    that the prediction for one rank with few large microbatches is right, and then the host's time for an operation by
     one with many small ones. Every row of several ranks is then a prediction.
     """
     (found,) = pool.run(machine.core, Layout(), 4 * size.seq, size.seq, size.hidden, HEADS)
@@ -243,7 +243,7 @@ def clusters(pool: Pool, numbers: Sequence[int], size: Size, rounds: int) -> dic
 def fitted(
     found: machine.Core, size: Size, large: Config, of_large: float, small: Config, of_small: float
 ) -> machine.Fitted:
-    """To processor seconds of one rank with large microbatches, and of one with small ones."""
+    """Fits the model to processor seconds of one rank with large microbatches, and of one with small ones."""
 
     def seconds(config: Config, fit: machine.Fitted) -> float:
         alone = machine.cluster(found, machine.NOBODY, fit, size.hidden)
@@ -256,7 +256,7 @@ def fitted(
 
 
 def described(by_ranks: Mapping[int, Cluster]) -> str:
-    """What was found of the machine, in a line."""
+    """Describes the measured machine in a line."""
     of_one = by_ranks[1].gpu
     several = "; ".join(
         f"{number} ranks {each.nvlink_latency_s * 1e6:.0f} us and {each.gpu.nvlink_bandwidth / 1e9:.2f} GB/s"
@@ -274,7 +274,7 @@ def described(by_ranks: Mapping[int, Cluster]) -> str:
 def rows(
     axes: Sequence[str], kinds: Sequence[str], size: Size, rounds: int, pool: Pool, by_ranks: Mapping[int, Cluster]
 ) -> Iterator[Row]:
-    """Every axis on every number of ranks; one rank once for each axis."""
+    """Measures every axis on every number of ranks; a single rank once for each axis."""
     for axis in axes:
         for ranks, of_machine in by_ranks.items():
             for kind in kinds if ranks > 1 else ["weak"]:
@@ -284,7 +284,7 @@ def rows(
 
 
 def line(row: Row, others: Sequence[Row]) -> str:
-    """Of the table."""
+    """Formats a row as a line of the table."""
     alone = next((each for each in others if each.axis == row.axis and each.ranks == 1), None)
     ratio = "" if alone is None else f"{row.cpu_us_a_token / alone.cpu_us_a_token:.2f}"
     sent = "; ".join(f"{name} {each.calls}, {each.megabytes:.2f}" for name, each in row.sent.items())
@@ -296,7 +296,7 @@ def line(row: Row, others: Sequence[Row]) -> str:
 
 
 def table(found: Sequence[Row], size: Size, of_machine: str) -> str:
-    """With what it was measured on, and how far predictions are."""
+    """Formats the table, with the machine it was measured on and the deviation of predictions."""
     where = f"{os.cpu_count()} cores, {platform.machine()}; hidden {size.hidden}, rows of {size.seq} tokens"
     both = sorted(row.deviation for row in found if row.ranks > 1)
     deviation = f"median {statistics.median(both):.2f}, from {both[0]:.2f} to {both[-1]:.2f}" if both else "no rows"
@@ -305,10 +305,10 @@ def table(found: Sequence[Row], size: Size, of_machine: str) -> str:
 
 
 def earlier(path: Path | None, size: Size) -> list[Row]:
-    """What `--json` wrote before; nothing where there is no file.
+    """Reads the rows that `--json` wrote before; empty where there is no file.
 
     Raises:
-        typer.BadParameter: They are of a model of another size.
+        typer.BadParameter: The rows are of a model of another size.
     """
     if path is None or not path.exists():
         return []

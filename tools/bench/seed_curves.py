@@ -2,7 +2,7 @@
 
 Four gloo ranks on this machine train a small model on question/answer pairs from Python's standard library, with SP
 (Ulysses) over 1, 2 and 4 of them. Global batch, samples, initial weights and learning rate are the same everywhere, so
-all curves should be one. Writes a picture and, beside it, its data as JSON.
+all curves should be one. Writes a picture and, next to it, its data as JSON.
 """
 
 import itertools
@@ -41,7 +41,7 @@ from mtrain.verify.core.ranks import Pool
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, VOCAB = 4, 1024
 HELD_OUT_PASSES = 8
-"""Of a global batch each, after the last step."""
+"""Number of global batches that are evaluated after the last step."""
 SP_SIZES = (1, 2, 4)
 RULES = {
     "micro-steps": "each micro-step divided by its tokens",
@@ -100,7 +100,7 @@ def measure(work: Path, steps: int) -> dict[str, Any]:
 
 
 def prepare(work: Path, steps: int) -> dict[str, Any]:
-    """Writes corpus and tokenizer; what all runs have in common."""
+    """Writes corpus and tokenizer; returns the configuration that all runs share."""
     build_stdlib_corpus("qa", work)
     build_stdlib_corpus("text", work)
     train_tokenizer([work / "text-valid.jsonl"], work / "tokenizer.model", VOCAB, overwrite=True)
@@ -121,7 +121,7 @@ def prepare(work: Path, steps: int) -> dict[str, Any]:
 
 
 def train(pool: Pool, content: dict[str, Any], rule: str, sp: int) -> Series:
-    """One run; all ranks see the same numbers."""
+    """Trains one run; all ranks see the same numbers."""
     exact = Config.model_validate(content | {"layout": {"cp": sp, "cp_comm": "ulysses"}})
     logged = exact
     if rule in FUNCTIONS:
@@ -133,7 +133,7 @@ def train(pool: Pool, content: dict[str, Any], rule: str, sp: int) -> Series:
 
 
 def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
-    """Trains by `config`, then takes the loss of held-out samples as `exact` defines it: one sum / one sum."""
+    """Trains by `config`, then computes the loss of held-out samples as `exact` defines it: one sum / one sum."""
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
@@ -154,12 +154,12 @@ def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
 
 
 def rounded(value: float) -> float:
-    """Eight significant digits."""
+    """Rounds to eight significant digits."""
     return float(f"{value:.8g}")
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """JSON with one series a line."""
+    """Formats the data as JSON with one series per line."""
     runs = found.pop("runs")
     lines = [
         f'  "{rule}": {{\n' + ",\n".join(f'   "{sp}": {json.dumps(one)}' for sp, one in of_rule.items()) + "\n  }"
@@ -169,7 +169,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def largest_spread(runs: list[Series]) -> dict[str, float]:
-    """(largest - smallest) / smallest over the runs, at the worst step."""
+    """Returns (largest - smallest) / smallest over the runs, at the worst step."""
     return {
         name: rounded(max((max(step) - min(step)) / min(step) for step in zip(*(run[name] for run in runs))))
         for name in ("loss", "grad_norm")
@@ -177,7 +177,7 @@ def largest_spread(runs: list[Series]) -> dict[str, float]:
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
-    """Loss above grad-norm, one column a rule, the same scale in each row."""
+    """Draws the loss above the grad-norm, one column per rule, with the same scale in each row."""
     figure = Figure(figsize=(11, 6), dpi=130, layout="constrained")
     rows = figure.subplots(2, len(RULES), sharex=True, sharey="row")
     for column, (rule, title) in enumerate(RULES.items()):

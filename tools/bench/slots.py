@@ -1,9 +1,9 @@
-"""The bubble of a pipeline: what its ranks run in which order, and how long that takes if nothing else costs time.
+"""Bubble of a pipeline: what its ranks run in which order, and how long that takes if nothing else costs time.
 
-A forward slot takes one unit a virtual stage, a backward slot two; a slot begins when its rank is free and what it
-needs is there. By the formula (p - 1) / (m v + p - 1) of the step is bubble: p ranks, m microbatches, v virtual stages.
-Or a slot takes the processor seconds that it had: then uneven stages and what the host needs count as well, and ranks
-that share cores do not.
+A forward slot takes one unit per virtual stage, a backward slot two; a slot begins when its rank is free and its inputs
+are there. By the formula, (p - 1) / (m v + p - 1) of the step is bubble: p ranks, m microbatches, v virtual stages. Or
+a slot takes its measured processor seconds: then uneven stages and the host's time count as well, but not that ranks
+share cores.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ FORWARD_UNITS, BACKWARD_UNITS = 1.0, 2.0
 
 
 class Slot(NamedTuple):
-    """Of one rank."""
+    """Forward or backward pass of one microbatch through one stage."""
 
     is_forward: bool
     stage: int
-    """In model order."""
+    """Number of the stage in model order."""
     microbatch: int
 
 
 class Timeline(NamedTuple):
-    """Of one rank."""
+    """Slots of one rank."""
 
     slots: list[Slot]
-    """In the order in which they began."""
+    """Slots in the order in which they began."""
     began: list[float]
-    """Processor seconds of this process when each of them did."""
+    """Processor seconds of this process at the beginning of each slot."""
 
     def costs(self, end: float) -> list[float]:
-        """Processor seconds from each slot to the next one, or to the `end`."""
+        """Returns the processor seconds from each slot to the next one, or to the `end`."""
         return [after - before for before, after in zip(self.began, [*self.began[1:], end])]
 
 
 @contextmanager
 def recorded(chunks: Sequence[Any], layout: Layout, pp_rank: int) -> Iterator[Timeline]:
-    """Slots of this rank inside the block."""
+    """Records the slots of this rank inside the block."""
     found = Timeline([], [])
     handles = []
     for number, chunk in enumerate(chunks):
@@ -66,7 +66,7 @@ def _noting(found: Timeline, stage: int) -> Callable[[Any, Any, Any], None]:
             found.slots.append(Slot(False, stage, number))
             found.began.append(time.process_time())
 
-        # the last stage hands over hidden states whose logits come later
+        # the last stage returns hidden states whose logits are computed later
         tensor = output.main.hidden if hasattr(output, "main") else output
         tensor.register_hook(begin)
 
@@ -74,12 +74,12 @@ def _noting(found: Timeline, stage: int) -> Callable[[Any, Any, Any], None]:
 
 
 def bubble(ranks: Sequence[Sequence[Slot]], layout: Layout, costs: Sequence[Sequence[float]] | None = None) -> float:
-    """Share of the step in which ranks have nothing to run, their mean.
+    """Returns the share of the step in which ranks have nothing to run, averaged over the ranks.
 
     Args:
-        ranks: Slots of each, in their order.
-        layout: Of the stages.
-        costs: Of each slot; by default one unit forward and two backward, over the virtual stages.
+        ranks: Slots of each rank, in their order.
+        layout: Layout with the stages.
+        costs: Cost of each slot; by default one unit forward and two backward, divided by the number of virtual stages.
 
     Raises:
         ValueError: The ranks wait for each other in a circle.
@@ -105,12 +105,12 @@ def bubble(ranks: Sequence[Sequence[Slot]], layout: Layout, costs: Sequence[Sequ
 
 
 def _needs(slot: Slot, last: int) -> list[Slot]:
-    """What has to be over before it."""
+    """Returns the slots that have to be over before this one."""
     if slot.is_forward:
         return [slot._replace(stage=slot.stage - 1)] * (slot.stage > 0)
     return [Slot(True, slot.stage, slot.microbatch), *[slot._replace(stage=slot.stage + 1)] * (slot.stage < last)]
 
 
 def formula(layout: Layout, microbatches: int) -> float:
-    """(p - 1) / (m v + p - 1)."""
+    """Returns (p - 1) / (m v + p - 1)."""
     return (layout.pp - 1) / (microbatches * layout.vpp + layout.pp - 1)

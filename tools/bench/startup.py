@@ -1,4 +1,4 @@
-"""What `mtrain --help` and `mtrain check` cost beside an empty interpreter: `python tools/bench/startup.py`.
+"""Cost of `mtrain --help` and `mtrain check` next to an empty interpreter: `python tools/bench/startup.py`.
 
 Commands alternate in rounds; each is a process of its own. Columns are wall seconds (best and median) and processor
 seconds (median) of it and what it starts.
@@ -31,8 +31,9 @@ COMMANDS = {
 
 
 def seconds_of(arguments: list[str], compiled: str) -> tuple[float, float]:
-    """Wall and processor seconds of one run; what it compiles is kept in the folder, as of a program that is installed,
-    whatever the environment says."""
+    """Measures wall and processor seconds of one run.
+
+    Bytecode is kept in the folder `compiled`, as for an installed program, whatever the environment says."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = compiled
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

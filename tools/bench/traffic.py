@@ -1,4 +1,4 @@
-"""What ranks send to each other in a step: every collective with its bytes, by the group that it runs over.
+"""Traffic between ranks in a step: every collective with its bytes, by the group that it runs over.
 
 Bytes are what an ideal ring or exchange makes one rank send: of an all-gather or a reduce-scatter over n ranks
 (n - 1) / n of the whole, of an all-reduce twice that, of an all-to-all what goes to others. So they do not depend on
@@ -21,7 +21,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.two_ranks import in_the_place_of
 
 AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp_cp": "dp", "expt_dp": "dp", "embd": "pp"}
-"""megatron-core's groups, by what they serve."""
+"""Attribute of megatron-core's groups -> axis that they serve."""
 KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_into_tensor_coalesced_": "all-gather",
@@ -33,30 +33,30 @@ KINDS = {
     "broadcast_": "broadcast",
     "send": "send",
 }
-"""torch's operations, by what they are."""
+"""Operation of torch -> kind."""
 SMALL_BYTES = 4096
-"""A collective below it costs its latency alone."""
+"""Size in bytes below which a collective only costs its latency."""
 
 
 @dataclass
 class Calls:
-    """Of one kind over one group."""
+    """Calls of one kind over one group."""
 
     count: int = 0
     sent_bytes: float = 0.0
     small: int = 0
-    """Of them, those below SMALL_BYTES."""
+    """Number of calls below SMALL_BYTES."""
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts inside its `with` block; everything goes on as it would."""
+    """Counter of collectives inside its `with` block; it changes nothing."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[tuple[str, str], Calls] = {}
-        """(axis, kind) -> what was called; axes are tp, cp, dp, ep, pp and world."""
+        """Calls by (axis, kind); axes are tp, cp, dp, ep, pp and world."""
         self._axes: dict[str, str] = {}
-        # gradients are summed over dp x cp, which is a group of its own beside cp
+        # gradients are summed over dp x cp, which is a group of its own besides cp
         for attribute, axis in AXES.items():
             group = getattr(groups.collection, attribute, None)
             if group is not None:
@@ -86,7 +86,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sent(kind: str, args: Sequence[Any], size: int, rank: int) -> float:
-    """Bytes of one call of one rank."""
+    """Returns the bytes that one rank sends in one call."""
     match kind:
         case "all-gather" | "reduce-scatter":
             # the larger of input and output is the whole
@@ -104,13 +104,13 @@ def _sent(kind: str, args: Sequence[Any], size: int, rank: int) -> float:
 
 
 def _bytes(given: Any) -> float:
-    """Of a tensor or of all in a list."""
+    """Sums the sizes of a tensor or of all tensors in a list."""
     tensors = [each for each in tree_flatten(given)[0] if isinstance(each, Tensor)]
     return float(sum(each.numel() * each.element_size() for each in tensors))
 
 
 def measured(groups: Groups, step: Callable[[], object]) -> dict[tuple[str, str], Calls]:
-    """Of one call of `step` on this rank."""
+    """Counts the collectives of one call of `step` on this rank."""
     traffic = Traffic(groups)
     with traffic:
         step()
@@ -118,6 +118,6 @@ def measured(groups: Groups, step: Callable[[], object]) -> dict[tuple[str, str]
 
 
 def of_axis(calls: Mapping[tuple[str, str], Calls], axis: str) -> Calls:
-    """All kinds over one group together."""
+    """Sums up all kinds over one group."""
     found = [each for (name, _), each in calls.items() if name == axis]
     return Calls(*(sum(getattr(each, name) for each in found) for name in ("count", "sent_bytes", "small")))

@@ -1,11 +1,11 @@
-"""How fast a run starts from a folder of Hugging Face: `python tools/bench/input/hf_start.py FOLDER`.
+"""Speed of a start from a Hugging Face folder: `python tools/bench/input/hf_start.py FOLDER`.
 
 A Llama-shaped model with random bfloat16 weights is written into FOLDER and deleted at the end. On one process and on
-two ranks of tp and of pp, in turn in one run: `model.hf` into a built model with its main weights in float32, a plain
-read of as many bytes of the same files, each rank others, into memory that is there, and the same read with a second
-pass that copies them into float32 memory, which main weights need whoever fills them. The files leave the page cache
-before each. GB/s of a rank's own bytes in bfloat16, the best of the rounds, as the disk may be others' too, of the
-slowest rank.
+two ranks of tp and of pp, contenders take turns in one run: `model.hf` into a built model with its main weights in
+float32; a plain read of as many bytes of the same files, each rank others, into existing memory; and the same read with
+a second pass that copies them into float32 memory, which main weights need in any case. The files leave the page cache
+before each. Figures are GB/s of a rank's own bytes in bfloat16, for the slowest rank, the best of all rounds, as others
+may use the disk, too.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2)]
 
 
 class Speed(NamedTuple):
-    """On one rank, the best of the rounds."""
+    """Seconds on one rank, the best of the rounds."""
 
     num_bytes: int
-    """Of its parameters in bfloat16."""
+    """Size of its parameters in bfloat16."""
     start_s: float
     read_s: float
     filled_s: float
 
 
 def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Speed:
-    """The three in turn."""
+    """Measures the three contenders in turn."""
     objective = Objective.from_config(config.loss, config.model.mtp_depths)
     parts = build_parts(config, groups, objective, weights_follow=True)
     num_bytes = sum(each.numel() for chunk in parts.model.chunks for each in chunk.parameters()) * 2
@@ -81,7 +81,7 @@ def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Sp
 
 
 def _read(folder: Path, memory: torch.Tensor, skipped: int) -> None:
-    """Fills the memory from behind the skipped bytes: no rank finds in the page cache what another one has read."""
+    """Fills the memory from after the skipped bytes: no rank finds another rank's bytes in the page cache."""
     left = raw_bytes(memory)
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -93,7 +93,7 @@ def _read(folder: Path, memory: torch.Tensor, skipped: int) -> None:
 
 
 def _forget(folder: Path) -> None:
-    """Clean pages of the files leave the cache."""
+    """Drops the files' clean pages from the page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())

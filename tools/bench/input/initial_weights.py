@@ -1,7 +1,7 @@
-"""How fast initial weights are drawn, in GB of float32 per processor second: `tools/bench/input/initial_weights.py`.
+"""Speed of drawing initial weights, in GB of float32 per processor second: `tools/bench/input/initial_weights.py`.
 
-- "bound": the generator alone, block by block into memory that is there: what keeping every drawn value allows.
-- "whole": blocks joined to a whole tensor in float32, which is then copied into the parameter, as of 0.1.0.
+- "bound": the generator alone, block by block into existing memory: the limit if every drawn value is kept.
+- "whole": blocks joined to a whole tensor in float32, which is then copied into the parameter, as in 0.1.0.
 - "ours": `draw` of `mtrain.mcore.model.init_weights`, on one thread and on as many as a rank alone has cores.
 
 Contenders take turns and must draw the same bits. Threads are for wall time: the last column.

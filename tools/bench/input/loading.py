@@ -1,14 +1,14 @@
-"""What making batches costs, in tokens per processor second: `python tools/bench/input/loading.py`.
+"""Cost of making batches, in tokens per processor second: `python tools/bench/input/loading.py`.
 
 A corpus of random tokens in documents of log-normal lengths, as a `.bin/.idx` pair, and the same documents as
 conversations. Contenders take turns over as many rows:
 
 - "megatron": GPTDataset of megatron-core with its index files there, and torch's DataLoader in this process.
-- "ours": `StepLoader`, read in the caller without a thread, microbatches with labels, weights and counts.
-- "ours, packed": the documents as conversations, tokenised before, packed into rows of the same width.
+- "ours": `StepLoader`, read by the caller without a thread, microbatches with labels, weights and counts.
+- "ours, packed": the documents as conversations, tokenised in advance, packed into rows of the same width.
 
-The last column is how many tokens a rank can train a second before one processor cannot feed it: what a step takes
-longer than that, the prefetch thread hides.
+The last column is how many tokens per second a rank can train before one processor cannot feed it: the prefetch
+thread hides loading in steps that take longer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ VOCAB = 32_000
 
 
 class Sizes(NamedTuple):
-    """Of what is read."""
+    """Sizes of the data."""
 
     documents: int
     rows: int
-    """Of a step."""
+    """Number of rows in a step."""
     seq: int
 
 
@@ -79,7 +79,7 @@ def main(
 
 
 def write_documents(folder: Path, sizes: Sizes) -> None:
-    """The pair `corpus` and `rows.jsonl` of the same documents."""
+    """Writes the pair `corpus`, and `rows.jsonl` with the same documents."""
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(5.5, 1.0, sizes.documents), 8, sizes.seq).astype(int)
     with writing_corpus(str(folder / "corpus"), VOCAB) as writer, (folder / "rows.jsonl").open("w") as lines:
@@ -90,7 +90,7 @@ def write_documents(folder: Path, sizes: Sizes) -> None:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Which conversations name; what is tokenised already needs its size alone."""
+    """Writes the tokenizer that conversations name; tokenised data only need its size."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -100,7 +100,7 @@ def write_tokenizer(path: Path) -> None:
 
 
 def settings(folder: Path, sizes: Sizes) -> list[str]:
-    """Of a run; the model is not built."""
+    """Returns the settings of a run; the model is not built."""
     return [
         f"run.dir={folder}/run",
         "optimizer.lr=0.001",
@@ -110,19 +110,19 @@ def settings(folder: Path, sizes: Sizes) -> list[str]:
 
 
 def tokens_of(loader: StepLoader) -> Iterator[int]:
-    """Tokens of step after step, as they are made."""
+    """Yields the number of tokens of step after step, as they are made."""
     for step in itertools.count():
         yield sum(int(batch.tokens.numel()) for batch in loader.batches(step))
 
 
 def ours(folder: Path, sizes: Sizes) -> Iterator[int]:
-    """Windows of the pair."""
+    """Yields the tokens of steps with windows of the pair."""
     data = f"data={{kind: indexed, train: [{{path: {folder}/corpus}}], seq_length: {sizes.seq}}}"
     return tokens_of(StepLoader(load_config([], [*settings(folder, sizes), data]), 0, 1))
 
 
 def packed(folder: Path, sizes: Sizes) -> Iterator[int]:
-    """Conversations: as many that a step has about as many rows."""
+    """Yields the tokens of steps with conversations, about as many as fill as many rows."""
     per_row = sizes.seq // 400  # their mean length is about that
     data = f"data={{kind: sft, format: tokens, train: [{{path: {folder}/rows.jsonl}}], seq_length: {sizes.seq}}}"
     given = [*settings(folder, sizes), data, f"data.tokenizer={folder}/tokenizer.json", "data.packing={}"]
@@ -130,7 +130,7 @@ def packed(folder: Path, sizes: Sizes) -> Iterator[int]:
 
 
 def megatron(folder: Path, sizes: Sizes) -> Iterator[int]:
-    """Theirs; batches of four rows."""
+    """Yields the tokens of steps of megatron-core's dataset, in batches of four rows."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
@@ -160,7 +160,7 @@ def megatron(folder: Path, sizes: Sizes) -> Iterator[int]:
 
 
 class _Tokenizer:
-    """What their dataset asks for."""
+    """Tokenizer with the attributes that megatron-core's dataset reads."""
 
     eod = VOCAB - 1
     pad = -1

@@ -1,13 +1,9 @@
-"""How long a second start takes to its first sample, by the number of conversations in the token cache.
+"""Time from a second start to its first sample, by the number of conversations in the token cache.
 
-<<<<<<<< HEAD:tools/bench/input/token_cache.py
     python tools/bench/input/token_cache.py FOLDER --conversations 1000000
-========
-    python tools/bench/parts/token_cache.py FOLDER --conversations 1000000
->>>>>>>> c876d20 (Give benchmarks of single parts a folder of their own):tools/bench/parts/token_cache.py
 
-Writes random conversations into FOLDER, tokenises them once (by bytes, so that the cache is measured and no tokenizer),
-then starts anew in a process of its own and prints the seconds from opening the source to the first sample.
+It writes random conversations into FOLDER, tokenises them once (by bytes, so that the cache is measured and no
+tokenizer), then starts anew in a process of its own and prints the seconds from opening the source to the first sample.
 """
 
 from __future__ import annotations
@@ -33,19 +29,19 @@ _SEQ_LENGTH = 512
 
 
 class BytesEncoder:
-    """A token for each byte; answers are trained."""
+    """Encoder with a token for each byte; answers are trained."""
 
     fingerprint = "bytes"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As of `SampleEncoder`."""
+        """Encodes one record, as `SampleEncoder` requires."""
         parts = [record["prompt"].encode(), record["response"].encode()]
         ids = np.frombuffer(b"".join(parts), np.uint8).astype(np.int32)
         return TokenizedSample(ids, np.repeat(np.array([0, 1], np.float32), [len(part) for part in parts]))
 
 
 def opened(folder: Path, say: Any) -> SftDataset:
-    """The samples, cut to rows."""
+    """Opens the samples, cut to rows."""
     job = EncodingJob(tuple(record_files(str(folder / "data.jsonl"))), BytesEncoder)
     cache = token_cache(job, "", CacheOptions(folder / "cache", num_workers=1, say=say))
     return SftDataset(cache, range(len(cache)), _SEQ_LENGTH, "split")

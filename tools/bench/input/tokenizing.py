@@ -1,10 +1,10 @@
-"""`mtrain tokenize` beside Megatron-LM's way: MB of text per processor second (`tools/bench/input/tokenizing.py`).
+"""`mtrain tokenize` next to Megatron-LM's way: MB of text per processor second (`tools/bench/input/tokenizing.py`).
 
 The text: sources of Python's standard library, cut into documents of 4,000 characters, as JSON lines; the tokenizer is
 a byte-level BPE trained on a part of them. Every contender is a command that starts anew, and its seconds are user and
 system time of all of its processes, start-up included:
 
-- "megatron": an own program with the algorithm of Megatron-LM's preprocess_data.py: two workers of multiprocessing, one
+- "megatron": a program of ours with the algorithm of Megatron-LM's preprocess_data.py: two multiprocessing workers, one
   document a task (32 sent at once), `tokenizers`' encode, megatron-core's IndexedDatasetBuilder.
 - "ours": `mtrain tokenize` with one and two workers, and with `--fast`.
 
@@ -76,7 +76,7 @@ def main(
 
 
 def write_text(folder: Path, num_bytes: float) -> tuple[Path, int]:
-    """The JSON lines, and the bytes of the text in them."""
+    """Writes the JSON lines; returns their path and the size of the text in them, in bytes."""
     path, size = folder / "text.jsonl", 0
     with path.open("w") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -89,7 +89,7 @@ def write_text(folder: Path, num_bytes: float) -> tuple[Path, int]:
 
 
 def train(text: Path, folder: Path, vocab_size: int) -> Path:
-    """A tokenizer.json, from the first lines."""
+    """Trains a tokenizer.json on the first lines."""
     part, output = folder / "part.jsonl", folder / "tokenizer"
     with text.open() as lines, part.open("w") as file:
         file.writelines(line for number, line in enumerate(lines) if number < 500)
@@ -99,12 +99,12 @@ def train(text: Path, folder: Path, vocab_size: int) -> Path:
 
 
 def processor_seconds(command: list[str], compiled: Path) -> float:
-    """User and system time of a command and all that it started.
+    """Returns user and system time of a command and of all processes that it started.
 
     Args:
         command: The command.
-        compiled: Folder for bytecode, kept for later rounds as that of installed programs is, whatever the environment
-            says: few of the seconds would else be those of Python's compiler.
+        compiled: Folder for bytecode, kept for later rounds as for installed programs, whatever the environment says:
+            else some of the seconds would be Python's compiler's.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(compiled)
@@ -112,7 +112,7 @@ def processor_seconds(command: list[str], compiled: Path) -> float:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     while True:
         try:
-            os.wait()  # what it left behind is ours now
+            os.wait()  # processes that outlive the command are children of this one now
         except ChildProcessError:
             break
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -120,12 +120,12 @@ def processor_seconds(command: list[str], compiled: Path) -> float:
 
 
 def digest(path: Path) -> str:
-    """Of a file."""
+    """Computes the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def preprocess(text: Path, tokenizer: Path, prefix: str) -> None:
-    """The other side: what Megatron-LM's program does, in its order."""
+    """Preprocesses as Megatron-LM's program does, in the same order."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from tokenizers import Tokenizer

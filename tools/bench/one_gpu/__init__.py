@@ -1,1 +1,1 @@
-"""What `tools/bench/gpu.py` measures on one GPU."""
+"""Measurements of `tools/bench/gpu.py` on one GPU."""

@@ -1,4 +1,4 @@
-"""Who trains the same step: ours, stock megatron-core with its local spec, and the reference, compiled."""
+"""Contenders that train the same step: ours, stock megatron-core with its local spec, and the reference, compiled."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from tools.bench.one_gpu.shapes import Bench
 
 @dataclass
 class Contender:
-    """A model that can train."""
+    """Model that can train."""
 
     accumulate: Callable[[], None]
-    """Zeroes gradients; forward and backward of a global batch."""
+    """Zeroes gradients and runs forward and backward of a global batch."""
     update: Callable[[], float]
-    """Normalises, takes the norm, clips and updates; the loss, which the host waits for."""
+    """Normalises, computes the norm, clips and updates; returns the loss, for which the host waits."""
     notes: list[str] = field(default_factory=list)
 
     def step(self) -> float:
-        """Both."""
+        """Runs a whole step and returns the loss."""
         self.accumulate()
         return self.update()
 
@@ -52,14 +52,14 @@ Build = Callable[[Bench, Config, Groups], Contender]
 
 @contextlib.contextmanager
 def one_rank(bench: Bench) -> Iterator[Groups]:
-    """Process groups of a world of one."""
+    """Opens process groups of a world of one rank."""
     purpose = Purpose("bench", Path(), {})
     with joined_distributed(bench.device, 600, purpose) as device, opened_groups(Layout(), device, 1234, 600) as groups:
         yield groups
 
 
 def ours(bench: Bench, config: Config, groups: Groups) -> Contender:
-    """A step as `mtrain train` runs it; rows are read once."""
+    """Builds a step as `mtrain train` runs it; rows are read once."""
     parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
     batches, training = StepLoader(config, 0, 1).batches(0), parts.training
     opened: list[Any] = []
@@ -78,13 +78,13 @@ def ours(bench: Bench, config: Config, groups: Groups) -> Contender:
 
 
 def _stock_model(config: Config, groups: Groups) -> tuple[TransformerConfig, GPTModel]:
-    """megatron-core's own layers for the architecture of a configuration, in bf16."""
+    """Builds megatron-core's own layers for the architecture of a configuration, in bf16."""
     model = config.model
     experts = model.experts
     of_experts: dict[str, Any] = {}
     if experts is not None:
         if not hasattr(moe_utils, "te_general_gemm"):
-            # 0.16.1 asks whether a name is None that it has not bound where TransformerEngine cannot be imported
+            # 0.16.1 reads this name, which is unbound where TransformerEngine cannot be imported
             moe_utils.te_general_gemm = None
         of_experts = {
             "num_moe_experts": experts.num_experts,
@@ -125,9 +125,9 @@ def _stock_model(config: Config, groups: Groups) -> tuple[TransformerConfig, GPT
 
 
 def stock(bench: Bench, config: Config, groups: Groups) -> Contender:
-    """megatron-core as it comes without TransformerEngine: local spec, its DDP, optimizer and normalisation.
+    """Builds megatron-core as it is without TransformerEngine: local spec, its DDP, optimizer and normalisation.
 
-    One row a microbatch: its attention holds all scores.
+    Microbatches have one row: its attention materializes all scores.
     """
     seq, dtype = config.data.seq_length, torch.bfloat16
     translated, gpt = _stock_model(config, groups)
@@ -167,7 +167,7 @@ def stock(bench: Bench, config: Config, groups: Groups) -> Contender:
 
 
 def reference(bench: Bench, config: Config, groups: Groups) -> Contender:
-    """Plain PyTorch, compiled: fp32 weights, autocast, fused AdamW; eager where compiling fails."""
+    """Builds plain PyTorch, compiled: fp32 weights, autocast, fused AdamW; eager where compiling fails."""
     sizes = config.model.model_dump(exclude_none=True)
     model = Llama(sizes).to(groups.device)
     decayed = [each for each in model.parameters() if each.ndim > 1]
@@ -197,7 +197,7 @@ def reference(bench: Bench, config: Config, groups: Groups) -> Contender:
 
 
 def _compiled(bench: Bench, model: Llama) -> tuple[Callable[[Tensor, Tensor], Tensor], list[str]]:
-    """The model, and what is to be said about it; tried on a row of a few tokens."""
+    """Compiles the model and tries it on a row of a few tokens; returns it with notes for the report."""
     if bench.is_tiny and not bench.compiles_tiny:
         return model, ["not compiled: tiny"]
     compiled = torch.compile(model)
@@ -205,7 +205,7 @@ def _compiled(bench: Bench, model: Llama) -> tuple[Callable[[Tensor, Tensor], Te
     try:
         with torch.autocast(bench.device, torch.bfloat16):
             torch.autograd.backward(compiled(tokens, tokens))
-    except Exception as error:  # a missing compiler, a backend that gives up: the contender is then said to be eager
+    except Exception as error:  # a missing compiler, a backend that gives up: the contender is then reported as eager
         torch._dynamo.reset()
         return model, [f"not compiled: {str(error).splitlines()[0][:200]}"]
     torch._dynamo.reset()  # else the next shape would be compiled for any length
@@ -213,7 +213,7 @@ def _compiled(bench: Bench, model: Llama) -> tuple[Callable[[Tensor, Tensor], Te
 
 
 def drawn_rows(bench: Bench, config: Config) -> Tensor:
-    """[global batch, seq + 1] random tokens."""
+    """Draws random tokens, [global batch, seq + 1]."""
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.global_batch_size, config.data.seq_length + 1)
     return torch.randint(config.model.vocab_size, shape, generator=generator).to(bench.torch_device)

@@ -1,4 +1,4 @@
-"""Is it right on this device: judged by a float64 program of its own on the CPU, by itself, and by `mtrain verify`."""
+"""Correctness on this device: compared with a float64 program on the CPU, with itself, and by `mtrain verify`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ from tools.bench.one_gpu.reference import Llama
 from tools.bench.one_gpu.shapes import TINY, TINY_EXPERTS, TINY_WINDOWS, Bench, Model, config_of
 
 FP32_TOLERANCE = 1e-5
-"""Relative, of losses and gradient norms: float32 sums of some thousand numbers."""
+"""Relative tolerance of losses and gradient norms: float32 sums of some thousand numbers."""
 HALF_TOLERANCE = 2e-2
-"""Of products in bf16 against the same one expert at a time, relative to the largest element."""
+"""Tolerance of grouped products in bf16 against one expert at a time, relative to the largest element."""
 
 
 class WrongError(Exception):
-    """A number is not what it has to be."""
+    """A number differs from what it has to be."""
 
 
 def need(holds: bool, message: str) -> None:
-    """
+    """Raises where a condition does not hold.
+
     Raises:
-        WrongError: It does not hold.
+        WrongError: The condition does not hold.
     """
     if not holds:
         raise WrongError(message)
 
 
 def texts(count: int, seq_length: int, vocab: int, seed: int = 0, log_normal: bool = False) -> list[Datum]:
-    """Sequences of several lengths, a third of each a prompt.
+    """Draws sequences of several lengths, a third of each a prompt.
 
     Args:
-        count: How many.
-        seq_length: Of the longest.
-        vocab: Ids are below it.
-        seed: Of the draw.
-        log_normal: Lengths as of conversations; else evenly from the upper half.
+        count: Number of sequences.
+        seq_length: Length of the longest sequence.
+        vocab: Number that all ids are below.
+        seed: Seed of the draw.
+        log_normal: Whether lengths are distributed as those of conversations; else evenly over the upper half.
     """
     generator = torch.Generator().manual_seed(seed)
     if log_normal:
@@ -70,7 +71,7 @@ def texts(count: int, seq_length: int, vocab: int, seed: int = 0, log_normal: bo
 
 
 def against_float64(bench: Bench) -> dict[str, Any]:
-    """Losses and gradient norms of two steps in fp32: dense, experts, windows, packed rows."""
+    """Compares losses and gradient norms of two steps in fp32: dense, experts, windows, packed rows."""
     cases: dict[str, tuple[Model, dict[str, Any]]] = {
         "dense": (TINY, {}),
         "experts": (TINY_EXPERTS, {}),
@@ -86,7 +87,7 @@ def against_float64(bench: Bench) -> dict[str, Any]:
 
 
 def _largest_difference(config: Config, model: Model) -> float:
-    """Of two steps of the engine, relative to the judge on the same weights."""
+    """Returns the largest relative difference in two steps between the engine and the judge on the same weights."""
     judge, worst = Llama(model).double(), 0.0
     with Engine(config) as engine:
         for step in range(2):
@@ -102,7 +103,7 @@ def _largest_difference(config: Config, model: Model) -> float:
 
 
 def _plain_name(name: str) -> str:
-    """A tensor of Mixtral under the names of `Mixture`."""
+    """Converts the name of a Mixtral tensor to that of `Mixture`."""
     name = name.replace("block_sparse_moe", "mlp")
     for theirs, ours in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
         name = name.replace(f".{theirs}.", f".{ours}.")
@@ -110,7 +111,7 @@ def _plain_name(name: str) -> str:
 
 
 def _judged(judge: Llama, batch: Sequence[Datum]) -> tuple[float, float]:
-    """Loss and norm of its gradient, of whole samples one after the other."""
+    """Computes the loss and the norm of its gradient, for whole samples one after the other."""
     judge.zero_grad()
     total, weighed = 0.0, sum(sum(list(datum.weights or ())[1:]) for datum in batch)
     for datum in batch:
@@ -124,7 +125,7 @@ def _judged(judge: Llama, batch: Sequence[Datum]) -> tuple[float, float]:
 
 
 def attention_kernels(bench: Bench) -> dict[str, Any]:
-    """Which kernels scaled_dot_product_attention and attention of documents take, by what the profiler sees."""
+    """Names the kernels that scaled_dot_product_attention and attention of documents use, as the profiler sees them."""
     seq, heads, groups, dim = (64, 4, 2, 16) if bench.is_tiny else (4096, 32, 8, 64)
     found = {}
     for name in ("float32", "bfloat16"):
@@ -152,7 +153,7 @@ def attention_kernels(bench: Bench) -> dict[str, Any]:
 
 
 def _kernels(bench: Bench, call: Callable[[], Any], pattern: str) -> list[str]:
-    """Names of what ran on the device, the longest first."""
+    """Names the kernels that ran on the device, the longest first."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.device == "cuda" else [])]
     with profile(activities=kinds) as watched:
         call()
@@ -164,7 +165,7 @@ def _kernels(bench: Bench, call: Callable[[], Any], pattern: str) -> list[str]:
 
 
 def grouped_product(bench: Bench) -> dict[str, Any]:
-    """Experts in one product on memory that was full of NaN, some without tokens, against one expert at a time."""
+    """Compares a grouped product of experts, some without tokens, on memory full of NaN, with one expert at a time."""
     counts = {
         "even": [16, 16, 16, 16],
         "empty": [0, 40, 0, 24],
@@ -185,7 +186,7 @@ def grouped_product(bench: Bench) -> dict[str, Any]:
 
 
 def _grouped_difference(bench: Bench, dtype: torch.dtype, counts: Tensor) -> float:
-    """Largest, of output and both gradients, relative to the largest element."""
+    """Returns the largest difference of output and both gradients, relative to the largest element."""
     place, generator = bench.torch_device, torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> Tensor:
@@ -199,7 +200,7 @@ def _grouped_difference(bench: Bench, dtype: torch.dtype, counts: Tensor) -> flo
         return [out, *torch.autograd.grad(out, [tokens, weights], given)]
 
     expected = results(sequential)
-    # What the allocator hands out next was NaN: a kernel that leaves an empty expert's gradient unwritten shows it.
+    # Freed NaN memory is handed out next: a kernel that leaves an empty expert's gradient unwritten shows it.
     for _ in range(8):
         for each in (*expected, tokens, weights):
             torch.full_like(each, math.nan)
@@ -211,7 +212,7 @@ def _grouped_difference(bench: Bench, dtype: torch.dtype, counts: Tensor) -> flo
 
 
 def resumed_with_dropout(bench: Bench) -> dict[str, Any]:
-    """Four steps of `mtrain train` with dropout, and two, a stop and two more: losses and norms bit for bit."""
+    """Compares four steps of `mtrain train` with dropout to two, a stop and two more: losses and norms, bit for bit."""
     model = TINY | {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     with tempfile.TemporaryDirectory() as folder:
         whole, stopped = (_run_folder(bench, model, Path(folder) / name) for name in ("whole", "stopped"))
@@ -225,7 +226,7 @@ def resumed_with_dropout(bench: Bench) -> dict[str, Any]:
 
 
 def _run_folder(bench: Bench, model: Model, folder: Path) -> Path:
-    """Configuration of a short run, in JSON, which is YAML."""
+    """Writes the configuration of a short run, in JSON, which is YAML."""
     folder.mkdir()
     content = {
         "run": {"dir": str(folder / "run")},
@@ -241,13 +242,13 @@ def _run_folder(bench: Bench, model: Model, folder: Path) -> Path:
 
 
 def _losses(path: Path) -> list[tuple[int, float, float]]:
-    """Step, loss and gradient norm of each step."""
+    """Reads step, loss and gradient norm of each step."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [(each["step"], each["loss"], each["grad_norm"]) for each in records if "loss" in each]
 
 
 def verified(verb: str) -> Callable[[Bench], dict[str, Any]]:
-    """`mtrain verify VERB` with the torch backend, dense and with experts."""
+    """Makes a section that runs `mtrain verify VERB` with the torch backend, dense and with experts."""
 
     def run(bench: Bench) -> dict[str, Any]:
         said = {}
@@ -262,16 +263,16 @@ def verified(verb: str) -> Callable[[Bench], dict[str, Any]]:
 
 
 def from_here() -> dict[str, str]:
-    """An environment in which `mtrain` is that of this checkout, installed or not."""
+    """Returns an environment in which `mtrain` is this checkout's, installed or not."""
     before = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *([before] if before else [])])}
 
 
 def _mtrain(*arguments: str) -> str:
-    """Output of a command, in a process of its own.
+    """Runs a command in a process of its own and returns its output.
 
     Raises:
-        WrongError: It ended with another exit code than 0; with the end of its output.
+        WrongError: It ended with another exit code than 0; the message has the end of its output.
     """
     done = subprocess.run(
         [sys.executable, "-m", "mtrain", *arguments], capture_output=True, text=True, check=False, env=from_here()

@@ -1,4 +1,4 @@
-"""Where the host waits for the device, by file and line."""
+"""Places where the host waits for the device, by file and line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.bench.one_gpu.shapes import Bench
 
 
 def host_reads(bench: Bench, call: Callable[[], Any]) -> Counter[str]:
-    """Of one call: what CUDA's own watch sees; on a CPU, values that the host asks a tensor for."""
+    """Counts the waits of one call: those that CUDA's sync debug mode sees; on a CPU, values that the host reads."""
     found: Counter[str] = Counter()
     if bench.device == "cpu":
         with _Reads(found):
@@ -55,7 +55,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _asking_line() -> str:
-    """The innermost line outside torch and this file."""
+    """Returns the innermost line outside torch and this file."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -1,6 +1,6 @@
-"""A Llama written by hand in plain PyTorch: the judge of our numbers in float64, and compiled, of our speed.
+"""Llama written by hand in plain PyTorch: the judge of our numbers in float64, and, compiled, of our speed.
 
-It shares no code with the package. Parameters have Hugging Face's names, so weights that the engine hands over fit.
+It shares no code with the package. Parameters have Hugging Face's names, so weights that the engine exports fit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROPE_BASE = 10000.0
-"""Of the angles that queries and keys are turned by."""
+"""Base of the rotary angles of queries and keys."""
 
 
 class Attention(nn.Module):
-    """Grouped queries, rotated, on scaled_dot_product_attention."""
+    """Grouped-query attention with rotary position embedding, on scaled_dot_product_attention."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x: [batch, seq, hidden]; cos, sin: [batch, 1, seq, dim]; mask: [batch, 1, seq, seq] bool, or None."""
+        """Computes [batch, seq, hidden]; cos, sin: [batch, 1, seq, dim]; mask: [batch, 1, seq, seq] bool, or None."""
         batch, seq, _ = x.shape
         q, k, v = (
             each.view(batch, seq, -1, self.dim).transpose(1, 2)
@@ -50,7 +50,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """Feed-forward network with SwiGLU."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> the same."""
+        """Maps [..., hidden] to the same shape."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Mixture(nn.Module):
-    """Experts behind a router whose softmax is over the chosen ones, one after the other."""
+    """Experts after a router whose softmax is over the chosen ones; computed one after the other."""
 
     def __init__(self, hidden: int, experts: Mapping[str, Any]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> the same."""
+        """Maps [batch, seq, hidden] to the same shape."""
         tokens = x.flatten(0, 1)
         scores, chosen = self.gate(tokens).topk(self.top_k, dim=-1)
         weights, out = scores.softmax(-1), torch.zeros_like(tokens)
@@ -86,19 +86,19 @@ class Mixture(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm."""
+    """RMSNorm with a weight."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> the same."""
+        """Normalizes [..., hidden]."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), 1e-5)
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part, each behind a norm."""
+    """Attention and a feed-forward part, each after a norm."""
 
     def __init__(self, model: Mapping[str, Any], number: int) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class Layer(nn.Module):
         self.window = None if window is None or (every and (number + 1) % every == 0) else int(window)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, masks: dict[int | None, Tensor | None]) -> Tensor:
-        """[batch, seq, hidden] -> the same."""
+        """Maps [batch, seq, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, masks[self.window])
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class Llama(nn.Module):
-    """Embedding, layers, logits."""
+    """Llama or Mixtral: embedding, layers, logits."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         super().__init__()
@@ -136,12 +136,13 @@ class Llama(nn.Module):
         self.windows: set[int | None] = {layer.window for layer in layers}
 
     def forward(self, tokens: Tensor, labels: Tensor, starts: Tensor | None = None) -> Tensor:
-        """The sum of all losses, in nats.
+        """Sums the losses of all tokens, in nats.
 
         Args:
             tokens: [batch, seq] int64.
-            labels: [batch, seq] int64; -100 counts nothing.
-            starts: [batch, seq] int64: where the document of each token begins; None: each row is one.
+            labels: Labels, [batch, seq] int64; -100 is not counted.
+            starts: Index at which the document of each token begins, [batch, seq] int64; None: each row is one
+                document.
         """
         seq, device = tokens.shape[1], tokens.device
         places = torch.arange(seq, device=device)
@@ -159,7 +160,7 @@ class Llama(nn.Module):
 
 
 def _mask(places: Tensor, starts: Tensor | None, window: int | None) -> Tensor | None:
-    """[batch or 1, 1, seq, seq] bool: which keys a query sees; None where those are all before it."""
+    """Makes the mask of the keys that a query sees, [batch or 1, 1, seq, seq] bool; None for a plain causal mask."""
     if starts is None and window is None:
         return None
     back = places[:, None] - places[None, :]

@@ -1,4 +1,4 @@
-"""What was found, as Markdown."""
+"""Report of the findings, as Markdown."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 COLUMNS = ("step s", "best step s", "update s", "tokens/s", "TFLOP/s", "MFU", "peak bytes", "mtrain is faster by")
-"""Of a table of contenders."""
+"""Columns of a table of contenders."""
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """A page: the machine, what passed, and each section's numbers."""
+    """Makes the page: the machine, what passed, and each section's numbers."""
     facts = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     lines = ["# One GPU", "", f"{facts}; {report['seconds']} s in all", "", "| section | result | s |", "|---|---|---|"]
     for name, answer in report["sections"].items():
@@ -46,7 +46,7 @@ def _items(found: Mapping[str, Any], depth: int = 0) -> list[str]:
 
 
 def _number(name: str, value: Any) -> str:
-    """With a unit that people read."""
+    """Formats a value with a unit for people."""
     match value:
         case None:
             return "not measured"

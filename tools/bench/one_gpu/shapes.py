@@ -1,4 +1,4 @@
-"""Models and batches: what is measured on a GPU, and the same small enough for a CPU."""
+"""Models and batches: those that are measured on a GPU, and small ones of the same kinds for a CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EIGHT_B: Model = {
     "num_query_groups": 8,
     "vocab_size": 128256,
 }
-"""Eight of the 32 layers of Llama 3.1 8B: what one GPU holds with its optimizer."""
+"""Eight of the 32 layers of Llama 3.1 8B: as many as one GPU holds with its optimizer."""
 EXPERTS: Model = {
     "num_layers": 8,
     "hidden_size": 2048,
@@ -50,37 +50,37 @@ TINY: Model = {
     "vocab_size": 256,
     "init_std": 0.1,
 }
-"""Its weights are large, so that attention is not even and a wrong angle or mask shows in the loss."""
+"""Small model with large weights, so that attention is uneven and a wrong angle or mask shows in the loss."""
 TINY_EXPERTS: Model = TINY | {
     "ffn_hidden_size": 32,
     "experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32},
 }
-"""Of one size, as Mixtral has them, whose names of tensors the judge knows."""
+"""Small model with experts of one size, as in Mixtral, whose names of tensors the judge knows."""
 TINY_WINDOWS: Model = TINY | {"sliding_window": 9, "global_attention_every": 2}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where sections run, and how large."""
+    """Device and size of the sections."""
 
     device: Device
     is_tiny: bool
     compiles_tiny: bool = False
-    """Whether the reference is compiled for small shapes, too, which takes a minute of a CPU."""
+    """Whether the reference is compiled for small shapes, too, which takes a minute on a CPU."""
 
     @property
     def torch_device(self) -> torch.device:
-        """The first GPU, or the CPU."""
+        """First GPU, or the CPU."""
         return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
 
     @property
     def rounds(self) -> int:
-        """Steps that are measured, of each contender."""
+        """Number of steps that are measured of each contender."""
         return 2 if self.is_tiny else 6
 
     @property
     def device_name(self) -> str:
-        """As torch calls it."""
+        """Name of the device, as torch calls it."""
         return torch.cuda.get_device_name(0) if self.device == "cuda" else "CPU"
 
     def synchronize(self) -> None:
@@ -90,12 +90,12 @@ class Bench:
 
 
 def config_of(bench: Bench, model: Model, **changes: Any) -> Config:
-    """A run on mock data.
+    """Makes the configuration of a run on mock data.
 
     Args:
-        bench: Gives the device.
-        model: Its architecture.
-        **changes: `section__key=value`, instead of what is here.
+        bench: Bench that determines the device.
+        model: Architecture of the model.
+        **changes: Values that replace the defaults, as `section__key=value`.
     """
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": "unused"},
@@ -111,7 +111,7 @@ def config_of(bench: Bench, model: Model, **changes: Any) -> Config:
 
 
 def speed_config(bench: Bench, model: Model, seq_length: int, micro_batch_size: int, **changes: Any) -> Config:
-    """A step of 32,768 tokens in bf16; tiny: of 2 rows of 32, as every event of a profile costs time."""
+    """Makes a step of 32,768 tokens in bf16; tiny: of 2 rows of 32, as every event of a profile costs time."""
     seq, batch, micro = (32, 2, 1) if bench.is_tiny else (seq_length, 32768 // seq_length, micro_batch_size)
     given = {
         "train__global_batch_size": batch,

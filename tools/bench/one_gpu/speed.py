@@ -1,4 +1,4 @@
-"""How fast a step is, and what it needs: MFU, tokens per second, memory, the longest kernels."""
+"""Speed of a step, and its needs: MFU, tokens per second, memory, the longest kernels."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from tools.bench.one_gpu.shapes import (
 )
 
 BYTES_A_PARAMETER = 20
-"""Of weights, gradients and optimizer, whoever holds them."""
+"""Number of bytes per parameter for weights, gradients and optimizer, in any contender."""
 
 
 class PartlyFailedError(Exception):
-    """A contender failed; what the others showed is kept."""
+    """A contender failed; the results of the others are kept."""
 
     def __init__(self, message: str, found: dict[str, Any]) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class PartlyFailedError(Exception):
 
 
 def products(bench: Bench) -> dict[str, Any]:
-    """FLOP/s of one large product in bf16: what the device gives under its power limit, beside its data sheet."""
+    """Measures FLOP/s of one large product in bf16: the device's rate under its power limit, next to its data sheet."""
     size, repeats = (256, 3) if bench.is_tiny else (8192, 30)
     one, two = (torch.randn(size, size, device=bench.torch_device, dtype=torch.bfloat16) for _ in range(2))
     one @ two
@@ -61,7 +61,7 @@ def products(bench: Bench) -> dict[str, Any]:
 
 
 def dense_1b(bench: Bench) -> dict[str, Any]:
-    """Llama 3.2 1B; ours also with weight gradients that products add up."""
+    """Compares contenders on Llama 3.2 1B; ours also with weight gradients that products accumulate."""
     config = speed_config(bench, TINY if bench.is_tiny else ONE_B, 4096, 2)
     fused = config.model.model_copy(update={"megatron": {"gradient_accumulation_fusion": True}})
 
@@ -73,19 +73,19 @@ def dense_1b(bench: Bench) -> dict[str, Any]:
 
 
 def dense_8b(bench: Bench) -> dict[str, Any]:
-    """Eight layers of Llama 3.1 8B."""
+    """Compares contenders on eight layers of Llama 3.1 8B."""
     config = speed_config(bench, TINY if bench.is_tiny else EIGHT_B, 4096, 1)
     return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock, "compiled reference": reference})
 
 
 def experts(bench: Bench) -> dict[str, Any]:
-    """64 experts, 8 a token."""
+    """Compares contenders on a model with 64 experts, 8 per token."""
     config = speed_config(bench, TINY_EXPERTS if bench.is_tiny else EXPERTS, 4096, 1)
     return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock})
 
 
 def windows(bench: Bench) -> dict[str, Any]:
-    """Three layers in four see 1,024 tokens of 8,192; beside the same model that sees everything."""
+    """Compares windows of 1,024 of 8,192 tokens in three layers of four with the same model without windows."""
     config = speed_config(bench, TINY_WINDOWS if bench.is_tiny else WINDOWS, 8192, 1)
     everything = config.model.model_copy(update={"sliding_window": None, "global_attention_every": None})
 
@@ -96,7 +96,8 @@ def windows(bench: Bench) -> dict[str, Any]:
 
 
 def finetuning(bench: Bench) -> dict[str, Any]:
-    """Supervised tokens per second of conversations of log-normal lengths: packed, and padded to the longest of 8."""
+    """Measures supervised tokens per second of conversations of log-normal lengths: packed, and padded to the longest
+    of 8."""
     model, seq, width, count = (TINY, 64, 128, 16) if bench.is_tiny else (ONE_B, 4096, 8192, 64)
     changes = {"train__tokens_per_micro_batch": width, "data__packing": {}, "data__isolate_documents": True}
     config = config_of(
@@ -121,7 +122,7 @@ def finetuning(bench: Bench) -> dict[str, Any]:
 
 
 def waits(bench: Bench) -> dict[str, Any]:
-    """Where the host waits for the device in the third step of training, by file and line."""
+    """Lists where the host waits for the device in the third step of training, by file and line."""
     models = {
         "dense": (TINY, {}),
         "experts": (TINY_EXPERTS, {}),
@@ -140,7 +141,8 @@ def waits(bench: Bench) -> dict[str, Any]:
 
 
 def on_the_host(bench: Bench) -> dict[str, Any]:
-    """What train.offload_layers and train.offload_optimizer cost and spare; of small models, the same bits."""
+    """Measures what train.offload_layers and train.offload_optimizer cost and save; small models must give the same
+    bits."""
     model = TINY if bench.is_tiny else ONE_B
     ways: dict[str, dict[str, Any]] = {
         "kept": {},
@@ -180,7 +182,7 @@ def on_the_host(bench: Bench) -> dict[str, Any]:
 
 
 def _compared(bench: Bench, config: Config, builds: Mapping[str, Build]) -> dict[str, Any]:
-    """All contenders on one GPU: in turn step by step where they fit together, else one after the other."""
+    """Compares contenders on one GPU: in turn step by step where they fit together, else one after the other."""
     found: dict[str, Any] = {}
     with one_rank(bench) as groups:
         for of_run in _runs(bench, config, builds):
@@ -196,7 +198,7 @@ def _compared(bench: Bench, config: Config, builds: Mapping[str, Build]) -> dict
 
 
 def _runs(bench: Bench, config: Config, builds: Mapping[str, Build]) -> list[dict[str, Build]]:
-    """Contenders that are in memory together."""
+    """Groups the contenders that are in memory together."""
     together = BYTES_A_PARAMETER * plan.num_parameters(config.model) * len(builds)
     if bench.device == "cpu" or together < 0.5 * torch.cuda.get_device_properties(0).total_memory:
         return [dict(builds)]
@@ -204,7 +206,7 @@ def _runs(bench: Bench, config: Config, builds: Mapping[str, Build]) -> list[dic
 
 
 def _measured(bench: Bench, config: Config, groups: Groups, builds: Mapping[str, Build]) -> dict[str, Any]:
-    """Rounds in turn; who fails is reported with the reason, and the others go on."""
+    """Measures rounds in turn; a contender that fails is reported with the reason, and the others go on."""
     found: dict[str, dict[str, Any]] = {name: {} for name in builds}
     held: dict[str, Contender] = {}
     own_bytes: dict[str, int] = {}
@@ -245,7 +247,7 @@ class Times:
     loss: float = math.nan
 
     def add(self, bench: Bench, contender: Contender) -> None:
-        """One more step."""
+        """Measures one more step."""
         first = _seconds(bench, contender.accumulate)
         second = _seconds(bench, lambda: setattr(self, "loss", contender.update()))
         self.accumulate.append(first)
@@ -253,7 +255,7 @@ class Times:
 
 
 def _attempt(found: dict[str, dict[str, Any]], name: str, action: Callable[[], Any]) -> None:
-    """Runs it, unless this contender has failed before."""
+    """Runs an action, unless this contender has failed before."""
     if "failed" in found[name]:
         return
     try:
@@ -264,7 +266,7 @@ def _attempt(found: dict[str, dict[str, Any]], name: str, action: Callable[[], A
 
 
 def _figures(bench: Bench, config: Config, times: Times) -> dict[str, Any]:
-    """Of medians; the best step beside them."""
+    """Computes figures from the medians; adds the best step."""
     steps = [first + second for first, second in zip(times.accumulate, times.update, strict=True)]
     tokens = config.train.global_batch_size * config.data.seq_length
     seconds, peak = statistics.median(steps), plan.peak_flops(bench.device_name, "bf16")
@@ -281,7 +283,7 @@ def _figures(bench: Bench, config: Config, times: Times) -> dict[str, Any]:
 
 
 def _needs(bench: Bench, contender: Contender, own_bytes: int) -> dict[str, Any]:
-    """Peak memory of a step, what other contenders hold left out, and the ten longest kernels."""
+    """Measures peak memory of a step, without what other contenders hold, and the ten longest kernels."""
     peak = None
     if bench.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -310,7 +312,7 @@ def _seconds(bench: Bench, call: Callable[[], Any]) -> float:
 
 
 def _allocated(bench: Bench) -> int:
-    """Bytes; on a CPU nobody counts them."""
+    """Returns the allocated bytes; 0 on a CPU, where nobody counts them."""
     return torch.cuda.memory_allocated() if bench.device == "cuda" else 0
 
 

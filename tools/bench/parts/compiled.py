@@ -1,8 +1,8 @@
-"""What `train.compile=layers` brings: `python tools/bench/parts/compiled.py`.
+"""Effect of `train.compile=layers`: `python tools/bench/parts/compiled.py`.
 
-Two models of the same configuration train in one process, one compiled and one as written, a step in turns; their
-losses have to agree. Times are user + system seconds of a step on one core, medians and the least of all rounds, after
-the steps in which graphs are compiled, whose time stands beside.
+Two models of the same configuration train in one process, one compiled and one eager, a step in turns; their losses
+have to agree. Times are user + system seconds of a step on one core, medians and the least of all rounds, after the
+steps in which graphs are compiled, whose time is a column of its own.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ WARM_UP_STEPS = 2
 
 
 class Seconds(NamedTuple):
-    """Of one choice of `train.compile`."""
+    """Seconds and losses of one choice of `train.compile`."""
 
     first_s: float
-    """Of the steps that compile."""
+    """Time of the steps that compile."""
     steps_s: list[float]
     losses: list[float]
 
 
 def config_of(choice: str, precision: str, hidden: int, layers: int, seq: int) -> Config:
-    """A dense model on mock data."""
+    """Makes the configuration of a dense model on mock data."""
     model = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_attention_heads": 8}
     return Config.model_validate(
         {
@@ -54,7 +54,7 @@ def config_of(choice: str, precision: str, hidden: int, layers: int, seq: int) -
 
 
 def measure(groups: Groups, configs: dict[str, Config], num_rounds: int) -> dict[str, Seconds]:
-    """Steps in turns."""
+    """Measures steps in turns."""
     torch.set_num_threads(1)
     contenders: dict[str, tuple[Any, StepLoader]] = {}
     for choice, config in configs.items():

@@ -27,22 +27,22 @@ from mtrain.mcore.model.moe.grouped_gemm import Product, grouped, has_grouped, s
 
 
 class Size(NamedTuple):
-    """What a rank computes in one layer."""
+    """Work of a rank in one layer."""
 
     experts: int
     hidden: int
     ffn: int
     tokens: int
-    """Of all experts together."""
+    """Number of tokens of all experts together."""
 
 
 class Times(NamedTuple):
-    """Of one forward and backward pass, medians over rounds."""
+    """Times of one forward and backward pass, medians over rounds."""
 
     sequential_ms: float
     grouped_ms: float
     ratio: float
-    """grouped / sequential within a round."""
+    """Ratio grouped / sequential within a round."""
 
 
 SIZES = [
@@ -56,7 +56,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Inputs(NamedTuple):
-    """Of the networks."""
+    """Inputs of the networks."""
 
     tokens: Tensor
     fc1: Tensor
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Random tokens and weights, with gradients; counts as of a random router."""
+    """Draws tokens and weights, with gradients, and counts as a random router would give them."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(size.experts, (size.tokens,), generator=generator).bincount(minlength=size.experts)
 
@@ -81,14 +81,14 @@ def inputs(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def run(given: Inputs, product: Product) -> None:
-    """Forward and backward."""
+    """Runs forward and backward."""
     gate, up = product(given.tokens, given.fc1, given.counts).chunk(2, dim=-1)
     output = product(functional.silu(gate) * up, given.fc2, given.counts)
     torch.autograd.grad(output, given[:3], torch.ones_like(output))
 
 
 def measure(size: Size, dtype: torch.dtype, device: torch.device, rounds: int) -> Times:
-    """Rounds of both in turn."""
+    """Measures rounds of both in turn."""
     given = inputs(size, dtype, device)
     pairs = [
         [_milliseconds(partial(run, given, product), device) for product in (sequential, grouped)]

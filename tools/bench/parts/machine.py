@@ -1,8 +1,8 @@
-"""What `mtrain plan` has to know of this machine, measured: a core as a device, and gloo as its links.
+"""Measured properties of this machine for `mtrain plan`: a core as a device, and gloo as its links.
 
-Everything is in processor seconds of one rank, so ranks that share cores can be predicted, too: of a product, of
-attention, and of an all-gather, which costs a latency and bytes over a bandwidth. What other operations move through
-memory in a second, and what the host needs for each, is fitted to steps of one rank.
+All times are processor seconds of one rank, so ranks that share cores can be predicted, too: of a product, of
+attention, and of an all-gather, which costs a latency and bytes over a bandwidth. The rate at which other operations
+move memory, and the host's time for each of them, are fitted to steps of one rank.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from mtrain.plan.search.layer_cost import HALF_EFFICIENT
 
 ROUNDS = 5
 SMALL, LARGE = 1024, 512 * 1024
-"""Numbers of an all-gather on each rank."""
+"""Sizes of an all-gather, in numbers on each rank."""
 
 
 class Core(NamedTuple):
-    """One thread."""
+    """Speed of one thread."""
 
     product_flops: float
-    """FLOP/s of [tokens, hidden] x [hidden, 2 hidden]."""
+    """Speed of a product [tokens, hidden] x [hidden, 2 hidden], in FLOP/s."""
     attention_flops: float
-    """Of causal attention forward and backward, as `mtrain plan` counts them: 3.5 times the forward pass."""
+    """Speed of causal attention forward and backward, in FLOP/s as `mtrain plan` counts them: 3.5 times the forward
+    pass."""
 
 
 class Links(NamedTuple):
-    """Of so many ranks."""
+    """Speed of links between a number of ranks."""
 
     latency_s: float
-    """Of a short all-gather."""
+    """Processor time of a short all-gather."""
     bandwidth: float
-    """Bytes that a rank sends in a second of its processor time."""
+    """Number of bytes that a rank sends in a second of its processor time."""
 
 
 NOBODY = Links(0.0, 1e12)
-"""To send to."""
+"""Links of a rank that has nobody to send to."""
 
 
 def least_seconds(call: Callable[[], object], rounds: int, repeats: int = 10) -> float:
-    """Processor seconds of this process for one call, the least of some rounds."""
+    """Returns the processor seconds of this process for one call, the least of some rounds."""
     found = []
     call()
     for _ in range(rounds):
@@ -61,7 +62,7 @@ def least_seconds(call: Callable[[], object], rounds: int, repeats: int = 10) ->
 
 
 def core(groups: Groups, tokens: int, seq: int, hidden: int, heads: int, rounds: int = ROUNDS) -> Core:
-    """Measured on a rank, at the sizes of the model that is to be predicted."""
+    """Measures a core on a rank, at the sizes of the model that is to be predicted."""
     one, other = torch.randn(tokens, hidden), torch.randn(hidden, 2 * hidden)
     product = 2 * tokens * hidden * 2 * hidden / least_seconds(lambda: one @ other, rounds)
     shape = (max(1, tokens // seq), heads, seq, hidden // heads)
@@ -76,7 +77,7 @@ def core(groups: Groups, tokens: int, seq: int, hidden: int, heads: int, rounds:
 
 
 def links(groups: Groups, rounds: int = ROUNDS) -> Links:
-    """Measured on all ranks at once: every one has its own, and the slowest counts."""
+    """Measures links on all ranks at once: the slowest counts."""
     seconds = []
     for count in (SMALL, LARGE):
         own, whole = torch.zeros(count), torch.zeros(count * groups.layout.world_size)
@@ -88,7 +89,8 @@ def links(groups: Groups, rounds: int = ROUNDS) -> Links:
 
 
 def fitted(seconds: Callable[[float], float], measured_s: float) -> float:
-    """The rate with which a prediction, which falls with it, is what was measured; or the nearest of 1 to 1e13."""
+    """Finds the rate at which a prediction, which falls with it, equals the measurement; or the nearest in 1 to
+    1e13."""
     low, high = 1.0, 1e13
     for _ in range(100):
         middle = math.sqrt(low * high)
@@ -97,16 +99,16 @@ def fitted(seconds: Callable[[float], float], measured_s: float) -> float:
 
 
 class Fitted(NamedTuple):
-    """What is chosen so that predictions for one rank are right."""
+    """Parameters that are chosen so that predictions for one rank are right."""
 
     memory_bandwidth: float
-    """Bytes that other operations read and write in a second."""
+    """Number of bytes that other operations read and write in a second."""
     launch_s: float
-    """Of the host, for an operation."""
+    """Time that the host needs for an operation."""
 
 
 def cluster(found: Core, between: Links, fit: Fitted, hidden: int) -> Cluster:
-    """As `mtrain plan` describes machines; all ranks in one node."""
+    """Describes the machine in the form of `mtrain plan`, with all ranks in one node."""
     gpu = Gpu(
         name="core",
         flops=found.product_flops,
@@ -115,7 +117,7 @@ def cluster(found: Core, between: Links, fit: Fitted, hidden: int) -> Cluster:
         memory_bandwidth=fit.memory_bandwidth,
         nvlink_bandwidth=between.bandwidth,
         network_bandwidth=between.bandwidth,
-        # products of this width run as fast as was measured; of smaller ones less is left, as on other devices
+        # products of this width run as fast as measured; smaller ones are less efficient, as on other devices
         matrix_efficiency=(hidden + HALF_EFFICIENT) / hidden,
         attention_efficiency=found.attention_flops / found.product_flops,
     )

@@ -1,14 +1,14 @@
-"""Output layer and cross entropy whole, in chunks, of counted tokens: `python tools/bench/parts/output_layer.py`.
+"""Output layer and cross entropy, whole, in chunks, of counted tokens: `python tools/bench/parts/output_layer.py`.
 
-Forward and backward on one CPU core in float32, from hidden states to their gradient and that of the table:
+It runs forward and backward on one CPU core in float32, from hidden states to their gradient and the table's:
 
 - "torch": logits by a matrix product, torch's own cross entropy.
 - "whole": the same logits under this package's losses of a split vocabulary, as `loss.chunk_tokens=whole` has it.
 - "chunks of n": logits of n tokens at a time, gradients formed in the forward pass.
 - "counted": the tokens that are not masked, chosen before the output layer, in chunks of the last size.
 
-All contenders alternate in one run. Times are user + system seconds, the least of all rounds; memory is the most that
-is allocated at once, beside what was there before.
+All contenders alternate in one run. Times are user + system seconds, the least of all rounds; memory is the largest
+allocation at one time, above what was there before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mtrain.training.output.weighed_tokens import places
 
 
 class Sizes(NamedTuple):
-    """Of one microbatch."""
+    """Sizes of one microbatch."""
 
     tokens: int
     vocab: int
@@ -45,18 +45,18 @@ class Sizes(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Leaves, labels and mask."""
+    """Tensors of a microbatch: leaves, labels and mask."""
 
     hidden: Tensor
     table: Tensor
     labels: Tensor
-    """[1, tokens]."""
+    """Labels, [1, tokens]."""
     counted: Tensor
-    """[1, tokens] bool."""
+    """Mask of the counted tokens, [1, tokens] bool."""
 
 
 def drawn(sizes: Sizes) -> Given:
-    """Always the same; the first tokens are masked, as a prompt is."""
+    """Draws a microbatch, always the same; the first tokens are masked, as a prompt is."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(sizes.tokens, sizes.hidden, generator=generator).requires_grad_()
     table = (0.05 * torch.randn(sizes.vocab, sizes.hidden, generator=generator)).requires_grad_()
@@ -66,19 +66,19 @@ def drawn(sizes: Sizes) -> Given:
 
 
 def plain(given: Given) -> Tensor:
-    """torch alone."""
+    """Computes the loss with torch alone."""
     losses = F.cross_entropy(given.hidden @ given.table.t(), given.labels[0], reduction="none")
     return torch.where(given.counted[0], losses, 0.0).sum()
 
 
 def whole(given: Given) -> Tensor:
-    """Whole logits."""
+    """Computes the loss from whole logits."""
     logits = VocabParallelLogits((given.hidden @ given.table.t()).unsqueeze(1), None, 0, len(given.table))
     return torch.where(given.counted, logits.cross_entropy(given.labels), 0.0).sum()
 
 
 def in_chunks(given: Given, size: int, counted_only: bool) -> Tensor:
-    """So many tokens at a time."""
+    """Computes the loss with `size` tokens at a time."""
     hidden, labels, counted = given.hidden, given.labels, given.counted
     if counted_only:
         index = places(counted, int(counted.sum()))
@@ -92,7 +92,7 @@ def in_chunks(given: Given, size: int, counted_only: bool) -> Tensor:
 
 
 def cpu_seconds(loss: Callable[[Given], Tensor], given: Given) -> float:
-    """Of forward and backward."""
+    """Returns the processor seconds of forward and backward."""
     given.hidden.grad = given.table.grad = None
     start = time.process_time()
     loss(given).backward()  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def cpu_seconds(loss: Callable[[Given], Tensor], given: Given) -> float:
 
 
 def most_bytes(loss: Callable[[Given], Tensor], given: Given) -> int:
-    """Allocated at once in forward and backward."""
+    """Returns the largest number of bytes allocated at one time in forward and backward."""
     given.hidden.grad = given.table.grad = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         loss(given).backward()  # type: ignore[no-untyped-call]

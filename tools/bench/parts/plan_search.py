@@ -1,4 +1,4 @@
-"""Seconds of `mtrain plan`'s search: `python tools/bench/parts/plan_search.py`.
+"""Seconds of the search of `mtrain plan`: `python tools/bench/parts/plan_search.py`.
 
 Processor time of this process alone, best of three, with the number of candidates; imports are not counted. What else
 runs on the machine matters little to processor time, but a busy second thread of a core does.

@@ -1,4 +1,4 @@
-"""What the watchdog's pulse costs a rank, for each phase, collective and tick: `python -m tools.bench.parts.pulse`."""
+"""Cost of the watchdog's pulse to a rank, for each phase, collective and tick: `python -m tools.bench.parts.pulse`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPEATS = 20_000
 
 
 def main() -> None:
-    """Prints a line for each."""
+    """Prints a line for each action."""
     folder = node_folder({"MTRAIN_LAUNCH": "bench"})
     folder.mkdir(exist_ok=True)
     pulse = Pulse(folder / "rank_00000", 0, 1, 1)

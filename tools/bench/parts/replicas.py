@@ -1,7 +1,8 @@
-"""What a comparison of replicas costs beside a step: `python tools/bench/parts/replicas.py`.
+"""Cost of a comparison of replicas next to a step: `python tools/bench/parts/replicas.py`.
 
-Ranks of gloo train a small model; checks alternate with steps in one run. A column says how many bytes a check reads,
-which does not depend on the machine: what has replicas, once. A digest takes about ten integer operations an element.
+Ranks of gloo train a small model; checks alternate with steps in one run. A column shows how many bytes a check reads,
+which does not depend on the machine: everything that has replicas, once. A digest takes about ten integer operations
+per element.
 The last column is what the check adds to training at the default interval of 100 steps.
 """
 
@@ -31,17 +32,17 @@ LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(dp=2, tp=2)]
 
 
 class Cost(NamedTuple):
-    """On one rank, medians."""
+    """Costs on one rank, medians."""
 
     compared_bytes: int
     first_s: float
-    """With the exchange of what is held where."""
+    """Time of the first check, with the exchange of what is held where."""
     check_s: float
     step_s: float
 
 
 def config_of(hidden_size: int, num_layers: int) -> Config:
-    """A model in bf16 on mock data."""
+    """Makes the configuration of a model in bf16 on mock data."""
     model = {"num_layers": num_layers, "hidden_size": hidden_size, "ffn_hidden_size": 4 * hidden_size}
     return Config.model_validate(
         {
@@ -55,7 +56,7 @@ def config_of(hidden_size: int, num_layers: int) -> Config:
 
 
 def measure(groups: Groups, config: Config, num_rounds: int) -> Cost:
-    """Steps and checks in turn."""
+    """Measures steps and checks in turn."""
     parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     check, steps, checks = ReplicaCheck(groups), [], []

@@ -1,4 +1,4 @@
-"""What handing the weights to an inference engine costs: `python tools/bench/parts/weight_sync.py`.
+"""Cost of handing the weights to an inference engine: `python tools/bench/parts/weight_sync.py`.
 
 Ranks of gloo hold a model in bf16. In turn in one run: every tensor whole on all ranks, on rank 0 alone, and a copy of
 the same bytes in memory. Columns are GB/s of the bytes that come out, medians; the last one is the part of the copy's
@@ -36,7 +36,7 @@ LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2)]
 
 
 class Speed(NamedTuple):
-    """On one rank, seconds of all bytes, medians."""
+    """Seconds of all bytes on one rank, medians."""
 
     num_bytes: int
     everywhere_s: float
@@ -45,7 +45,7 @@ class Speed(NamedTuple):
 
 
 def measure(groups: Groups, config: Config, num_rounds: int) -> Speed:
-    """The three in turn; planning is part of a sync."""
+    """Measures the three in turn; planning is part of a sync."""
     parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
 
     def stream(everywhere: bool) -> Iterable[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Conversations as a plain loop lays them: batches of eight, padded to the longest of them."""
+"""Batches of conversations in a plain loop: eight at a time, padded to the longest of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from mtrain import Datum
 
 BATCH_SIZE = 8
-"""Rows of one forward pass of the contenders that pad."""
+"""Number of rows in one forward pass of the contenders that pad."""
 
 
 def batched(data: Sequence[Datum]) -> list[Sequence[Datum]]:
-    """In the order given."""
+    """Divides conversations into batches, in the given order."""
     return [data[start : start + BATCH_SIZE] for start in range(0, len(data), BATCH_SIZE)]
 
 
 def padded(part: Sequence[Datum]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, [conversations, longest] int64 each: id 0 behind the end, label -100 where none counts."""
+    """Returns ids and labels, [conversations, longest] int64: id 0 after the end, label -100 where none counts."""
     longest = max(len(datum.input_ids) for datum in part)
     ids, labels = (torch.full((len(part), longest), fill) for fill in (0, -100))
     for row, datum in enumerate(part):

@@ -1,7 +1,7 @@
 """Training steps against plain transformers and its Trainer: `python tools/bench/peers/pretrain.py`.
 
 - "mtrain": `mtrain.Engine`, forward_backward and optim_step, rows made from token ids included.
-- "loop": a loop as one writes it: LlamaForCausalLM (or Mixtral) with SDPA, clipping, fused AdamW.
+- "loop": a usual training loop: LlamaForCausalLM (or Mixtral) with SDPA, clipping, fused AdamW.
 - "trainer": transformers.Trainer with the same model and optimizer; needs accelerate.
 
 All start from the same weights, see the same tokens with the same hyper-parameters and are compared step by step: a
@@ -35,41 +35,41 @@ from mtrain import Datum, Engine, load_config
 
 BETAS, EPSILON, WEIGHT_DECAY, LR, CLIP = (0.9, 0.95), 1e-8, 0.1, 1e-4, 1.0
 MOST_DIFFERENCE = 1e-5
-"""Of losses, relative."""
+"""Largest relative difference of losses."""
 LAYOUTS = {"single": "{}", "tp2": "{tp: 2}", "tp2sp": "{tp: 2, sp: true}", "dp2": "{}"}
 
 
 class Round(NamedTuple):
-    """Of one contender."""
+    """Measurement of one round of a contender."""
 
     seconds: float
-    """User + system, of all threads of this process, for one step."""
+    """Processor time (user + system) of all threads of this process, for one step."""
     losses: list[float]
-    """Of the whole batch, one a step."""
+    """Losses of the whole batch, one per step."""
 
 
 Contender = Callable[[Sequence[Tensor]], Round]
-"""Trains on batches [rows, seq + 1], one a step."""
+"""Function that trains on batches [rows, seq + 1], one per step."""
 
 
 class Shape(NamedTuple):
-    """Of the model and its batch."""
+    """Sizes of the model and its batch."""
 
     hidden: int
     layers: int
     ffn: int
     vocab: int
     experts: int
-    """0: a dense model, as Llama; else as Mixtral, two experts a token."""
+    """Number of experts; 0 is a dense model, as Llama; else as Mixtral, two experts per token."""
     seq: int
     rows: int
-    """Of a step, over all ranks."""
+    """Number of rows in a step, over all ranks."""
     micro: int
-    """Rows of one forward pass, a rank's share of a tensor-parallel one."""
+    """Number of rows in one forward pass; under tensor parallelism, a rank's share of them."""
 
 
 def hf_model(shape: Shape) -> Any:
-    """A model of transformers, always the same."""
+    """Builds a model of transformers, always the same."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     heads = shape.hidden // 64
@@ -92,20 +92,20 @@ def hf_model(shape: Shape) -> Any:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """Torch's fused one; norms decay too, as in all contenders."""
+    """Makes torch's fused AdamW; norms decay, too, as in all contenders."""
     options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
     return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
 
 def hf_inputs(rows: Tensor) -> dict[str, Tensor]:
-    """Arguments of a model of transformers; the labels are not shifted a second time."""
+    """Makes the arguments of a transformers model; the labels are not shifted a second time."""
     labels = rows[:, 1:].contiguous()
     return {"input_ids": rows[:, :-1].contiguous(), "labels": labels, "shift_labels": labels}
 
 
 def engine_contender(folder: str, shape: Shape, layout: str, overrides: Sequence[str]) -> tuple[Engine, Contender]:
-    """Ours, from a folder of transformers."""
-    # both ranks share each row: a pass of as many rows as theirs would be half of their work, with as many messages
+    """Builds our contender from a folder of transformers."""
+    # both ranks share each row: a pass of as many rows as the loop's would be half the work, with as many messages
     micro = shape.micro * (2 if layout.startswith("tp2") else 1)
     settings = [
         f"model.hf={folder}",
@@ -134,7 +134,7 @@ def engine_contender(folder: str, shape: Shape, layout: str, overrides: Sequence
 
 
 def loop_contender(folder: str, shape: Shape) -> Contender:
-    """A loop over microbatches, each weighed by its share of the step."""
+    """Builds a loop over microbatches, each weighted by its share of the step."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
@@ -167,7 +167,7 @@ def loop_contender(folder: str, shape: Shape) -> Contender:
 
 
 def trainer_contender(folder: str, shape: Shape) -> Contender:
-    """transformers.Trainer; the time is that between the beginning of the first step and the end of the last one."""
+    """Builds transformers.Trainer; its time runs from the beginning of the first step to the end of the last one."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     class Clock(TrainerCallback):  # type: ignore[misc]
@@ -180,7 +180,7 @@ def trainer_contender(folder: str, shape: Shape) -> Contender:
             self.last = time.process_time()
 
     class Keeping(Trainer):  # type: ignore[misc]
-        """Logs round losses to four digits."""
+        """Trainer that keeps its losses: logs round them to four digits."""
 
         found: list[Tensor]
 
@@ -228,13 +228,13 @@ def trainer_contender(folder: str, shape: Shape) -> Contender:
 
 
 def drawn(shape: Shape, steps: int, number: int) -> list[Tensor]:
-    """Batches of one round."""
+    """Draws the batches of one round."""
     generator = torch.Generator().manual_seed(number + 1)
     return [torch.randint(shape.vocab, (shape.rows, shape.seq + 1), generator=generator) for _ in range(steps)]
 
 
 def slowest(seconds: float) -> float:
-    """Over all ranks."""
+    """Returns the largest value over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return seconds
     most = torch.tensor(seconds, dtype=torch.float64)
@@ -243,7 +243,7 @@ def slowest(seconds: float) -> float:
 
 
 def check_losses(rounds: dict[str, Round]) -> float:
-    """The largest relative difference to ours; raises where it is too large."""
+    """Returns the largest relative difference to ours; raises where it is too large."""
     ours = rounds["mtrain"].losses
     worst = 0.0
     for name, other in rounds.items():
@@ -255,7 +255,7 @@ def check_losses(rounds: dict[str, Round]) -> float:
 
 
 def measured(contenders: dict[str, Contender], shape: Shape, steps: int, rounds: int) -> dict[str, Any]:
-    """Rounds of all contenders in turn; the first one warms up."""
+    """Measures rounds of all contenders in turn; the first one warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     worst = 0.0
     for number in range(rounds + 1):
@@ -281,7 +281,7 @@ def measured(contenders: dict[str, Contender], shape: Shape, steps: int, rounds:
 
 
 def profiled(contenders: dict[str, Contender], shape: Shape, steps: int, lines: int = 45) -> None:
-    """Prints milliseconds of self time by operation and step, ours beside the loop's."""
+    """Prints milliseconds of self time by operation and step, ours next to the loop's."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
     for name in ("mtrain", "loop"):
         contenders[name](drawn(shape, 1, 0))
@@ -349,7 +349,7 @@ def main(
 
 
 def engine_rank() -> int:
-    """Of torchrun; 0 alone."""
+    """Returns the rank under torchrun; 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
