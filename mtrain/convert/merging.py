@@ -11,13 +11,13 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
 from mtrain.mcore.model.adapters.fusion import Fusion
 from mtrain.plan import adapters as plan
+from mtrain.plan.features import segments
+from mtrain.plan.features.adapted import EMBEDDING
 
-_LINEARS = tuple(
-    f".{name}.weight" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATENT_LINEARS)
-)
 TensorOf = Callable[[str], Tensor]
 """Function that returns an adapter's whole parameter by its global name, with layers and experts spelled out."""
 
@@ -72,7 +72,7 @@ class Merging:
             down, up = _pair(module, "embedding", tensor_of)
             return wide + adapter.scale * (down[: len(wide)] @ up.T)
         changes = [self._product(module, part, tensor_of) if part in adapter.parts else None for part in parts]
-        fusion = _fusion(parts, wide, self.config)
+        fusion = _fusion(name, parts, wide, self.config.model)
         new = wide + adapter.scale * fusion.joined(changes, 0.0, wide.T).T
         if not adapter.has_magnitudes:
             return new
@@ -91,10 +91,10 @@ class Merging:
     def _parts_of(self, name: str) -> tuple[str, ...]:
         """Returns the parts of a tensor if one of them has an adapter; empty where the tensor stays unchanged."""
         own = self.adapter.parts
-        tables = {f"{plan.EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
+        tables = {f"{EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
         if name in tables:
             return (tables[name],) if tables[name] in own else ()
-        if not name.endswith(_LINEARS) or name.startswith("mtp."):  # depths of multi-token prediction stay frozen
+        if not name.endswith(".weight") or name.startswith("mtp."):  # depths of multi-token prediction stay frozen
             return ()
         if ".mlp.experts." in name:
             return ("experts",) if "experts" in own else ()
@@ -112,8 +112,6 @@ def _pair(module: str, part: str, tensor_of: TensorOf) -> tuple[Tensor, Tensor]:
     return down, up
 
 
-def _fusion(parts: Sequence[str], weight: Tensor, config: Config) -> Fusion:
-    if len(parts) != 3:  # queries, keys and values by group
-        return Fusion(1, (len(weight) // len(parts),) * len(parts))
-    size = config.model.head_size
-    return Fusion(config.model.query_groups, (len(weight) // config.model.query_groups - 2 * size, size, size))
+def _fusion(name: str, parts: Sequence[str], weight: Tensor, model: ModelSection) -> Fusion:
+    sizes = segments(model, name.split(".")[-2], len(weight)) if len(parts) > 1 else (len(weight),)
+    return Fusion(len(weight) // sum(sizes), sizes)

@@ -207,9 +207,10 @@ class _Rank:
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         elements = sum(part.kept_elements(model, layout) for part in parts)
         if adapter is not None:
-            elements += adapted.kept_in_attention(model, adapter, layout, layer) + self._changed_mlp(layer)
+            elements += adapted.kept_in_attention(model, adapter, layout, layer)
+            elements += adapted.kept_in_feed_forward(model, adapter, layout, layer)
             elements -= adapted.spared_in_norms(model, adapter, layout)
-            elements -= adapted.spared_in_attention(model, adapter, layout) if self.is_on_cpu else 0
+            elements -= sum(part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu) for part in parts)
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
         # in `elements` are feed-forward parts, but not what core attention keeps for itself
@@ -236,17 +237,11 @@ class _Rank:
         for part in parts:
             for name, elements in part.module_elements(model, layout).items():
                 found[name] = self.tokens * elements * size
-        if "mlp" in found:
-            found["mlp"] += self.tokens * self._changed_mlp(layer) * size
+                if name == "mlp" and (adapter := self.config.adapter) is not None:
+                    kept = adapted.kept_in_feed_forward(model, adapter, layout, layer)
+                    spared = part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu)
+                    found[name] += self.tokens * (kept - spared) * size
         return found
-
-    def _changed_mlp(self, layer: int) -> int:
-        """Elements a token that a feed-forward part keeps for adapters, less those that frozen weights do not need."""
-        model, adapter, layout = self.config.model, self.config.adapter, self.layout
-        if adapter is None:
-            return 0
-        kept = adapted.kept_in_feed_forward(model, adapter, layout, layer)
-        return kept - adapted.spared_in_feed_forward(model, adapter, layout, layer)
 
     def _mask_bytes(self) -> int:
         """On a CPU a mask of pairs stands for the place of a rank's queries in the row; GPUs' kernels know it."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from mtrain.config.schema.adapter import GROUPS, AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.adapters import EMBEDDING, AdaptedMatrix, in_layer
+from mtrain.plan.adapters import in_layer
+from mtrain.plan.features.adapted import EMBEDDING, AdaptedMatrix
 from mtrain.plan.features.feature import hidden_local
 from mtrain.plan.layout import Layout
 
@@ -22,21 +23,6 @@ def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout
     readers = (_BEHIND_INPUT_NORM, {*GROUPS["fc1"], "experts"})
     read = [bool(adapter.parts & names) for names in readers]
     return read.count(False) * hidden_local(model, layout)
-
-
-def spared_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
-    """Elements a token of a dense layer: what enters a second projection that is frozen alone."""
-    if model.has_experts(layer) or "fc2" in adapter.parts:
-        return 0
-    return model.ffn_hidden_size // layout.tp
-
-
-def spared_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
-    """Elements a token of a layer on a CPU. There queries, keys and values are written apart, so nothing keeps the
-    projection that they came from, and what the second projection reads is a copy, which a frozen one does not keep."""
-    if model.mla is not None or layout.cp > 1 or "proj" in adapter.parts:
-        return 0
-    return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
 
 def kept_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:

@@ -17,7 +17,8 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule
-from mtrain.plan.adapters import HEAD, OUTPUT, AdaptedMatrix, in_layer, tables
+from mtrain.plan.adapters import HEAD, OUTPUT, in_layer, tables
+from mtrain.plan.features.adapted import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 # A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).

@@ -34,6 +34,7 @@ from mtrain.mcore.model.sharded_parameters import (
     sharded_parameters,
     shards,
 )
+from mtrain.plan.features import segments
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of X, (X X^T) X and (X X^T)^2 X: five steps bring singular values between 0.01 and 1 near 1."""
@@ -174,7 +175,7 @@ class Muon:
             block.copy_(orthogonalized(matrix, self._section.newton_schulz_steps).mul_(scale).view(block.shape))
 
     def _segments(self, name: str, num_rows: int) -> list[int]:
-        return segments(name, num_rows, self._model)
+        return list(segments(self._model, name.split(".")[-2], num_rows))
 
     def _return(self, names: Sequence[str], whole: Tensor | None) -> list[Tensor]:
         """The way back of `_collect`: owner by owner, the elements that this rank holds of the owner's tensor."""
@@ -235,34 +236,6 @@ def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
         gram = x @ x.T
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-def segments(name: str, num_rows: int, model: ModelSection) -> list[int]:
-    """Rows of each matrix within the block that a tensor's rows repeat; the matrix is these rows of all blocks.
-
-    The matrices are those of the model, as its papers and Hugging Face have them: queries, keys and values; gate and
-    up; of latent attention the parts with and without positions, keys and values.
-
-    Args:
-        name: Global name of the tensor.
-        num_rows: Of the whole tensor.
-        model: The architecture.
-    """
-    linear, head = name.split(".")[-2], model.head_size
-    split: list[int] = []
-    if linear == "linear_qkv":
-        # Rows of one group, the block that repeats.
-        split = [model.num_attention_heads // model.query_groups * head, head, head]
-    elif linear == "linear_fc1" and model.is_gated:
-        split = [num_rows // 2, num_rows // 2]  # the global tensor has all gates before all ups, whatever tp is
-    elif model.mla is not None:
-        split = {
-            "linear_q_proj": [model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim],
-            "linear_q_up_proj": [model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim],
-            "linear_kv_down_proj": [model.mla.kv_lora_rank, model.mla.qk_rope_head_dim],
-            "linear_kv_up_proj": [model.mla.qk_nope_head_dim, model.mla.v_head_dim],
-        }.get(linear, [])
-    return split or [num_rows]
 
 
 def _pieces(

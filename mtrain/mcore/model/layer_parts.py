@@ -178,5 +178,6 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
 
 def transformer_fields(model: ModelSection) -> dict[str, Any]:
     """Fields of TransformerConfig that the parts of the model's layers ask for."""
-    present = [part for part in LAYER_PARTS if any(part.is_in(model, layer) for layer in range(model.num_layers))]
-    return {name: value for part in present for name, value in MODULES[type(part)].fields(model).items()}
+    return {
+        name: value for part in features.present(model) for name, value in MODULES[type(part)].fields(model).items()
+    }

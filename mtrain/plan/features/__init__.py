@@ -46,6 +46,25 @@ def kinds(model: ModelSection) -> tuple[int, ...]:
     return tuple(first.setdefault(tuple(part.is_in(model, each) for part in LAYER_PARTS), each) for each in layers)
 
 
+@once_a_model
+def present(model: ModelSection) -> tuple[LayerPart, ...]:
+    """The parts that some layer of a model has."""
+    layers = range(model.num_layers)
+    return tuple(part for part in LAYER_PARTS if any(part.is_in(model, layer) for layer in layers))
+
+
+def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+    """Rows of each matrix within the block that the rows of a linear module repeat; all of them where it fuses none.
+
+    Args:
+        model: The architecture.
+        linear: The module's own name.
+        num_rows: Rows of the module's weight, on a rank or in the whole model.
+    """
+    found = (part.segments(model, linear, num_rows) for part in present(model))
+    return next(filter(None, found), (num_rows,))
+
+
 FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnturnedLayers(), MultiTokenPrediction())
 
 __all__ = [
@@ -66,4 +85,6 @@ __all__ = [
     "SmallRun",
     "alike",
     "kinds",
+    "present",
+    "segments",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, assert_never, final
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
+from mtrain.plan.features.adapted import AdaptedMatrix
 from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, norm_elements
 from mtrain.plan.layout import Layout
 
@@ -33,6 +35,27 @@ class GroupedQueryAttention(LayerPart):
 
     def matrix_elements(self, model: ModelSection) -> int:
         return model.hidden_size * (_qkv_width(model) + model.num_attention_heads * model.head_size)
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        heads, size = model.num_attention_heads, model.head_size
+        rows = {"q_proj": heads * size, "k_proj": model.query_groups * size, "v_proj": model.query_groups * size}
+        for part, own in rows.items():
+            yield AdaptedMatrix("self_attention.linear_qkv", part, own, model.hidden_size)
+        output = model.hidden_size, heads * size
+        yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
+
+    def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
+        """On a CPU queries, keys and values are written apart, so nothing keeps the projection that they came from, and
+        what the second projection reads is a copy, which a frozen one does not keep."""
+        if on_gpu or layout.cp > 1 or "proj" in targets:
+            return 0
+        return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        """Queries, keys and values of one group."""
+        if linear != "linear_qkv":
+            return ()
+        return model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size
 
     def pair_products(self, model: ModelSection) -> int:
         return 2 * model.num_attention_heads * model.head_size

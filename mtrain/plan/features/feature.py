@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, assert_never
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
+from mtrain.plan.features.adapted import AdaptedMatrix
 from mtrain.plan.layout import Layout
 
 SMALL_HEAD_DIM = 8
@@ -114,6 +115,30 @@ class LayerPart(Feature, ABC):
         """Of `kept_elements`, those that a module keeps between its input and its output, by its name in
         train.recompute_modules."""
         return {}
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        """The matrices that may have adapters, in the order of the forward pass."""
+        return iter(())
+
+    def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
+        """Of `kept_elements`, those that backward does not need where only these targets learn, and the weights are
+        frozen."""
+        return 0
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        """Rows of each matrix that a linear module fuses, within the block that its rows repeat.
+
+        The matrices are those of the model, as its papers and Hugging Face have them.
+
+        Args:
+            model: The architecture.
+            linear: The module's own name.
+            num_rows: Rows of the module's weight, on a rank or in the whole model.
+
+        Returns:
+            Numbers of rows; none where the module is another part's or holds one matrix.
+        """
+        return ()
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Elements a token and rank beside `kept_elements` that core attention keeps where it is not recomputed."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, final
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
+from mtrain.plan.features.adapted import AdaptedMatrix
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, LayerPart, SmallRun, multiple_from
 from mtrain.plan.layout import Layout
 
@@ -30,6 +32,16 @@ class DenseFeedForward(LayerPart):
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """What lies between the projections."""
         return _kept_widths(model) * model.ffn_hidden_size // layout.tp
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        return _adapted(model, "mlp", model.ffn_hidden_size)
+
+    def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
+        """What enters a second projection that is frozen alone."""
+        return 0 if "fc2" in targets else model.ffn_hidden_size // layout.tp
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        return _segments(model, linear, num_rows)
 
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
         return {"mlp": self.kept_elements(model, layout)}
@@ -70,6 +82,19 @@ class ExpertFeedForward(LayerPart):
         """A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed."""
         return sum(self._kept(model, layout))
 
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        """Those of all experts, whose gate and up share their A, as PEFT's form for experts has it."""
+        experts, hidden = _section(model), model.hidden_size
+        inner, count = experts.ffn_hidden_size, experts.num_experts
+        outer = 2 * inner if model.is_gated else inner
+        yield AdaptedMatrix("mlp.experts.linear_fc1", "experts", outer, hidden, num_experts=count)
+        yield AdaptedMatrix("mlp.experts.linear_fc2", "experts", hidden, inner, num_experts=count)
+        if experts.shared_ffn_hidden_size:
+            yield from _adapted(model, "mlp.shared_experts", experts.shared_ffn_hidden_size)
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        return _segments(model, linear, num_rows)
+
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
         routed, shared = self._kept(model, layout)
         return {"moe": routed + shared, "shared_experts": shared}
@@ -98,6 +123,17 @@ class ExpertFeedForward(LayerPart):
             "every": min(experts.every, 2),
         }
         return {"experts": experts.model_dump() | changed}
+
+
+def _adapted(model: ModelSection, module: str, width: int) -> Iterator[AdaptedMatrix]:
+    for part in ("gate_proj", "up_proj") if model.is_gated else ("up_proj",):
+        yield AdaptedMatrix(f"{module}.linear_fc1", part, width, model.hidden_size)
+    yield AdaptedMatrix(f"{module}.linear_fc2", "fc2", model.hidden_size, width, is_row_parallel=True)
+
+
+def _segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+    # all gates before all ups: on a rank, and in the global tensor whatever tp is
+    return (num_rows // 2, num_rows // 2) if linear == "linear_fc1" and model.is_gated else ()
 
 
 def _kept_widths(model: ModelSection) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, final
 
 from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.counts import Parameters
+from mtrain.plan.features.adapted import AdaptedMatrix
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, LayerPart, SmallRun, norm_elements
 from mtrain.plan.layout import Layout
 
@@ -36,6 +38,34 @@ class MultiHeadLatentAttention(LayerPart):
         up = heads * mla.query_head_dim * (model.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank)
         up += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        """Down to latents, whole on every rank of TP, and up from them by heads."""
+        mla, hidden, heads = _section(model), model.hidden_size, model.num_attention_heads
+        queries, values = heads * mla.query_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        if mla.q_lora_rank is None:
+            yield AdaptedMatrix("self_attention.linear_q_proj", "q_proj", queries, hidden)
+        else:
+            down = mla.q_lora_rank, hidden
+            yield AdaptedMatrix("self_attention.linear_q_down_proj", "q_a_proj", *down, is_replicated=True)
+            yield AdaptedMatrix("self_attention.linear_q_up_proj", "q_b_proj", queries, mla.q_lora_rank)
+        down = mla.kv_lora_rank + mla.qk_rope_head_dim, hidden
+        yield AdaptedMatrix("self_attention.linear_kv_down_proj", "kv_a_proj", *down, is_replicated=True)
+        yield AdaptedMatrix("self_attention.linear_kv_up_proj", "kv_b_proj", values, mla.kv_lora_rank)
+        output = hidden, heads * mla.v_head_dim
+        yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        """What has no positions and what has them; keys and values."""
+        mla = _section(model)
+        match linear:
+            case "linear_q_proj" | "linear_q_up_proj":
+                return mla.qk_nope_head_dim, mla.qk_rope_head_dim
+            case "linear_kv_down_proj":
+                return mla.kv_lora_rank, mla.qk_rope_head_dim
+            case "linear_kv_up_proj":
+                return mla.qk_nope_head_dim, mla.v_head_dim
+        return ()
 
     def pair_products(self, model: ModelSection) -> int:
         return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)

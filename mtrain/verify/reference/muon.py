@@ -28,6 +28,7 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import MuonSection
 from mtrain.verify.reference.adamw import AdamW, Moments, Updated, clipping_factor
+from mtrain.verify.reference.model.attention import kinds_of
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _UNIT_ROUNDOFF = 2.0**-24
@@ -108,14 +109,5 @@ def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "linear_fc1" and model.is_gated:
         return list(rows.chunk(2))
-    if module == "linear_qkv":
-        size, shared = model.head_size, model.num_attention_heads // model.query_groups
-        head = rows.view(model.query_groups, shared + 2, size)  # a group's queries, its key, its value
-        return [part.flatten() for part in (head[:, :shared], head[:, shared], head[:, shared + 1])]
-    if model.mla is not None and module == "linear_kv_down_proj":
-        return [rows[: model.mla.kv_lora_rank], rows[model.mla.kv_lora_rank :]]
-    if model.mla is not None and module in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
-        head = rows.view(model.num_attention_heads, -1)
-        nope = model.mla.qk_nope_head_dim
-        return [head[:, :nope].flatten(), head[:, nope:].flatten()]
-    return [rows]
+    found = (kind.matrices(module, rows, model) for kind in kinds_of(model))
+    return next((each for each in found if each is not None), [rows])

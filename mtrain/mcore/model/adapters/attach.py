@@ -28,8 +28,7 @@ from mtrain.mcore.model.adapters.tables import EmbeddingAdapter, add_to_table
 from mtrain.mcore.model.attention.mla import KeyValueProjection, ReplicatedLinear
 from mtrain.mcore.model.moe.experts import Stack
 from mtrain.plan import adapters as plan
-
-_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", *plan.LATENT_LINEARS)
+from mtrain.plan.features import segments
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
@@ -72,7 +71,7 @@ class _Builder:
         for holder in list(layer.modules()):
             for name, module in list(holder.named_children()):
                 match module:
-                    case ColumnParallelLinear() | RowParallelLinear() | ReplicatedLinear() if name in _LINEARS:
+                    case ColumnParallelLinear() | RowParallelLinear() | ReplicatedLinear():
                         self._beside_linear(holder, name, module)
                     case Stack() if "experts" in self._adapter.parts:
                         self._beside_stack(holder, name, module)
@@ -114,15 +113,8 @@ class _Builder:
     def _fusion(self, name: str, linear: FrozenLinear) -> Fusion:
         """Of a rank's outputs; query groups and their heads are never cut."""
         rows, model = linear.weight.shape[0], self._section
-        if name == "linear_qkv":
-            sizes = (
-                model.num_attention_heads // model.query_groups * model.head_size,
-                model.head_size,
-                model.head_size,
-            )
-            return Fusion(rows // sum(sizes), sizes)
-        count = len(plan.fused_parts(model, name))
-        return Fusion(1, (rows // count,) * count)
+        sizes = segments(model, name, rows) if len(plan.fused_parts(model, name)) > 1 else (rows,)
+        return Fusion(rows // sum(sizes), sizes)
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -16,17 +16,9 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, Shape, has_experts, is_gated, layers, shapes_of
-
-_LATENT = {
-    "linear_q_proj": "q_proj",
-    "linear_q_down_proj": "q_a_proj",
-    "linear_q_up_proj": "q_b_proj",
-    "linear_kv_down_proj": "kv_a_proj",
-    "linear_kv_up_proj": "kv_b_proj",
-}
-"""Matrix of latent attention -> DeepSeek's name of it."""
-_QKV = ("q_proj", "k_proj", "v_proj", *_LATENT.values())
+from mtrain.verify.reference.model.attention import KINDS, kind_of
+from mtrain.verify.reference.model.attention_kind import Shape
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, is_gated, layers, shapes_of
 
 
 class Adapted(NamedTuple):
@@ -111,8 +103,8 @@ def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
     for layer, number in layers(model).items():
         if layer.startswith("mtp."):
             continue  # depths of multi-token prediction stay frozen
-        for weight in _weights(layer, number, model):
-            rows = _rows(weight, shapes[weight][0], model)
+        for weight in (name for name in shapes if name.startswith(f"{layer}.") and name.endswith(".weight")):
+            rows = _rows(weight, shapes[weight][0], number, model)
             wanted = {part: where for part, where in rows.items() if part in targets}
             if wanted:
                 yield Adapted(weight, wanted)
@@ -122,40 +114,20 @@ def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
 
 
 def _spelled_out(section: AdapterSection) -> set[str]:
-    groups = {"qkv": _QKV, "fc1": ("gate_proj", "up_proj")}
+    groups = {"qkv": tuple(part for kind in KINDS for part in kind.inputs), "fc1": ("gate_proj", "up_proj")}
     return {part for target in section.targets for part in groups.get(target, (target,))}
 
 
-def _weights(layer: str, number: int, model: ModelSection) -> Iterator[str]:
-    """Matrices of a layer that can have adapters."""
-    if model.mla is None:
-        yield f"{layer}.self_attention.linear_qkv.weight"
-    else:
-        queries = ("linear_q_proj",) if model.mla.q_lora_rank is None else ("linear_q_down_proj", "linear_q_up_proj")
-        for name in (*queries, "linear_kv_down_proj", "linear_kv_up_proj"):
-            yield f"{layer}.self_attention.{name}.weight"
-    yield f"{layer}.self_attention.linear_proj.weight"
-    networks = [f"{layer}.mlp"]
-    if has_experts(model, number):
-        assert model.experts is not None
-        networks = [f"{layer}.mlp.experts.{expert}" for expert in range(model.experts.num_experts)]
-        networks += [f"{layer}.mlp.shared_experts"] if model.experts.shared_ffn_hidden_size else []
-    for network in networks:
-        yield f"{network}.linear_fc1.weight"
-        yield f"{network}.linear_fc2.weight"
-
-
-def _rows(weight: str, count: int, model: ModelSection) -> dict[str, Tensor]:
-    """Part of a matrix -> its rows in it."""
-    every = torch.arange(count)
+def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[str, Tensor]:
+    """Part of a matrix of a layer -> its rows in it; none where the tensor can have no adapter."""
+    every, linear = torch.arange(count), weight.split(".")[-2]
+    if (found := kind_of(model, layer).adapted(linear, every, model)) is not None:
+        return found
+    if not linear.startswith("linear_fc"):
+        return {}
     if ".mlp.experts." in weight:
         return {"experts": every}
-    if (name := weight.split(".")[-2]) in _LATENT:
-        return {_LATENT[name]: every}
-    if weight.endswith("linear_qkv.weight"):
-        heads = every.view(model.query_groups, -1, model.head_size)  # of each group its queries, its key, its value
-        return {"q_proj": heads[:, :-2].flatten(), "k_proj": heads[:, -2].flatten(), "v_proj": heads[:, -1].flatten()}
-    if weight.endswith("linear_fc1.weight"):
+    if linear == "linear_fc1":
         half = count // 2
         return {"gate_proj": every[:half], "up_proj": every[half:]} if is_gated(model) else {"up_proj": every}
-    return {"proj": every} if weight.endswith("linear_proj.weight") else {"fc2": every}
+    return {"fc2": every}

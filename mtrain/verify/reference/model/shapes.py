@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.schema.model import ModelSection
+from mtrain.verify.reference.model.attention import kind_of
+from mtrain.verify.reference.model.attention_kind import Shape, linear_shapes, norm_shapes
 
-Shape = tuple[int, ...]
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
 """How the names of tensors end that belong to the model's state without having a gradient."""
@@ -38,14 +39,14 @@ def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
     for name, number in layers(model).items():
         depth = name.removesuffix(".transformer_layer")
         if depth != name:
-            yield from _norm(f"{depth}.enorm", hidden, model)
-            yield from _norm(f"{depth}.hnorm", hidden, model)
+            yield from norm_shapes(f"{depth}.enorm", hidden, model)
+            yield from norm_shapes(f"{depth}.hnorm", hidden, model)
             yield f"{depth}.eh_proj.weight", (hidden, 2 * hidden)
         yield from _layer(name, number, model)
         if depth != name:
-            yield from _norm(f"{depth}.final_layernorm", hidden, model)
+            yield from norm_shapes(f"{depth}.final_layernorm", hidden, model)
         elif number == model.num_layers - 1:
-            yield from _norm("decoder.final_layernorm", hidden, model)
+            yield from norm_shapes("decoder.final_layernorm", hidden, model)
     if not model.tied_embeddings:
         yield OUTPUT, table
 
@@ -53,37 +54,24 @@ def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
 def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
     hidden = model.hidden_size
     if not model.post_norm:
-        yield from _norm(f"{name}.input_layernorm", hidden, model)
-    attention = _grouped_attention if model.mla is None else _latent_attention
-    yield from attention(f"{name}.self_attention", model)
+        yield from norm_shapes(f"{name}.input_layernorm", hidden, model)
+    yield from kind_of(model, number).shapes(f"{name}.self_attention", model)
     if model.sandwich_norm or model.post_norm:
-        yield from _norm(f"{name}.post_self_attn_layernorm", hidden, model)
+        yield from norm_shapes(f"{name}.post_self_attn_layernorm", hidden, model)
     if not model.post_norm:
-        yield from _norm(f"{name}.pre_mlp_layernorm", hidden, model)
+        yield from norm_shapes(f"{name}.pre_mlp_layernorm", hidden, model)
     if has_experts(model, number):
         yield from _experts(f"{name}.mlp", model)
     else:
         yield from _network(f"{name}.mlp", model.ffn_hidden_size, model)
     if model.sandwich_norm or model.post_norm:
-        yield from _norm(f"{name}.post_mlp_layernorm", hidden, model)
-
-
-def _norm(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (size,)
-    if model.norm == "layernorm":
-        yield f"{name}.bias", (size,)
-
-
-def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (rows, columns)
-    if has_bias:
-        yield f"{name}.bias", (rows,)
+        yield from norm_shapes(f"{name}.post_mlp_layernorm", hidden, model)
 
 
 def _network(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
     first = 2 * size if is_gated(model) else size
-    yield from _linear(f"{name}.linear_fc1", first, model.hidden_size, model.linear_bias)
-    yield from _linear(f"{name}.linear_fc2", model.hidden_size, size, model.linear_bias)
+    yield from linear_shapes(f"{name}.linear_fc1", first, model.hidden_size, model.linear_bias)
+    yield from linear_shapes(f"{name}.linear_fc2", model.hidden_size, size, model.linear_bias)
 
 
 def is_gated(model: ModelSection) -> bool:
@@ -91,39 +79,10 @@ def is_gated(model: ModelSection) -> bool:
     return model.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
 
-def _grouped_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
-    heads, size = model.num_attention_heads, model.head_size
-    rows = (heads + 2 * model.query_groups) * size
-    yield from _linear(f"{name}.linear_qkv", rows, model.hidden_size, model.linear_bias or model.qkv_bias)
-    if model.qk_norm:
-        whole = model.qk_norm_width == "full"
-        yield from _norm(f"{name}.q_layernorm", heads * size if whole else size, model)
-        yield from _norm(f"{name}.k_layernorm", model.query_groups * size if whole else size, model)
-    if model.attention_sinks:
-        yield f"{name}.core_attention.softmax_offset", (heads,)
-    yield from _linear(f"{name}.linear_proj", model.hidden_size, heads * size, model.linear_bias)
-
-
-def _latent_attention(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
-    mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
-    assert mla is not None
-    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    if mla.q_lora_rank is None:
-        yield f"{name}.linear_q_proj.weight", (query, hidden)
-    else:
-        yield f"{name}.linear_q_down_proj.weight", (mla.q_lora_rank, hidden)
-        yield from _norm(f"{name}.q_layernorm", mla.q_lora_rank, model)
-        yield f"{name}.linear_q_up_proj.weight", (query, mla.q_lora_rank)
-    yield f"{name}.linear_kv_down_proj.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)
-    yield from _norm(f"{name}.kv_layernorm", mla.kv_lora_rank, model)
-    yield f"{name}.linear_kv_up_proj.weight", (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    yield f"{name}.linear_proj.weight", (hidden, heads * mla.v_head_dim)
-
-
 def _experts(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
     section = model.experts
     assert section is not None
-    yield from _linear(f"{name}.router", section.num_experts, model.hidden_size, section.router_bias)
+    yield from linear_shapes(f"{name}.router", section.num_experts, model.hidden_size, section.router_bias)
     if section.expert_bias:
         yield f"{name}.{EXPERT_BIAS}", (section.num_experts,)
     for expert in range(section.num_experts):

@@ -1,0 +1,100 @@
+"""Grouped-query attention, with norms of heads, sinks and windows where a model has them.
+
+Sources: grouped queries: Ainslie et al. 2023. Sinks: gpt-oss model card, arXiv 2508.10925, section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+from mtrain.config.schema.model import ModelSection, RopeSection
+from mtrain.verify.reference.model.attention_kind import (
+    AttentionKind,
+    Shape,
+    linear_shapes,
+    norm_shapes,
+    softmax,
+    visible,
+)
+from mtrain.verify.reference.model.modules import Module, linear, norm
+from mtrain.verify.reference.model.rotary import rotated
+from mtrain.verify.reference.text import Rows
+
+
+@final
+class GroupedAttention(AttentionKind):
+    """Some query heads share a key and a value."""
+
+    inputs = ("q_proj", "k_proj", "v_proj")
+
+    def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+        heads, size = model.num_attention_heads, model.head_size
+        rows = (heads + 2 * model.query_groups) * size
+        yield from linear_shapes(f"{name}.linear_qkv", rows, model.hidden_size, model.linear_bias or model.qkv_bias)
+        if model.qk_norm:
+            whole = model.qk_norm_width == "full"
+            yield from norm_shapes(f"{name}.q_layernorm", heads * size if whole else size, model)
+            yield from norm_shapes(f"{name}.k_layernorm", model.query_groups * size if whole else size, model)
+        if model.attention_sinks:
+            yield f"{name}.core_attention.softmax_offset", (heads,)
+        yield from linear_shapes(f"{name}.linear_proj", model.hidden_size, heads * size, model.linear_bias)
+
+    def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
+        model, groups, size = part.model, part.model.query_groups, part.model.head_size
+        shared = model.num_attention_heads // groups
+        joined = linear(part, "linear_qkv", x).view(*x.shape[:2], groups, shared + 2, size)
+        query, key, value = joined[..., :shared, :], joined[..., shared : shared + 1, :], joined[..., shared + 1 :, :]
+        if model.qk_norm:
+            query, key = _normed(part.inner("q_layernorm"), query), _normed(part.inner("k_layernorm"), key)
+        window = window_of(model, layer)
+        rope = model.rope
+        if window is not None and rope.local_base is not None:
+            rope = RopeSection(base=rope.local_base)
+        key = key.squeeze(3)
+        if rotates(model, layer):
+            query = rotated(query.flatten(2, 3), rows.positions, rope).view(*x.shape[:2], groups, shared, size)
+            key = rotated(key, rows.positions, rope)
+        scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
+        scores = torch.einsum("bqghd,bkgd->bghqk", query, key) * scale
+        sinks = part.get("core_attention.softmax_offset")
+        weights = softmax(scores, visible(rows, window), None if sinks is None else sinks.view(groups, shared))
+        return torch.einsum("bghqk,bkgd->bqghd", weights, value.squeeze(3)).flatten(2)
+
+    def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
+        if linear == "linear_qkv":
+            return dict(zip(self.inputs, _apart(every, model), strict=True))
+        return {"proj": every} if linear == "linear_proj" else None
+
+    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
+        return _apart(every, model) if linear == "linear_qkv" else None
+
+
+def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
+    heads = every.view(model.query_groups, -1, model.head_size)  # of each group its queries, its key, its value
+    return [heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]
+
+
+def window_of(model: ModelSection, layer: int) -> int | None:
+    """Tokens that a layer sees, itself among them; None where it sees all: every n-th layer may."""
+    every = model.global_attention_every
+    return None if every is not None and (layer + 1) % every == 0 else model.sliding_window
+
+
+def rotates(model: ModelSection, layer: int) -> bool:
+    """Whether a layer has positions: not every n-th where `model.megatron.no_rope_freq` is n, nor those it marks."""
+    skipped = model.megatron.get("no_rope_freq")
+    if skipped is None:
+        return True
+    return not skipped[layer] if isinstance(skipped, list) else (layer + 1) % int(skipped) != 0
+
+
+def _normed(part: Module, heads: Tensor) -> Tensor:
+    """[batch, seq, groups, heads, size] with every head normalised, or all of them together."""
+    if part.model.qk_norm_width == "head":
+        return norm(part, heads)
+    return norm(part, heads.flatten(2)).view(heads.shape)
