@@ -1,4 +1,4 @@
-"""What every rank does in a test of balanced experts; the functions for `Pool.run`."""
+"""Work of every rank in a test of balanced experts; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.parity.ranks import Built, build, own_microbatches
 
 Parameters = Mapping[str, Any]
 Rows = dict[str, list[float]]
-"""One number an expert, by the global name of the router."""
+"""One number per expert, by the global name of the router."""
 
 
 def counts(groups: Groups, config: Config, parameters: Parameters, batch: GlobalBatch) -> Rows:
-    """How many tokens of text this rank has sent to each expert in one step."""
+    """Counts the tokens of text that this rank sends to each expert in one step."""
     built = build(groups, config, parameters)
     built.training.forward_backward(own_microbatches(batch, groups, config))
     found = built.training.routers.counts
@@ -28,7 +28,7 @@ def counts(groups: Groups, config: Config, parameters: Parameters, batch: Global
 
 
 class Moment(NamedTuple):
-    """After a step."""
+    """State of the biases after a step."""
 
     biases: Rows
     overflowed: bool
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
 def biases_by_step(
     groups: Groups, config: Config, parameters: Parameters, batches: Sequence[GlobalBatch]
 ) -> list[Moment]:
-    """The biases of the choice after each step; a step that stops the run counts as one that overflowed."""
+    """Returns the biases of the choice after each step; a step that stops the run counts as one that overflowed."""
     built = build(groups, config, parameters)
     moments = []
     for batch in batches:

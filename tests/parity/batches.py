@@ -10,37 +10,38 @@ from numpy.typing import NDArray
 from mtrain.data.samples.sample import Sample, shifted
 
 BATCH, SEQ, VOCAB = 16, 32, 61
-"""Samples of a step, positions of a row, real tokens."""
+"""Number of samples in a step, of positions in a row, and of real tokens."""
 
 GlobalBatch = list[Sample]
-"""The samples of one step by slot."""
+"""Samples of one step by slot."""
 
 Counts = list[int]
 
 RAGGED: Counts = [32, 0, 1, 30, 16, 0, 5, 25, 1, 31, 8, 3, 20, 0, 2, 12]
-"""Loss tokens of each sample, 0 % to 97 % masked, three samples empty; at random places of the row."""
+"""Number of loss tokens of each sample, 0 % to 97 % masked, three samples empty; at random places of the row."""
 AT_THE_END: Counts = [4, 0, 1, 3, 2, 4, 1, 0, 2, 3, 4, 1, 0, 2, 4, 3]
-"""Loss tokens of each sample, all among the last four positions: with cp = 2 and cp = 4 they are rank 0's."""
+"""Number of loss tokens of each sample, all in the last four positions: with cp = 2 and cp = 4 they are rank 0's."""
 FIRST_RANK: Counts = [32, *[0] * 7, 9, *[0] * 7]
-"""Only slots 0 and 8 have loss tokens: every other data-parallel rank has none, for dp and micro-batch sizes to 4."""
+"""Number of loss tokens, only in slots 0 and 8: other data-parallel ranks have none, for dp and micro-batch sizes to
+4."""
 
 
 def random_places(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """[SEQ] mask of `count` ones."""
+    """Draws a mask [SEQ] with `count` ones."""
     mask = np.zeros(SEQ)
     mask[rng.permutation(SEQ)[:count]] = 1.0
     return mask
 
 
 def last_places(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """[SEQ] mask of `count` ones among the last four positions."""
+    """Draws a mask [SEQ] with `count` ones among the last four positions."""
     mask = np.zeros(SEQ)
     mask[SEQ - 4 + rng.permutation(4)[:count]] = 1.0
     return mask
 
 
 def batch_of(rng: np.random.Generator, masks: list[NDArray[np.float64]], weights: list[float]) -> GlobalBatch:
-    """Random tokens under these masks and sample weights."""
+    """Draws random tokens under these masks and sample weights."""
     rows = [rng.integers(0, VOCAB, SEQ + 1) for _ in masks]
     return [
         Sample(tokens=row[:-1], labels=np.where(mask > 0, row[1:], 0), mask=mask, weight=weight)
@@ -49,7 +50,7 @@ def batch_of(rng: np.random.Generator, masks: list[NDArray[np.float64]], weights
 
 
 def three_steps(seed: int = 7) -> list[GlobalBatch]:
-    """Ragged masks; a context-parallel rank without loss tokens; data-parallel ranks without loss tokens."""
+    """Draws ragged masks; a context-parallel rank without loss tokens; data-parallel ranks without loss tokens."""
     rng = np.random.default_rng(seed)
     ones = [1.0] * BATCH
     return [
@@ -60,7 +61,7 @@ def three_steps(seed: int = 7) -> list[GlobalBatch]:
 
 
 def two_steps(seed: int = 7) -> list[GlobalBatch]:
-    """All that is hard in `three_steps`; in the second step all other ranks have none of the few loss tokens."""
+    """Draws all difficulties of `three_steps`; in the second step all other ranks have none of the few loss tokens."""
     rng = np.random.default_rng(seed)
     ones = [1.0] * BATCH
     few = [min(count, size) for count, size in zip(FIRST_RANK, AT_THE_END, strict=True)]
@@ -71,7 +72,7 @@ def two_steps(seed: int = 7) -> list[GlobalBatch]:
 
 
 def weighted_steps(seed: int = 8) -> list[GlobalBatch]:
-    """As `three_steps`, with fractional sample weights (one of them 0) and fractional token weights."""
+    """Draws `three_steps` with fractional sample weights (one of them 0) and fractional token weights."""
     rng = np.random.default_rng(seed)
     steps = []
     for batch in three_steps(seed):
@@ -82,25 +83,26 @@ def weighted_steps(seed: int = 8) -> list[GlobalBatch]:
 
 
 def cut(sample: Sample, length: int) -> Sample:
-    """The first so many positions of a sample of one document."""
+    """Cuts a sample of one document to its first `length` positions."""
     fields = {name: getattr(sample, name)[:length] for name in ("tokens", "labels", "mask")}
     return replace(sample, **fields)
 
 
 def full_batch(seed: int = 9) -> GlobalBatch:
-    """Every token has a loss, as in pretraining on whole rows."""
+    """Draws a batch in which every token has a loss, as in pretraining on whole rows."""
     rng = np.random.default_rng(seed)
     return batch_of(rng, [np.ones(SEQ)] * BATCH, [1.0] * BATCH)
 
 
 def empty_batch(seed: int = 10) -> GlobalBatch:
-    """Nothing to learn."""
+    """Draws a batch without loss tokens."""
     rng = np.random.default_rng(seed)
     return batch_of(rng, [np.zeros(SEQ)] * BATCH, [1.0] * BATCH)
 
 
 def documents_steps(seed: int = 11) -> list[GlobalBatch]:
-    """Rows of several documents whose edges fall inside chunks, on chunk borders, and which cross every border."""
+    """Draws rows of several documents whose edges fall inside chunks and on chunk borders, and which cross every
+    border."""
     rng = np.random.default_rng(seed)
     edges = [[], [1], [31], [16], [8, 24], [4, 12, 20, 28], [3, 11, 19, 27], [5, 6, 7], [15, 17], [2, 30], [13]]
     edges += [[8, 16, 24], [10, 11, 25], [1, 2, 3, 4], [29, 30, 31], [9, 18]]
@@ -130,8 +132,8 @@ def _with_documents(sample: Sample, edges: list[int]) -> Sample:
 
 
 def padded_steps(seed: int = 12) -> list[GlobalBatch]:
-    """Questions and answers of ragged lengths, the prompt without a loss; in one of them
-    of the second step nothing is in the loss."""
+    """Draws questions and answers of ragged lengths, the prompt without a loss; one batch of the second step has no
+    loss at all."""
     rng = np.random.default_rng(seed)
     steps = []
     for prompts in ([0.5] * BATCH, [1.0, *[0.2] * (BATCH - 1)]):

@@ -26,14 +26,14 @@ _BASE: dict[str, Any] = {
     # Adam divides by sqrt(v) + epsilon. With the usual 1e-8 an element whose true gradient is below the rounding of its
     # tensor (1e-7 of the largest) moves by the learning rate in a random direction, in ANY float32 run: the weights of
     # two correct layouts would differ by lr / |w|, 1e-2. With 1e-3 the rounding of such an element moves its weight by
-    # lr x 1e-7 / 1e-3 = 1e-6, while an element of a typical gradient (1e-2 and more here) is stepped as usual.
+    # lr x 1e-7 / 1e-3 = 1e-6, while an element of a typical gradient (1e-2 and more here) moves as usual.
     "optimizer__epsilon": 1e-3,
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout under which the run has to be the same."""
+    """Layout under which the run has to be the same."""
 
     layout: dict[str, Any] = field(default_factory=dict)
     """Keys of the section `layout`, and `dp`."""
@@ -41,13 +41,13 @@ class Case:
     num_layers: int = 4
 
     def config(self, **changes: Any) -> Config:
-        """The base configuration under this layout; `loss__aggregation="sum"` changes loss.aggregation."""
+        """Returns the base configuration under this layout; `loss__aggregation="sum"` changes loss.aggregation."""
         section = {f"layout__{key}": value for key, value in self.layout.items() if key != "dp"}
         size = {"train__micro_batch_size": self.micro_batch_size, "model__num_layers": self.num_layers}
         return Config.model_validate(content(**{**_BASE, **section, **size, **changes}))
 
     def resolved(self, config: Config) -> Layout:
-        """The legal layout that the configuration stands for on this case's number of ranks."""
+        """Returns the legal layout of the configuration on this case's number of ranks."""
         ranks = [self.layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp")]
         return Layout.from_config(config, ranks[0] * ranks[1] * ranks[2] * ranks[3])
 
@@ -56,18 +56,18 @@ class Case:
 
 
 def case(micro_batch_size: int = 1, num_layers: int = 4, **layout: Any) -> Case:
-    """A case by keyword."""
+    """Makes a case from keywords."""
     return Case(layout, micro_batch_size, num_layers)
 
 
 def lean(one: Case, num_layers: int = 2) -> Case:
-    """The same layout with no more layers and microbatches than it takes to go wrong.
+    """Returns the same layout with the fewest layers and microbatches that can still go wrong.
 
-    Several microbatches, and as many as there are pipeline stages; an uneven division keeps its layers.
+    There are several microbatches, at least as many as pipeline stages; an uneven division keeps its layers.
 
     Args:
-        one: A case.
-        num_layers: At least so many, where the architecture is a pattern of layers.
+        one: Case to shrink.
+        num_layers: Number of layers at least, where the architecture is a pattern of layers.
     """
     degrees = {axis: one.layout.get(axis, 1) for axis in ("pp", "vpp", "dp")}
     is_uneven = any(key.endswith("_layers") for key in one.layout)
@@ -79,8 +79,9 @@ def lean(one: Case, num_layers: int = 2) -> Case:
 
 
 def affordable(one: Case) -> Case:
-    """The same layout with what a further layer or microbatch would only repeat left out: two layers where no pipeline
-    divides them, and few microbatches where every one of them costs collectives."""
+    """Returns the same layout without layers or microbatches that would only repeat something.
+
+    It has two layers where no pipeline divides them, and few microbatches where each of them costs collectives."""
     degrees = {axis: one.layout.get(axis, 1) for axis in ("tp", "pp", "cp", "dp")}
     has_collectives = degrees["tp"] * degrees["cp"] > 1
     count = 2 if degrees["pp"] == 1 else 4
@@ -148,4 +149,4 @@ LAYOUTS = [
     case(2, tp=2, pp=2, vpp=2, cp=2, cp_comm="ulysses"),
     case(2, tp=2, sp=True, cp=2, dp=2),
 ]
-"""Up to eight ranks."""
+"""Layouts of up to eight ranks."""

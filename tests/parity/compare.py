@@ -1,4 +1,4 @@
-"""Runs a case, runs the oracle, and says how far apart they are."""
+"""Runs a case and the oracle, and measures their difference."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Deviation(NamedTuple):
     weights: float
 
     def assert_below(self, tolerance: float = TOLERANCE) -> None:
-        """Raises AssertionError where one is too large."""
+        """Raises AssertionError where a deviation is too large."""
         assert max(self) <= tolerance, f"{self} is not within {tolerance}"
 
 
 TEACHER_SEED = 5
-"""Of a teacher's parameters; the run's have another."""
+"""Seed of a teacher's parameters; the run's have another."""
 
 
 def initial_parameters(config: Config, seed: int = 3) -> Arrays:
-    """Every parameter drawn, norms and biases too, so that no gradient is 0 by accident.
+    """Draws every parameter, norms and biases too, so that no gradient is 0 by accident.
 
     Matrices have standard deviation 0.1: at the oracle's 0.2 the sharp attention of an untrained model amplifies the
     rounding of the first two updates by 30 in the third gradient, with one process as with eight.
@@ -58,7 +58,7 @@ def initial_parameters(config: Config, seed: int = 3) -> Arrays:
 
 
 class Row(NamedTuple):
-    """A run under a layout, which has to be the oracle's."""
+    """Run under a layout, which has to equal the oracle."""
 
     name: str
     changes: dict[str, Any]
@@ -70,12 +70,12 @@ class Row(NamedTuple):
 
     @property
     def config(self) -> Config:
-        """The configuration of the run."""
+        """Returns the configuration of the run."""
         return self.case.config(**self.changes)
 
 
 def rows_by_layout(rows: Iterable[Row]) -> dict[Layout, list[Row]]:
-    """The rows of each layout, which share one launch of ranks."""
+    """Groups the rows by layout; those of one layout share one launch of ranks."""
     found: dict[Layout, list[Row]] = {}
     for row in rows:
         found.setdefault(row.case.resolved(row.config), []).append(row)
@@ -83,22 +83,22 @@ def rows_by_layout(rows: Iterable[Row]) -> dict[Layout, list[Row]]:
 
 
 def by_layout(rows: Iterable[Row], night: Iterable[Row] = ()) -> list[Any]:
-    """Parameters of a test, the rows of each layout; those of `night` wait for the night."""
+    """Makes the parameters of a test, the rows of each layout; those of `night` wait for the night."""
     by_day = [pytest.param(of_layout, id=str(layout)) for layout, of_layout in rows_by_layout(rows).items()]
     by_night = rows_by_layout(night).items()
     return by_day + [pytest.param(each, id=f"{of} at night", marks=pytest.mark.nightly) for of, each in by_night]
 
 
 def at_night(*values: object) -> Any:
-    """A row of a test that waits for the night."""
+    """Makes a row of a test that waits for the night."""
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 def assert_rows_exact(pool: Pool, rows: Sequence[Row]) -> list[list[StepResult]]:
-    """Every row of a layout is the oracle's, within TOLERANCE; what the oracle says of each.
+    """Checks that every row of a layout equals the oracle within TOLERANCE; returns the oracle's steps of each.
 
     Raises:
-        AssertionError: Some are not; names them.
+        AssertionError: Some rows differ; the message names them.
     """
     found = zip(rows, deviations(pool, rows), strict=True)
     wrong = [(str(row), each) for row, each in found if not max(each) <= TOLERANCE]
@@ -107,7 +107,7 @@ def assert_rows_exact(pool: Pool, rows: Sequence[Row]) -> list[list[StepResult]]
 
 
 def deviations(pool: Pool, rows: Sequence[Row]) -> list[Deviation]:
-    """How far each row of one layout is from the oracle's; one launch of ranks trains them all."""
+    """Measures the deviation of each row of one layout from the oracle; one launch of ranks trains them all."""
     (layout,) = {row.case.resolved(row.config) for row in rows}
     runs = [Run(row.config, initial_parameters(row.config), row.batches) for row in rows]
     by_rank = pool.run(train_each, layout, runs)
@@ -118,25 +118,25 @@ def deviations(pool: Pool, rows: Sequence[Row]) -> list[Deviation]:
 
 
 def run_case(pool: Pool, case: Case, batches: list[GlobalBatch], **changes: Any) -> Outcome:
-    """Trains on the case's ranks, which must all report the same; rank 0's outcome."""
+    """Trains on the case's ranks, which must all report the same; returns rank 0's outcome."""
     config = case.config(**changes)
     return _agreed(pool.run(train, case.resolved(config), config, initial_parameters(config), batches))
 
 
 def _agreed(everyone: Sequence[Outcome]) -> Outcome:
-    """Rank 0's outcome, of whose steps all ranks must report the same."""
+    """Returns rank 0's outcome; all ranks must report the same steps."""
     reports = [[step._replace(gradients=None) for step in outcome.steps] for outcome in everyone]
     assert all(report == reports[0] for report in reports)
     return everyone[0]
 
 
 def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | None = None) -> list[StepResult]:
-    """The same steps by one process in float64; kept for the session.
+    """Runs the same steps in one process in float64; the result is cached for the session.
 
     Args:
-        config: Of the run.
-        batches: One a step.
-        teacher: Whose model stands beside the run's, with parameters of TEACHER_SEED.
+        config: Configuration of the run.
+        batches: Batches, one per step.
+        teacher: Configuration of a teacher next to the run's model, with parameters of TEACHER_SEED; None without one.
     """
     sections = (config.model, config.loss, config.optimizer, *([] if teacher is None else [teacher.model]))
     key = "".join([section.model_dump_json() for section in sections]) + str(_fingerprint(batches))
@@ -157,7 +157,7 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
 
 
 def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """As the oracle takes them."""
+    """Converts arrays to the oracle's tensors."""
     return {name: torch.as_tensor(value) for name, value in arrays.items()}
 
 
@@ -169,7 +169,7 @@ def _fingerprint(batches: list[GlobalBatch]) -> int:
 
 
 def deviation(outcome: Outcome, oracle: list[StepResult], config: Config) -> Deviation:
-    """How far a run is from the oracle's; denominators must be equal outright."""
+    """Measures the deviation of a run from the oracle; denominators must be exactly equal."""
     pairs = list(zip(outcome.steps, oracle, strict=True))
     for found, exact in pairs:
         assert_denominators(found, exact)
@@ -186,7 +186,7 @@ def deviation(outcome: Outcome, oracle: list[StepResult], config: Config) -> Dev
 
 
 def assert_denominators(found: StepOutcome, exact: StepResult) -> None:
-    """Counts are equal; sums of fractional weights to the rounding of float64."""
+    """Checks that counts are equal, and sums of fractional weights equal to the rounding of float64."""
     assert found.terms.keys() == exact.denominators.keys()
     for term, expected in exact.denominators.items():
         denominator = found.terms[term].denominator
@@ -196,7 +196,7 @@ def assert_denominators(found: StepOutcome, exact: StepResult) -> None:
 
 
 def between(one: Outcome, other: Outcome, config: Config) -> Deviation:
-    """How far two runs are from each other."""
+    """Measures the deviation between two runs."""
     pairs = list(zip(one.steps, other.steps, strict=True))
     assert all(
         {name: total.denominator for name, total in a.terms.items()}
@@ -213,13 +213,13 @@ def between(one: Outcome, other: Outcome, config: Config) -> Deviation:
 
 
 def without_padding(tensors: Arrays | None, vocab_size: int) -> Arrays:
-    """Tables cut to their real rows."""
+    """Cuts tables to their real rows."""
     assert tensors is not None
     return {name: value[:vocab_size] if name in _TABLES else value for name, value in tensors.items()}
 
 
 def worst(found: Arrays | None, exact: Arrays, config: Config) -> float:
-    """The largest relative deviation of a tensor; rows of the padded vocabulary must be exactly 0."""
+    """Returns the largest relative deviation of a tensor; rows of the padded vocabulary must be exactly 0."""
     assert found is not None
     assert found.keys() == exact.keys(), found.keys() ^ exact.keys()
     for name in found.keys() & set(_TABLES):
@@ -229,12 +229,12 @@ def worst(found: Arrays | None, exact: Arrays, config: Config) -> float:
 
 
 def tensor_deviation(found: NDArray[Any], exact: NDArray[Any]) -> float:
-    """Largest difference / largest element of the reference; inf where the reference is 0 and the other is not."""
+    """Returns largest difference / largest element of the reference; inf where only the reference is 0."""
     assert found.shape == exact.shape
     difference = float(np.abs(found.astype(np.float64) - exact).max())
     return difference / float(np.abs(exact).max()) if exact.any() else (0.0 if difference == 0 else float("inf"))
 
 
 def relative(found: float, exact: float) -> float:
-    """Difference / reference; inf where the reference is 0 and the other is not."""
+    """Returns difference / reference; inf where only the reference is 0."""
     return abs(found - exact) / abs(exact) if exact != 0 else (0.0 if found == 0 else float("inf"))

@@ -15,19 +15,19 @@ from tests.parity.search import Place, Row, Trial
 AXES = ("tp", "pp", "cp", "dp")
 MAX_RANKS = 8
 MAX_ROWS = 24
-"""Samples of a step."""
+"""Largest number of samples in a step."""
 MAX_SEQ = 48
 
 
 @st.composite
 def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchStrategy[Kind] | None = None) -> Trial:
-    """Legal runs that are parallel along `axis`; shrinking goes towards few ranks, rows and loss tokens.
+    """Draws legal runs that are parallel along `axis`; shrinking tends to few ranks, rows and loss tokens.
 
     Args:
-        draw: Given by hypothesis.
+        draw: Function that hypothesis passes.
         axis: One of AXES, or "ep", or "ring": cp, whose ranks pass keys and values on.
-        max_ranks: By default MAX_RANKS, but most often half of them.
-        kinds: Of models; by default all.
+        max_ranks: Largest number of ranks; by default MAX_RANKS, but most often half of them.
+        kinds: Kinds of models; by default all.
     """
     kind = draw(every_kind() if kinds is None else kinds)
     kind = kind._replace(has_experts=kind.has_experts or axis == "ep", is_latent=kind.is_latent and axis != "ring")
@@ -41,11 +41,11 @@ def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchS
         num_microbatches = draw(st.integers(1, min(most, 6)))
     num_rows = degrees["dp"] * micro_batch_size * num_microbatches
     unit = 2 * degrees["cp"] * (degrees["tp"] if degrees.get("sp", False) else 1)
-    shortest = kind.mtp_depths // unit + 1  # no depth lies beyond the row
+    shortest = kind.mtp_depths // unit + 1  # no depth reaches beyond the row
     seq = unit * draw(st.integers(shortest, max(shortest, MAX_SEQ // unit)))
     masks = draw(st.sampled_from([rows(seq), rows(seq), sparse_rows(seq)]))
     steps = draw(st.lists(st.tuples(*[masks] * num_rows), min_size=1, max_size=2).map(tuple))
-    # a ring knows plain attention alone
+    # a ring only supports plain attention
     isolated = degrees.get("cp_comm") != "ring" and draw(st.booleans())
     data = {"data__seq_length": seq, "data__isolate_documents": isolated}
     return Trial(
@@ -58,7 +58,7 @@ def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchS
 
 @st.composite
 def layouts(draw: DrawFn, axis: str, max_ranks: int, kind: Kind) -> dict[str, Any]:
-    """Keys of `Case.layout`: at least 2 along `axis`, at most `max_ranks` ranks; degrees of 3 too."""
+    """Draws keys of `Case.layout`: at least 2 along `axis`, at most `max_ranks` ranks; degrees of 3 too."""
     first = draw(st.sampled_from(["dp", "tp", "cp"])) if axis == "ep" else "cp" if axis == "ring" else axis
     degrees: dict[str, Any] = {first: draw(st.integers(2, min(4, max_ranks)))}
     left = max_ranks // degrees[first]
@@ -83,13 +83,13 @@ def layouts(draw: DrawFn, axis: str, max_ranks: int, kind: Kind) -> dict[str, An
 
 
 def divisors(number: int) -> list[int]:
-    """From 1 to the number itself."""
+    """Lists the divisors of a number, from 1 to the number itself."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 @st.composite
 def losses(draw: DrawFn, kind: Kind) -> dict[str, Any]:
-    """The main term and up to two side terms, each with its own aggregation; those of routers and depths."""
+    """Draws the main term and up to two side terms, each with its own aggregation, and those of routers and depths."""
     main = draw(terms())
     names = draw(st.sampled_from([(), ("z",), ("again",), ("z", "again")]))
     side_terms = {name: draw(terms()) | {"coefficient": draw(st.sampled_from([0.3, 0.05, 1.0]))} for name in names}
@@ -104,7 +104,7 @@ def losses(draw: DrawFn, kind: Kind) -> dict[str, Any]:
 
 @st.composite
 def terms(draw: DrawFn) -> dict[str, Any]:
-    """Aggregation, its constant and the rule for empty sequences."""
+    """Draws an aggregation, its constant and the rule for empty sequences."""
     term: dict[str, Any] = {"aggregation": draw(st.sampled_from(get_args(Aggregation)))}
     if term["aggregation"] in NORM_AGGREGATIONS:
         term["norm_length"] = draw(st.sampled_from([1, 20, 4096]))
@@ -115,7 +115,7 @@ def terms(draw: DrawFn) -> dict[str, Any]:
 
 @st.composite
 def engines(draw: DrawFn) -> dict[str, Any]:
-    """What may change the order of the work, but not its result."""
+    """Draws options that may change the order of the work, but not its result."""
     overlap = draw(st.sampled_from(["none", "reduce", "both"]))
     return {
         "train__distributed_optimizer": True if overlap == "both" else draw(st.booleans()),
@@ -126,7 +126,7 @@ def engines(draw: DrawFn) -> dict[str, Any]:
 
 
 def rows(seq: int) -> SearchStrategy[Row]:
-    """From fully masked to no mask at all."""
+    """Draws rows, from fully masked to without a mask."""
     return st.builds(
         Row,
         loss_tokens=st.one_of(st.just(0), st.just(1), st.integers(0, seq), st.just(seq)),
@@ -139,6 +139,6 @@ def rows(seq: int) -> SearchStrategy[Row]:
 
 
 def sparse_rows(seq: int) -> SearchStrategy[Row]:
-    """Almost all rows fully masked, so that whole microbatches and ranks have no loss token."""
+    """Draws rows that are almost all fully masked, so that whole microbatches and ranks have no loss token."""
     few = st.builds(Row, loss_tokens=st.integers(0, min(3, seq)), place=st.sampled_from(get_args(Place)))
     return st.one_of(st.just(Row()), st.just(Row()), few)

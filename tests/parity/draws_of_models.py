@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 BASE = 300.0
-"""Of the rotary embedding: low enough that positions of a short row differ in every pair."""
+"""Base of the rotary embedding: low enough that positions of a short row differ in every pair."""
 
 
 class Kind(NamedTuple):
-    """What layouts and losses have to know of a model."""
+    """Properties of a model that matter for layouts and losses."""
 
     has_experts: bool = False
     is_latent: bool = False
@@ -26,7 +26,7 @@ PLAIN: SearchStrategy[Kind] = st.booleans().map(lambda linear_bias: Kind(linear_
 
 @st.composite
 def every_kind(draw: DrawFn) -> Kind:
-    """Each part on its own and beside the others."""
+    """Draws each part alone and in combination."""
     is_latent = draw(st.sampled_from([False, False, True]))
     return Kind(
         has_experts=draw(st.booleans()),
@@ -38,7 +38,7 @@ def every_kind(draw: DrawFn) -> Kind:
 
 @st.composite
 def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """A small model whose heads, columns and layers divide over the layout, with odd sizes elsewhere."""
+    """Draws a small model whose heads, columns and layers divide over the layout, with odd sizes elsewhere."""
     num_layers = sum(degrees.get("stage_layers", ())) or draw(st.sampled_from([1, 2, 3]))
     shape = {
         "num_layers": num_layers,
@@ -64,7 +64,7 @@ def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str
 
 @st.composite
 def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
-    """Heads, windows, sinks and norms of queries and keys."""
+    """Draws heads, windows, sinks and norms of queries and keys."""
     tp = degrees["tp"]
     groups = tp * draw(st.sampled_from([1, 2]))
     is_ring = degrees.get("cp_comm") == "ring"
@@ -88,7 +88,7 @@ def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def latent_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
-    """Ranks and sizes of heads that differ."""
+    """Draws ranks and sizes of heads that differ."""
     return {
         "num_attention_heads": degrees["tp"] * rounded(degrees, 1, draw(st.sampled_from([1, 2, 3]))),
         "num_query_groups": None,
@@ -104,7 +104,7 @@ def latent_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(degrees: dict[str, Any], others: int, heads: int) -> int:
-    """The least multiple of `heads` so that it times `others` divides over cp, where that is asked for."""
+    """Rounds `heads` up to a multiple whose product with `others` divides over cp, where that is needed."""
     if degrees.get("cp_comm") != "ulysses":
         return heads
     cp: int = degrees["cp"]
@@ -113,7 +113,7 @@ def rounded(degrees: dict[str, Any], others: int, heads: int) -> int:
 
 @st.composite
 def scaled_ropes(draw: DrawFn) -> dict[str, Any]:
-    """Bases and every scaling, over contexts so short that all bands are there."""
+    """Draws bases and every scaling, over contexts so short that all bands occur."""
     scaling = draw(st.sampled_from(["none", "none", "linear", "llama3", "yarn"]))
     rope: dict[str, Any] = {"base": BASE, "scaling": scaling}
     if scaling != "none":
@@ -126,7 +126,8 @@ def scaled_ropes(draw: DrawFn) -> dict[str, Any]:
 
 @st.composite
 def experts(draw: DrawFn, degrees: dict[str, Any], kind: Kind, num_layers: int) -> dict[str, Any]:
-    """Routers of every score, with biases and groups; experts that divide over ep and etp; shared and dense ones."""
+    """Draws routers of every score, with biases and groups; experts that divide over ep and etp; shared and dense
+    ones."""
     ep, etp, tp = degrees["ep"], degrees["etp"], degrees["tp"]
     count = ep * draw(st.sampled_from([n for n in (1, 2, 3) if 2 <= n * ep <= 12]))
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
@@ -154,7 +155,7 @@ def experts(draw: DrawFn, degrees: dict[str, Any], kind: Kind, num_layers: int) 
 
 
 def groups_of(count: int, top_k: int) -> list[dict[str, int | None]]:
-    """Legal groups of experts; none, too."""
+    """Lists the legal groups of experts, including none."""
     shapes = [(num, top) for num in range(2, count + 1) for top in range(1, num + 1)]
     legal = [(num, top) for num, top in shapes if count % num == 0 == top_k % top and top_k <= top * (count // num)]
     pairs: list[tuple[int | None, int | None]] = [(None, None), *legal]

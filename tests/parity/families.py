@@ -1,4 +1,4 @@
-"""Small models of families whose layers differ from Llama's, in our words."""
+"""Small models of families whose layers differ from Llama's, as sections of a configuration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What other trainers did, as loss functions: each returns a pair whose sums over ranks and microbatches are theirs.
+"""Normalisations of other trainers as loss functions: the sums of each pair over ranks and microbatches equal theirs.
 
-They are plugged in by name with `loss.denominator=measured`, since what they divide by is not what the masks say.
+They are named with `loss.denominator=measured`, since their denominators differ from those that the masks give.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _groups: list[Groups] = []
 def train_naively(
     groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
 ) -> Outcome:
-    """`ranks.train` for loss functions that want to know where they are."""
+    """Runs `ranks.train` for loss functions that need the process groups."""
     _groups[:] = [groups]
     return train(groups, config, parameters, batches)
 
 
 def mean_of_micro_steps(inputs: TermInputs) -> LossPair:
-    """Token mean over the ranks of each micro-step; the micro-steps are averaged (verl's SFT trainer)."""
+    """Averages over the tokens of all ranks in each micro-step; the micro-steps are averaged (verl's SFT trainer)."""
     losses, counts = _sums(inputs)
     everyone = counts.clone()
     dist.all_reduce(everyone, group=_groups[0].dp_cp)
@@ -40,35 +40,35 @@ def mean_of_micro_steps(inputs: TermInputs) -> LossPair:
 
 
 def mean_of_means(inputs: TermInputs) -> LossPair:
-    """Token mean over what a rank sees in a microbatch; averaged over microbatches and ranks (TorchTNT, DDP)."""
+    """Averages over a rank's tokens of a microbatch, then over microbatches and ranks (TorchTNT, DDP)."""
     losses, counts = _sums(inputs)
     return LossPair(losses / counts.clamp(min=1).float(), _scalar(1.0))
 
 
 def mean_times_sequence_ranks(inputs: TermInputs) -> LossPair:
-    """Token mean over a rank's slice; the ranks' gradients are summed and divided by dp alone (DeepSpeed-Ulysses)."""
+    """Averages over a rank's slice; the ranks' gradients are summed and divided by dp alone (DeepSpeed-Ulysses)."""
     losses, counts = _sums(inputs)
     return LossPair(losses / counts.clamp(min=1).float(), _scalar(1 / _groups[0].layout.cp))
 
 
 def mean_of_sequence_means(inputs: TermInputs) -> LossPair:
-    """Mean over the sequences that a rank sees in a microbatch; averaged over microbatches and ranks."""
+    """Averages over a rank's sequences of a microbatch, then over microbatches and ranks."""
     losses, _ = _sums(inputs)
     return LossPair(losses / _sequences_in_sight(inputs).clamp(min=1).float(), _scalar(1.0))
 
 
 def sequences_in_sight(inputs: TermInputs) -> LossPair:
-    """Every rank counts the sequences of which it holds a loss token, so a cut sequence counts several times."""
+    """Counts, on every rank, the sequences of which it holds a loss token, so a cut sequence counts several times."""
     return LossPair(_sums(inputs)[0], _sequences_in_sight(inputs))
 
 
 def sequences_times_ranks(inputs: TermInputs) -> LossPair:
-    """The number of sequences is multiplied by dp, where the loss should have been (verl)."""
+    """Multiplies the number of sequences by dp, instead of the loss (verl)."""
     return LossPair(_sums(inputs)[0], inputs.denominator_weights.sum() * _groups[0].layout.dp)
 
 
 def _sums(inputs: TermInputs) -> tuple[Tensor, Tensor]:
-    """Token losses and loss tokens that are in sight; weights are 0 or 1."""
+    """Sums a rank's token losses and loss tokens; weights are 0 or 1."""
     losses = torch.where(inputs.weights != 0, inputs.logits.cross_entropy(inputs.labels), 0.0)
     return losses.sum(), (inputs.weights != 0).sum(dtype=torch.float64)
 
@@ -83,20 +83,21 @@ def _scalar(value: float) -> Tensor:
 
 @needs_extras("advantages", "old_logprobs")
 def policy_mean_of_means(inputs: TermInputs) -> LossPair:
-    """Token mean of each rank's microbatch, averaged over microbatches and ranks (verl before its pull request 906)."""
+    """Averages each rank's microbatch over tokens, then over microbatches and ranks (verl before its pull request
+    906)."""
     return LossPair(ppo_loss(inputs).numerator / _tokens(inputs), _scalar(1.0))
 
 
 @needs_extras("advantages", "old_logprobs")
 def policy_weighted_by_samples(inputs: TermInputs) -> LossPair:
-    """Token mean of each rank's microbatch, which counts by its samples."""
+    """Averages each rank's microbatch over tokens, weighted by its samples."""
     samples = len(inputs.weights)
     return LossPair(ppo_loss(inputs).numerator / _tokens(inputs) * samples, _scalar(samples))
 
 
 @needs_extras("advantages", "old_logprobs")
 def policy_sequences_times_ranks(inputs: TermInputs) -> LossPair:
-    """The mean over sequences once more divided by dp (verl's pull request 4510)."""
+    """Divides the mean over sequences once more by dp (verl's pull request 4510)."""
     pair = ppo_loss(inputs)
     return LossPair(pair.numerator, pair.denominator * _groups[0].layout.dp)
 
@@ -106,5 +107,5 @@ def _tokens(inputs: TermInputs) -> Tensor:
 
 
 def train_each_naively(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
-    """`ranks.train_each`, likewise."""
+    """Runs `ranks.train_each` in the same way."""
     return [train_naively(groups, *run) for run in runs]

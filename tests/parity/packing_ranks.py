@@ -1,4 +1,4 @@
-"""What every rank does in the tests of packed rows: several runs in one launch."""
+"""Work of every rank in the tests of packed rows: several runs in one launch."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ from tests.parity.ranks import Outcome, train
 def train_each(
     groups: Groups, configs: Sequence[Config], parameters: Mapping[str, Any], batches: Sequence[GlobalBatch]
 ) -> list[Outcome]:
-    """A run of each configuration, all from the same parameters."""
+    """Runs each configuration, all from the same parameters."""
     return [train(groups, config, parameters, batches) for config in configs]

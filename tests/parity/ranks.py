@@ -1,4 +1,4 @@
-"""What every rank does in a parity test; the functions for `Pool.run`."""
+"""Work of every rank in a parity test; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ Arrays = dict[str, Any]
 
 
 class StepOutcome(NamedTuple):
-    """One optimizer step as a rank reports it."""
+    """Report of a rank on one optimizer step."""
 
     loss: float
-    """The objective: the quantity that was differentiated."""
+    """Objective: the quantity that was differentiated."""
     terms: dict[str, TermTotals]
     grad_norm: float
     gradients: Arrays | None
-    """Before clipping, without the loss scale of fp16; on rank 0, else None."""
+    """Gradients before clipping, without the loss scale of fp16; on rank 0, else None."""
     diagnostics: Mapping[str, float] = {}
-    """What loss functions report."""
+    """Values that loss functions report."""
 
 
 class Outcome(NamedTuple):
-    """A run of a few steps."""
+    """Run of a few steps."""
 
     steps: list[StepOutcome]
     parameters: Arrays | None
-    """After the last step; on rank 0, else None."""
+    """Parameters after the last step; on rank 0, else None."""
 
 
 class Built(NamedTuple):
-    """A model ready to train on this rank."""
+    """Model that is ready to train on this rank."""
 
     model: RankModel
     training: TrainingStep
 
 
 def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None) -> Built:
-    """Model, optimizer and step, on given global parameters or on the initial weights."""
+    """Builds model, optimizer and step, with given global parameters or with the initial weights."""
     chunks = build_model(config, groups, weights_follow=parameters is not None)
     if parameters is not None:
         set_parameters(chunks, groups, parameters)
@@ -78,7 +78,7 @@ def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None =
 def train(
     groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
 ) -> Outcome:
-    """One optimizer step for each global batch."""
+    """Trains one optimizer step for each global batch."""
     built = build(groups, config, parameters)
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     built.model.optimizer.gather_parameters()
@@ -86,7 +86,7 @@ def train(
 
 
 class Run(NamedTuple):
-    """Of a model of its own."""
+    """Run of a model of its own."""
 
     config: Config
     parameters: Mapping[str, Any]
@@ -95,12 +95,12 @@ class Run(NamedTuple):
 
 
 def train_each(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
-    """Runs of one layout, one after another on the same ranks, which start once for all of them."""
+    """Trains several runs of one layout, one after another on the same ranks, which start once for all of them."""
     return [train(groups, *run) for run in runs]
 
 
 def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
-    """Gradients of a batch, gathered, and the update of step `number`."""
+    """Gathers the gradients of a batch, and makes the update of step `number`."""
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
     gradients = arrays(gather_whole(gradient_shards(built.model.chunks, groups)))
     update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
@@ -109,7 +109,7 @@ def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, n
 
 
 def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list[Microbatch] | None:
-    """The part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
+    """Returns the part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
     extras = (
@@ -142,12 +142,12 @@ def set_parameters(chunks: Sequence[Any], groups: Groups, parameters: Mapping[st
 
 
 def arrays(tensors: Mapping[str, Tensor] | None) -> Arrays | None:
-    """Tensors as numpy, half precision as float32."""
+    """Converts tensors to numpy, half precision to float32."""
     return None if tensors is None else {name: value.float().numpy() for name, value in tensors.items()}
 
 
 class Bits(NamedTuple):
-    """A rank's weights and optimizer state before and after a step."""
+    """Bits of a rank's weights and optimizer state before and after a step."""
 
     before: list[bytes]
     after: list[bytes]
@@ -186,7 +186,7 @@ def _bits(built: Built) -> list[bytes]:
 
 
 def numeric_error(groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch) -> str:
-    """The message of the NumericError that a step must raise before it changes a weight or a moment."""
+    """Returns the message of the NumericError that a step must raise before it changes a weight or a moment."""
     built = build(groups, config, parameters)
     before = _bits(built)
     try:
@@ -199,21 +199,21 @@ def numeric_error(groups: Groups, config: Config, parameters: Mapping[str, Any],
 
 
 class HalfStep(NamedTuple):
-    """What dynamic loss scaling did in a step."""
+    """Result of dynamic loss scaling in a step."""
 
     overflowed: bool
     loss_scale: float
-    """After the step."""
+    """Loss scale after the step."""
     changed: bool
     """Whether a weight or a moment of the optimizer has changed."""
     grad_norm: float
-    """nan where it overflowed."""
+    """Gradient norm; nan where it overflowed."""
 
 
 def scaled_steps(
     groups: Groups, config: Config, parameters: Mapping[str, Any], batches: Sequence[GlobalBatch]
 ) -> list[HalfStep]:
-    """Steps in fp16, some of which may overflow."""
+    """Trains steps in fp16, some of which may overflow."""
     built = build(groups, config, parameters)
     steps = []
     for batch in batches:
@@ -229,7 +229,7 @@ def scaled_steps(
 def scaled_gradients(
     groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch, numerator_scales: Sequence[float]
 ) -> list[Arrays | None]:
-    """The gradients of one batch for each factor that the objective is multiplied by before backward."""
+    """Returns the gradients of one batch for each factor that the objective is multiplied by before backward."""
     built = build(groups, config, parameters)
     objective = Objective.from_config(config.loss)
     batches = broadcast_batches(
@@ -267,7 +267,8 @@ def _scaled(objective: Objective, numerator_scale: float, config: Config, groups
 def logits_by_microbatch(
     groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
 ) -> list[Any]:
-    """This rank's logits [seq_local, batch, vocab_local] of each microbatch; nothing where it is not a last stage."""
+    """Returns this rank's logits [seq_local, batch, vocab_local] of each microbatch; empty outside of the last
+    stage."""
     built = build(groups, config, parameters)
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
     batches = broadcast_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
@@ -282,17 +283,17 @@ def logits_by_microbatch(
 
 
 class LogitsAndStep(NamedTuple):
-    """What a rank computed from given weights."""
+    """Results of a rank for given weights."""
 
     logits: list[Any]
-    """As of `logits_by_microbatch`."""
+    """Logits as from `logits_by_microbatch`."""
     outcome: Outcome
 
 
 def logits_and_a_step(
     groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
 ) -> LogitsAndStep:
-    """Logits of a batch, then an optimizer step on it, from the same weights."""
+    """Computes the logits of a batch, then makes an optimizer step on it, from the same weights."""
     logits = logits_by_microbatch(groups, config, parameters, batch)
     return LogitsAndStep(logits, train(groups, config, parameters, [batch]))
 
@@ -300,8 +301,8 @@ def logits_and_a_step(
 def logits_with_and_without_depths(
     groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
 ) -> list[tuple[int, bool, bool]]:
-    """For each microbatch, how many depths there are, whether none is where none is asked for, and whether the main
-    logits are the same bits; nothing where this is not a last stage."""
+    """Counts the depths of each microbatch, and says whether there are none if none is wanted, and whether the main
+    logits are the same bits then; empty outside of the last stage."""
     built = build(groups, config, parameters)
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
     shared = broadcast_batches(own_microbatches(batch, groups, config), count, (MAIN_TERM,), config, groups)
@@ -325,7 +326,7 @@ def losses_along(
     steps: Sequence[float],
     batch: GlobalBatch,
 ) -> list[float]:
-    """The reported loss at parameters + step x direction for each step."""
+    """Returns the reported loss at parameters + step x direction for each step."""
     built = build(groups, config, parameters)
     found = []
     for step in steps:
@@ -338,7 +339,7 @@ def losses_along(
 def totals_by_source(
     groups: Groups, configs: Sequence[Config], parameters: Mapping[str, Any], batch: GlobalBatch
 ) -> list[tuple[Totals, ...]]:
-    """What a step of each configuration says of the sources."""
+    """Returns the totals of the sources in a step of each configuration."""
     built = [build(groups, config, parameters) for config in configs]
     return [
         one.training.forward_backward(own_microbatches(batch, groups, config)).sources

@@ -1,6 +1,6 @@
-"""A run of the property search, and what is compared with the oracle.
+"""Run of the property search, and its comparison with the oracle.
 
-A trial is small numbers only, so that hypothesis can shrink it and a failing one can be pasted into a regression test.
+A trial has only small numbers, so that hypothesis can shrink it and a failing one can be pasted into a regression test.
 """
 
 from __future__ import annotations
@@ -27,69 +27,69 @@ from tests.parity.ranks import Arrays, StepOutcome
 from tests.pool import Pool
 
 ROOTS = ("seq-mean-token-sqrt", "seq-mean-token-power")
-"""Aggregations whose denominators are no whole numbers, whatever is counted."""
+"""Aggregations whose denominators are not whole numbers, whatever is counted."""
 MARGIN = 2e-5
-"""How far, in standard deviations of what experts are ranked by, every token must stay from another choice; float32 is
+"""Distance that every token must keep from another choice, in standard deviations of the ranked scores; float32 is
 wrong by some 1e-6 of one."""
 
 OF_SCORES = re.compile(r"(.*)\.(q_layernorm|k_layernorm|linear_q_(up_|down_|)proj|router)\.")
-"""Parameters that act through scores alone, of attention or of a router, and their module."""
+"""Pattern of parameters that only act through scores, of attention or of a router, and their module."""
 SCORE_ROUNDINGS = 8
-"""What float32 leaves of a gradient of scores that is a difference of equal numbers, in roundings of the largest
-gradient of the module. Where a token sees itself alone, or where a norm takes the only expert's score out again, the
-true gradient is 0, but it is computed as p (dp - sum p dp) from rounded numbers."""
+"""Error of a gradient of scores that is a difference of equal numbers, in roundings of the largest gradient of the
+module. Where a token sees itself alone, or where a norm cancels the only expert's score, the true gradient is 0, but
+float32 computes it as p (dp - sum p dp) from rounded numbers."""
 WEIGHT_ROUNDINGS = 8
-"""A float32 run deviates by so much of what rounding its initial weights to float32, and nothing else, already does:
-every layer rounds its activations a few times in either direction besides."""
+"""Factor by which a float32 run may deviate more than the rounding of its initial weights to float32 alone: every layer
+also rounds its activations a few times in either direction."""
 
 Place = Literal["spread", "start", "end"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample: how many loss tokens, where, and what they count."""
+    """One sample: number, place and weights of its loss tokens."""
 
     loss_tokens: int = 0
-    """At most the row's length; tokens before a document's edge lose theirs."""
+    """Number of loss tokens, at most the row's length; tokens before a document's edge lose theirs."""
     place: Place = "spread"
     is_fractional: bool = False
-    """Whether its tokens have weights such as 0.3 in place of 1."""
+    """Whether its tokens have weights such as 0.3 instead of 1."""
     weight: float = 1.0
-    """Of the sample."""
+    """Weight of the sample."""
     edges: tuple[int, ...] = ()
-    """Where documents begin, beside 0; read where documents are isolated."""
+    """Positions at which documents begin, besides 0; only used where documents are isolated."""
     padding: int = 0
-    """Positions at the end without text, which takes their loss away; one at least has text."""
+    """Number of positions at the end without text and loss; at least one position has text."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run to be compared with the oracle."""
+    """Run to be compared with the oracle."""
 
     case: Case
     steps: tuple[tuple[Row, ...], ...]
-    """The rows of each global batch, by slot."""
+    """Rows of each global batch, by slot."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Of the parity tests' base configuration, as `model__num_layers`."""
+    """Changes of the parity tests' base configuration, as `model__num_layers`."""
     seed: int = 0
-    """Of tokens, of the places of spread loss tokens, and of fractional weights."""
+    """Seed of tokens, of the places of spread loss tokens, and of fractional weights."""
 
     def settings(self) -> dict[str, Any]:
-        """All changes of the base configuration, the batch size included."""
+        """Returns all changes of the base configuration, including the batch size."""
         return {**self.changes, "train__global_batch_size": len(self.steps[0])}
 
     def config(self) -> Config:
-        """The configuration of the run."""
+        """Returns the configuration of the run."""
         return self.case.config(**self.settings())
 
     def batches(self) -> list[GlobalBatch]:
-        """The samples of each step."""
+        """Draws the samples of each step."""
         config, rng = self.config(), np.random.default_rng(self.seed)
         return [[sample(row, config, rng) for row in rows] for rows in self.steps]
 
 
 def sample(row: Row, config: Config, rng: np.random.Generator) -> Sample:
-    """Random tokens under the row's mask."""
+    """Draws random tokens under the row's mask."""
     seq, isolated = config.data.seq_length, config.data.isolate_documents
     text = max(1, seq - row.padding)
     tokens = rng.integers(0, config.model.vocab_size, seq + 1)[: text + 1]
@@ -112,7 +112,7 @@ def sample(row: Row, config: Config, rng: np.random.Generator) -> Sample:
 
 
 def places(row: Row, seq: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """[seq] mask of ones where the row has loss tokens."""
+    """Draws a mask [seq] with ones where the row has loss tokens."""
     mask = np.zeros(seq)
     order = {"spread": rng.permutation(seq), "start": np.arange(seq), "end": np.arange(seq)[::-1]}
     mask[order[row.place][: row.loss_tokens]] = 1.0
@@ -120,16 +120,16 @@ def places(row: Row, seq: int, rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 class Verdict(NamedTuple):
-    """A trial against the oracle."""
+    """Comparison of a trial with the oracle."""
 
     deviation: Deviation
     wrong_sums: list[str]
-    """Denominators and counts of routers, one line each; empty where all are right."""
+    """Wrong denominators and counts of routers, one line each; empty where all are right."""
     tolerance: float
-    """TOLERANCE, or more where float32 cannot be so near."""
+    """Largest deviation allowed: TOLERANCE, or more where float32 cannot be so accurate."""
 
     def assert_holds(self) -> None:
-        """Raises AssertionError where the trial is not the oracle's."""
+        """Raises AssertionError where the trial differs from the oracle."""
         assert not self.wrong_sums
         self.deviation.assert_below(self.tolerance)
 
@@ -160,7 +160,7 @@ def judge(pool: Pool, trial: Trial) -> Verdict:
 def deviation(
     steps: list[StepOutcome], parameters: Arrays | None, exact: list[StepResult], config: Config
 ) -> Deviation:
-    """How far steps and the weights behind them are from the oracle's."""
+    """Measures how far the steps and the resulting weights are from the oracle's."""
     pairs = list(zip(steps, exact, strict=True))
     return Deviation(
         loss=max(relative(step.loss, own.loss) for step, own in pairs),
@@ -171,7 +171,7 @@ def deviation(
 
 
 def sensitivity(config: Config, batches: list[GlobalBatch], exact: list[StepResult]) -> float:
-    """The largest deviation of the oracle from itself when its initial weights are rounded to float32."""
+    """Measures the largest deviation of the oracle from itself when its initial weights are rounded to float32."""
     rounded = {name: value.astype(np.float32) for name, value in initial_parameters(config).items()}
     moved = exact_steps(config, batches, rounded)
     steps = [StepOutcome(each.loss, {}, each.grad_norm, numpy(each.gradients)) for each in moved]
@@ -179,12 +179,12 @@ def sensitivity(config: Config, batches: list[GlobalBatch], exact: list[StepResu
 
 
 def numpy(tensors: Mapping[str, torch.Tensor]) -> Arrays:
-    """The same tensors as arrays."""
+    """Converts the tensors to arrays."""
     return {name: value.numpy() for name, value in tensors.items()}
 
 
 def worst_gradient(found: Arrays | None, exact: Arrays, config: Config) -> float:
-    """As `worst`; but gradients of scores may be as wrong as rounding in their module makes them."""
+    """Computes `worst`, but gradients of scores may be as wrong as rounding in their module makes them."""
     assert found is not None
     of_scores = {name: match.group(1) for name in exact if (match := OF_SCORES.match(name))}
     others = [name for name in exact if name not in of_scores]
@@ -202,7 +202,7 @@ def _only(tensors: Arrays, names: Iterable[str]) -> Arrays:
 
 
 def exact_steps(config: Config, batches: list[GlobalBatch], parameters: Arrays | None = None) -> list[StepResult]:
-    """The same steps by one process in float64, from other parameters where they are given."""
+    """Runs the same steps in one process in float64, from other parameters where they are given."""
     initial = initial_parameters(config) if parameters is None else parameters
     return oracle_steps(
         {name: torch.as_tensor(value) for name, value in initial.items()},
@@ -215,12 +215,12 @@ def exact_steps(config: Config, batches: list[GlobalBatch], parameters: Arrays |
 
 
 def sequences(batch: GlobalBatch, config: Config) -> list[Sequence]:
-    """As the oracle sees them: with all their text where there are routers."""
+    """Converts samples to the oracle's sequences: with all their text where there are routers."""
     return [Sequence.of_sample(one, config.model.experts is not None) for one in batch]
 
 
 def wrong_denominators(found: StepOutcome, exact: StepResult, trial: Trial) -> list[str]:
-    """Sums of whole numbers are equal outright; other sums to the rounding of as many float64 additions."""
+    """Compares denominators: sums of whole numbers exactly, others to the rounding of as many float64 additions."""
     assert found.terms.keys() == exact.denominators.keys()
     rows = [row for rows in trial.steps for row in rows]
     tokens = len(rows) * trial.config().data.seq_length
@@ -238,7 +238,7 @@ def wrong_denominators(found: StepOutcome, exact: StepResult, trial: Trial) -> l
 
 
 def wrong_counts(pool: Pool, trial: Trial, config: Config, batch: GlobalBatch) -> list[str]:
-    """Tokens of text that each expert gets, of all ranks; nothing where no router is asked to count."""
+    """Compares the tokens of text that each expert gets, of all ranks; empty where no router counts."""
     section = config.model.experts
     if section is None or not (section.bias_update_rate or config.loss.router.coefficients):
         return []

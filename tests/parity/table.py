@@ -15,25 +15,25 @@ from tests.pool import Pool
 
 
 def dense() -> Iterator[Row]:
-    """Llama-shaped models."""
+    """Yields Llama-shaped models."""
     for case in cases.LAYOUTS:
         yield Row("", {}, case, three_steps())
 
 
 def experts() -> Iterator[Row]:
-    """Layers with experts, dispatched by either way."""
+    """Yields layers with experts, with either dispatcher."""
     for name, changes, case in (*test_experts.RUNS, *test_experts.OPTIONS):
         yield Row(name, changes, case, steps_of(changes))
 
 
 def balance() -> Iterator[Row]:
-    """Losses of routers and biases of the choice."""
+    """Yields losses of routers and biases of the choice."""
     for name, case in test_balance.CASES:
         yield Row(name, test_balance.RUNS[name], case, test_balance.steps_of(name))
 
 
 def latent_attention() -> Iterator[Row]:
-    """Multi-head latent attention."""
+    """Yields multi-head latent attention."""
     for name, changes, case in test_latent_attention.ROWS:
         yield Row(name, changes, case, three_steps())
     for name, changes, case in test_latent_attention.DOCUMENTS:
@@ -41,13 +41,13 @@ def latent_attention() -> Iterator[Row]:
 
 
 def multi_token() -> Iterator[Row]:
-    """Several tokens predicted ahead."""
+    """Yields models that predict several tokens ahead."""
     for name, changes, case in test_multi_token.ROWS:
         yield Row(name, changes, case, three_steps())
 
 
 def families() -> Iterator[Row]:
-    """Gemma-3, OLMo-2, OLMo-3, GPT-OSS and DeepSeek-V3 as a whole."""
+    """Yields whole models of Gemma-3, OLMo-2, OLMo-3, GPT-OSS and DeepSeek-V3."""
     for changes, case in (*test_families.CASES, *test_families.MEASURED):
         yield Row(test_families.family(changes), changes, case, test_families.steps_of(changes))
 
@@ -63,7 +63,7 @@ KINDS = {
 
 
 def measured(pool: Pool, rows: Sequence[Row]) -> Iterator[tuple[Row, Deviation]]:
-    """How far each row is from the oracle, layout by layout: the rows of one share its ranks."""
+    """Measures the distance of each row to the oracle, layout by layout: the rows of one share its ranks."""
     for of_layout in rows_by_layout(rows).values():
         yield from zip(of_layout, deviations(pool, of_layout), strict=True)
 
@@ -78,7 +78,7 @@ def _line(name: str, found: Deviation) -> str:
 
 
 def main(kinds: list[str]) -> None:
-    """Prints a table a kind: one row a layout, and the worst of them."""
+    """Prints one table per kind, with one row per layout, and the worst of them."""
     pool = Pool()
     for kind in kinds or KINDS:
         print(f"\n## {kind.replace('_', ' ').capitalize()}\n")

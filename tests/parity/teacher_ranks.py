@@ -1,4 +1,4 @@
-"""What every rank does in a parity test with a teacher; the functions for `Pool.run`."""
+"""Work of every rank in a parity test with a teacher; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.parity.ranks import Built, Outcome, arrays, own_microbatches, run_ste
 
 
 class Taught(NamedTuple):
-    """A rank's report."""
+    """Report of a rank."""
 
     outcome: Outcome
     teacher_moved: bool
-    """A bit of the teacher's parameters changed, or one of them got a gradient."""
+    """Whether a bit of the teacher's parameters changed, or one of them got a gradient."""
 
 
 def train_with_teacher(
@@ -40,7 +40,7 @@ def train_with_teacher(
     teacher_parameters: Mapping[str, Any],
     batches: Sequence[GlobalBatch],
 ) -> Taught:
-    """One optimizer step for each global batch, beside a teacher of given global parameters."""
+    """Trains one optimizer step for each global batch, next to a teacher with given global parameters."""
     teacher, frozen = build_teacher(groups, teacher_config, teacher_parameters)
     before = [parameter.clone() for chunk in frozen for parameter in chunk.parameters()]
     chunks = build_model(config, groups)
@@ -60,7 +60,7 @@ def train_with_teacher(
 def build_teacher(
     groups: Groups, config: Config, parameters: Mapping[str, Any]
 ) -> tuple[Teacher, list[torch.nn.Module]]:
-    """A teacher, and its chunks."""
+    """Builds a teacher; returns its chunks, too."""
     own = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
     chunks = build_frozen_model(config, own)
     set_parameters(chunks, own, parameters)
@@ -70,8 +70,8 @@ def build_teacher(
 def held_logits(
     groups: Groups, config: Config, parameters: Mapping[str, Any], batch: GlobalBatch
 ) -> tuple[int, list[int]]:
-    """Forward passes that the teacher makes before the first microbatch asks for its logits, and how many pieces of
-    logits are alive after each that was asked for."""
+    """Counts the forward passes that the teacher makes before the first microbatch needs its logits, and the pieces of
+    logits that are alive after each use."""
     teacher, (chunk, *_) = build_teacher(groups, config, parameters)
     calls: list[object] = []
     chunk.register_forward_hook(lambda *call: calls.append(call[0]))

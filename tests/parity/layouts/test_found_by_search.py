@@ -1,4 +1,4 @@
-"""Runs that the property search led to: the ends of what it draws, kept where it does not go every time."""
+"""Runs that the property search found: extremes of what it draws, kept since it does not reach them every time."""
 
 import pytest
 
@@ -13,7 +13,8 @@ Z_LOSS = "z_loss"
 
 
 def rows(*weights: float) -> tuple[Row, ...]:
-    """Eight rows of 0 to 15 loss tokens; sample weights in turn; every other row has fractional token weights."""
+    """Makes eight rows of 0 to 15 loss tokens, with sample weights in turn; every other row has fractional token
+    weights."""
     return tuple(
         Row(loss_tokens=5 * slot % 17, is_fractional=slot % 2 == 0, weight=weights[slot % len(weights)])
         for slot in range(8)
@@ -58,7 +59,7 @@ TRIALS = {
     "tokens that see themselves alone": Trial(
         CP2, (rows(1.0),), SEQ16 | {"model__sliding_window": 1, "model__qk_norm": True}
     ),
-    # a norm behind the only expert takes its score out again, but for epsilon
+    # a norm after the only expert cancels its score, but for epsilon
     "the score of one expert under a norm": Trial(
         case(2, dp=2, ep=2),
         (rows(1.0),),
@@ -117,7 +118,7 @@ def test_the_law_holds(pool: Pool, name: str) -> None:
 
 
 def test_terms_that_cancel(pool: Pool) -> None:
-    """2 loss tokens / 20 - 0.1: the objective is 0, and so is the gradient, where the loss is only rounding."""
+    """Has 2 loss tokens / 20 - 0.1: the objective and the gradient are 0, where the loss is only rounding."""
     again = {"aggregation": "seq-mean-token-mean", "empty_sequences": "include", "coefficient": -0.1}
     changes = {
         "loss__aggregation": "seq-mean-token-sum-norm",

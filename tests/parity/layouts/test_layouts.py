@@ -21,12 +21,12 @@ from tests.parity.ranks import Outcome
 from tests.pool import Pool
 
 RUNS = [*map(affordable, LAYOUTS)]
-"""docs/parity.md measures LAYOUTS themselves (tests/parity/table.py)."""
+"""Cases with few layers; docs/parity.md measures LAYOUTS themselves (tests/parity/table.py)."""
 
 
 @pytest.fixture(scope="module")
 def one_process(pool: Pool) -> Callable[[int], Outcome]:
-    """The run of one float32 process, by the number of layers."""
+    """Returns the run of one float32 process, by the number of layers."""
     return cache(lambda num_layers: run_case(pool, case(num_layers=num_layers), two_steps()))
 
 

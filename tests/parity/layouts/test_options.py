@@ -110,7 +110,7 @@ DAY: list[tuple[dict[str, Any], Case]] = [
     (ONE_GROUP | BIASES | FULL, case(4, cp=2, cp_comm="ring")),
     (GPT2 | {"model__activation": "gelu_tanh", "model__vocab_multiple": 24}, case(4, tp=4)),
 ]
-"""Every option once beside others that it does not touch: one of them wrong is a run that is wrong."""
+"""Rows with every option once, combined with others that it does not touch: one wrong option makes the run wrong."""
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.pool import Pool
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 WIDE = PACKED | {"train__tokens_per_micro_batch": 2 * SEQ}
 LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
-"""Positions of each sample: one fills a row, one has no text."""
+"""Number of positions of each sample: one fills a row, one has no text."""
 ALL = {aggregation: knobs(aggregation) for aggregation in get_args(Aggregation)}
 COUNTED = {name: ALL[name] | {"loss__empty_sequences": "include"} for name in ("seq-mean-token-sum",)}
 ROUTED = MIXTRAL | {"loss__router": {"z_coefficient": 0.5, "sequence_balance_coefficient": 2.0}}
@@ -35,7 +35,7 @@ SEEN: dict[str, Any] = {"model__sliding_window": 3, "model__attention_sinks": Tr
 
 @cache
 def steps(seed: int = 13, all_have_text: bool = False) -> list[GlobalBatch]:
-    """Conversations of ragged lengths, weights of samples and of tokens; some have nothing to learn."""
+    """Draws conversations of ragged lengths, weights of samples and of tokens; some have nothing to learn."""
     rng = np.random.default_rng(seed)
     lengths = [LENGTHS, LENGTHS[5:] + LENGTHS[:5]]
     if all_have_text:
@@ -52,7 +52,7 @@ def conversation(rng: np.random.Generator, length: int, slot: int) -> Sample:
 def outcomes(
     pool: Pool, case: Case, changes: list[dict[str, Any]], batches: list[GlobalBatch] | None = None
 ) -> list[Outcome]:
-    """A run of each; all ranks report the same."""
+    """Runs each configuration; all ranks report the same."""
     configs = [case.config(**each) for each in changes]
     given = steps() if batches is None else batches
     everyone = pool.run(train_each, case.resolved(configs[0]), configs, initial_parameters(configs[0]), given)
@@ -80,7 +80,8 @@ CUT = [
 def test_packed_rows_are_rows_of_one_sample_in_every_aggregation(
     pool: Pool, case: Case, changes: list[dict[str, Any]]
 ) -> None:
-    """Half of the aggregations a layout, so that each meets three layouts, context and data parallelism among them."""
+    """Tests half of the aggregations per layout, so that each meets three layouts, with context and data
+    parallelism."""
     batches = steps()[:1]
     packed = outcomes(pool, case, [PACKED | each for each in changes], batches)
     for each, found in zip(changes, packed, strict=True):
@@ -119,8 +120,8 @@ MODELS: dict[str, tuple[Case, list[dict[str, Any]]]] = {
     "losses of sequences with text": (case(2, num_layers=2, cp=2, dp=2), [JUDGED]),
 }
 DAY = ("experts and their losses", "tokens ahead", "windows and sinks", "losses of sequences")
-"""What else a model has is beside isolated documents by day, on one of which a packed row depends: latents, sinks of
-gathered rows and experts over tensor ranks (test_families.py, test_latent_attention.py)."""
+"""Models by day with isolated documents, on which a packed row depends; latents, sinks of gathered rows and experts
+over tensor ranks are in test_families.py and test_latent_attention.py."""
 
 
 @pytest.mark.parametrize("name", [name if name in DAY else at_night(name) for name in MODELS])

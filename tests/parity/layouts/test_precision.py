@@ -28,9 +28,10 @@ from tests.pool import Pool
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 LOSS_ROUNDINGS, GRADIENT_ROUNDINGS = 52, 104
 MORE_BY_LATENTS = 8
-"""On the way forward; as many on the way back."""
+"""Number of additional roundings on the way forward; as many on the way back."""
 MORE_BY_NORMS, MORE_BY_BIASES = 17, 16
-"""Gemma: four norms in each of four layers, and scaled embeddings; GPT-OSS: four biases in each."""
+"""Number of additional roundings. Gemma: four norms in each of four layers, scaled embeddings; GPT-OSS: four biases
+each."""
 GPT_OSS_ATTENTION = {key: value for key, value in GPT_OSS.items() if key != "model__experts"}
 CASES = [
     lean(each, 4)
@@ -39,7 +40,7 @@ CASES = [
 
 
 def worst_distance(found: Arrays | None, exact: StepResult, config: Config) -> float:
-    """The largest relative distance of a tensor in the 2-norm."""
+    """Returns the largest relative distance of a tensor in the 2-norm."""
     real = without_padding(found, config.model.vocab_size)
     expected = {name: value.numpy() for name, value in exact.gradients.items()}
     return max(float(np.linalg.norm(real[name] - value) / np.linalg.norm(value)) for name, value in expected.items())
@@ -48,7 +49,7 @@ def worst_distance(found: Arrays | None, exact: StepResult, config: Config) -> f
 def assert_near_the_oracle(
     pool: Pool, precision: str, case: Case, num_steps: int = 2, more: int = 0, **architecture: Any
 ) -> None:
-    """`more` roundings on the way forward than a plain model has."""
+    """Checks a step whose model has `more` roundings on the way forward than a plain one."""
     changes = {"train__precision": precision, "train__initial_loss_scale": 2.0**10, **architecture}
     batches, config = three_steps()[:num_steps], case.config(**changes)
     steps = run_case(pool, case, batches, **changes).steps
@@ -80,14 +81,14 @@ def test_half_precision_is_near_the_oracle(pool: Pool, precision: str, case: Cas
 @pytest.mark.nightly  # the day has latents in float32, and every other module in half precision
 @pytest.mark.parametrize("case", [case(8, tp=2, sp=True, cp=2), case(8, pp=2, vpp=2, cp=2, cp_comm="ulysses")], ids=str)
 def test_latents_in_half_precision_are_near_the_oracle(pool: Pool, case: Case) -> None:
-    """One step: the few tokens of the second one amplify rounding by two, on one process as on four."""
+    """Tests one step: the few tokens of the second one amplify rounding by two, on one process as on four."""
     assert_near_the_oracle(pool, "bf16", case, 1, MORE_BY_LATENTS, **DEEPSEEK_ATTENTION)
 
 
 @pytest.mark.nightly  # the day has depths in float32, and the layers of which they are made in half precision
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_depths_in_half_precision(pool: Pool, precision: str) -> None:
-    """One more layer, and four more roundings for the two norms, the joint projection and the final norm."""
+    """Allows for one more layer, and four more roundings: two norms, the joint projection and the final norm."""
     one = case(8, tp=2, sp=True, pp=2)
     roundings = GRADIENT_ROUNDINGS + 2 * (13 + 4)
     changes = {"train__precision": precision, "train__initial_loss_scale": 2.0**10, "model__mtp_depths": 1}
@@ -109,7 +110,7 @@ def test_depths_in_half_precision(pool: Pool, precision: str) -> None:
     ],
 )
 def test_families_in_half_precision_are_near_the_oracle(pool: Pool, family: dict[str, Any], more: int) -> None:
-    """Without experts: a token whose two best are nearly alike goes elsewhere under rounding."""
+    """Leaves experts out: a token whose two best are nearly alike goes elsewhere under rounding."""
     assert_near_the_oracle(pool, "bf16", case(8, tp=2, sp=True, cp=2, cp_comm="ulysses"), 1, more, **family)
 
 
@@ -146,7 +147,7 @@ def test_the_numerator_scale_changes_no_bit(pool: Pool, case: Case) -> None:
 
 
 def test_plain_sums_would_overflow_in_fp16(pool: Pool) -> None:
-    """Without the numerator_scale a step with the usual loss scale is lost; with it, it is near the oracle."""
+    """Loses a step with the usual loss scale without the numerator_scale; with it, the step is near the oracle."""
     one = case(4)
     config = one.config(train__precision="fp16", train__initial_loss_scale=2.0**16)
     batch = three_steps()[0]

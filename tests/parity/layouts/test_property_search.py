@@ -1,7 +1,7 @@
 """Random layouts, models, losses, masks and packings: the law is checked against the float64 oracle.
 
-In the suite a fixed handful along each axis. At night as many as asked for, from new seeds, with shrinking and a
-database of the examples that failed:
+In the suite a fixed handful along each axis. At night any number, from new seeds, with shrinking and a database of the
+examples that failed:
 
     python -m pytest tests/parity/layouts/test_property_search.py --max-examples 500
 """
@@ -25,16 +25,16 @@ from tests.paths import ROOT
 from tests.pool import Pool
 
 NUM_EXAMPLES, NUM_RANKS = 2, 4
-"""Along each axis, in the suite."""
+"""Number of examples along each axis and of their ranks, in the suite."""
 NUM_AT_A_TIME = 10
-"""Later examples of one search would be variants of earlier ones."""
+"""Number of examples of one search: later ones would be variants of earlier ones."""
 DATABASE = ROOT / ".hypothesis" / "parity"
 _SLOW_IS_FINE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _FIXED = settings(_SLOW_IS_FINE, derandomize=True, database=None, phases=[Phase.generate])
 
 
 DAY = ("pp", "ep")
-"""Beside cp, along which the test below finds a fault; the layouts themselves are by day in test_layouts.py."""
+"""Axes by day besides cp, along which the test below finds a fault; the layouts are by day in test_layouts.py."""
 
 
 @pytest.mark.parametrize("axis", [each if each in DAY else at_night(each) for each in (*AXES, "ep", "ring")])
@@ -68,7 +68,7 @@ def search(law: Callable[[Trial], None], axis: str, num_examples: int) -> None:
 
 
 def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search sees a fault that is there: each microbatch divided by its own tokens."""
+    """Checks that the search sees a fault: each microbatch divided by its own tokens."""
     name = "tests.parity.naive:mean_of_means"
     monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, name, oracle_loss.TOKEN_LOSSES["next_token"])
     planted: dict[str, Any] = {

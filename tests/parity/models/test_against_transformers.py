@@ -32,14 +32,14 @@ CASES = [
 
 
 class Reference(NamedTuple):
-    """A model of transformers and what it computes in float64 on the first batch."""
+    """Model of transformers and its results in float64 on the first batch."""
 
     knobs: dict[str, Any]
-    """The same architecture in our words."""
+    """Changes of the configuration that describe the same architecture."""
     state: dict[str, Any]
     """Parameters by megatron-core's names."""
     logits: Any
-    """[batch, seq, vocab_size]."""
+    """Logits, [batch, seq, vocab_size]."""
     loss: float
     gradients: dict[str, Any]
 
@@ -113,19 +113,19 @@ def common() -> dict[str, Any]:
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "attn_implementation": "eager",
-        "experts_implementation": "eager",  # the grouped one knows no float64
+        "experts_implementation": "eager",  # the grouped one does not support float64
     }
 
 
 FAMILIES = [llama, qwen2, qwen3, gemma3, olmo2, olmo3]
-"""Each as one process and under two other layouts, each layout with two families or three: how a layout divides a
-family is compared with the first oracle (test_families.py, tests/parity/layouts/test_options.py)."""
+"""Families, each on one process and under two other layouts, each layout with two or three families: the first oracle
+tests how a layout divides a family (test_families.py, tests/parity/layouts/test_options.py)."""
 RUNS = [
     (family, each) for i, family in enumerate(FAMILIES) for each in (CASES[0], CASES[1 + i % 5], CASES[1 + (i + 2) % 5])
 ]
 IDS = [f"{family.__name__}-{each}" for family, each in RUNS]
 ON_RANKS = (llama, CASES[1])
-"""By day every family on one process, as the first oracle shows the layouts, and one on ranks."""
+"""Family and layout on several ranks by day; the others are on one process, as the first oracle tests the layouts."""
 
 
 @cache
@@ -134,7 +134,7 @@ def reference_of(family: Callable[[], tuple[dict[str, Any], Any]]) -> Reference:
 
 
 def computed(family: Callable[[], tuple[dict[str, Any], Any]]) -> Reference:
-    """A model of transformers, drawn, and what it says to the first batch."""
+    """Draws a model of transformers and computes its results on the first batch."""
     knobs, config = family()
     torch.manual_seed(11)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -171,7 +171,7 @@ def test_loss_gradients_and_logits_are_those_of_transformers(
 
 
 def assert_like_the_reference(pool: Pool, reference: Reference, case: Case) -> None:
-    """Within the tolerance of parity; one launch of ranks for all of it."""
+    """Compares within the tolerance of parity, in one launch of ranks."""
     config = case.config(**reference.knobs)
     layout = case.resolved(config)
     everyone = pool.run(ranks.logits_and_a_step, layout, config, reference.state, three_steps()[0])
@@ -189,7 +189,7 @@ def assert_like_the_reference(pool: Pool, reference: Reference, case: Case) -> N
 
 
 def assemble_logits(parts: list[list[Any]], layout: Layout, micro_batch_size: int) -> Any:
-    """[batch, seq, vocab_size] from what each rank of the last stage saw."""
+    """Assembles [batch, seq, vocab_size] from the logits of each rank of the last stage."""
     whole = np.full((BATCH, SEQ, 100), np.nan)
     for rank, microbatches in enumerate(parts):
         place = layout.coordinate(rank)

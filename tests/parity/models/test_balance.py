@@ -1,4 +1,4 @@
-"""Losses of routers and biases of the choice: the same on every layout, and of text alone."""
+"""Losses of routers and biases of the choice: the same on every layout, and counted over text only."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,8 @@ from tests.parity.ranks import Run, losses_along, train_each
 from tests.pool import Pool
 
 E = 7e-4
-"""Small enough for no token to change its expert, which some do at four times of it; large enough for the difference of
-two losses, which are float32 numbers of about 100."""
+"""Step of the finite difference: small enough that no token changes its expert, which some do at four times of it;
+large enough for the difference of two losses, which are float32 numbers of about 100."""
 LOSSES: dict[str, Any] = {"loss__router": {"z_coefficient": 0.05, "sequence_balance_coefficient": 0.3}}
 MOVING = {"model__experts": {**DEEPSEEK["model__experts"], "bias_update_rate": 0.01}}
 SOFTMAX, SIGMOID = {**MIXTRAL, **LOSSES}, {**MOVING, **LOSSES}
@@ -57,7 +57,7 @@ CASES: list[tuple[str, Case]] = [
 
 
 def steps_of(run: str) -> list[GlobalBatch]:
-    """Rows with padding; documents of a row; ragged loss masks with ranks that have no loss token."""
+    """Returns rows with padding; documents of a row; ragged loss masks with ranks that have no loss token."""
     return {"packed": documents_steps, "rows": three_steps}.get(run, padded_steps)()[:2]
 
 
@@ -72,7 +72,7 @@ DAY = [
         ("rows", case(2, cp=2, ep=2)),
     )
 ]
-"""One step each: that the next one has the biases is in `test_biases_move_with_the_weights_alone`."""
+"""Rows of one step each: `test_biases_move_with_the_weights_alone` shows that the next one has the biases."""
 
 
 @pytest.mark.parametrize("rows", by_layout(DAY, night=LEAN))
@@ -87,7 +87,7 @@ def test_balancing_does_not_change_with_the_layout(pool: Pool, rows: list[Row]) 
     ids=str,
 )
 def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
-    """Also where every layer runs twice, and where padding, which is half of all positions, goes to other experts."""
+    """Runs every layer twice; padding, half of all positions, goes to other experts."""
     config, batch = case.config(**RECOMPUTED), padded_steps()[0]
     parameters = initial_parameters(config)
     seen = routers_of(as_tensors(parameters), config.model, [Sequence.of_sample(row, True) for row in batch])
@@ -100,13 +100,13 @@ def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
 
 
 def other_masks(batch: GlobalBatch) -> GlobalBatch:
-    """A loss on one token in ten."""
+    """Draws a loss mask with one token in ten."""
     rows = [np.where(np.arange(len(row.tokens)) % 10 == 3, row.mask, 0.0) for row in batch]
     return [replace(row, mask=mask) for row, mask in zip(batch, rows, strict=True)]
 
 
 def test_the_loss_mask_changes_nothing_of_it(pool: Pool) -> None:
-    """Values bit for bit, and the gradient that the terms add, which is a difference of two runs."""
+    """Compares values bit for bit, and the gradient that the terms add, which is a difference of two runs."""
     one = case(4, num_layers=2, dp=2, ep=2)
     strong = {**MOVING, "loss__router": {"z_coefficient": 30.0, "sequence_balance_coefficient": 200.0}}
     configs = [one.config(**run) for run in (strong, MOVING)]
@@ -131,7 +131,7 @@ def test_the_loss_mask_changes_nothing_of_it(pool: Pool) -> None:
 
 
 def test_biases_move_with_the_weights_alone(pool: Pool) -> None:
-    """Not in an empty batch, not in one that fp16 skips, not in one that stops the run."""
+    """Checks that biases stay in an empty batch, in one that fp16 skips, and in one that stops the run."""
     one = case(8, num_layers=2, dp=2, ep=2)
     full, empty = padded_steps()[0], empty_batch()
     config = one.config(**SIGMOID)
@@ -162,9 +162,9 @@ def test_biases_move_with_the_weights_alone(pool: Pool) -> None:
 
 @pytest.mark.nightly  # the day compares its loss and its gradient with the oracle's
 def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
-    """(L(w + e v) - L(w - e v)) / 2e = <gradient, v>: the oracle takes no part.
+    """Checks (L(w + e v) - L(w - e v)) / 2e = <gradient, v>, without the oracle.
 
-    Few tokens and a small e, so that no token goes to another expert on the way: the objective jumps there.
+    It has few tokens and a small e, so that no token goes to another expert meanwhile: the objective jumps there.
     """
     one = case(2, num_layers=2, tp=2, sp=True, pp=2, ep=2)
     strong = {"z_coefficient": 3.0, "sequence_balance_coefficient": 20.0}
@@ -182,7 +182,7 @@ def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", ["microbatch", "global"])
 def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) -> None:
-    """The mean over tokens of the loss of their microbatch; with running counts, of all microbatches so far."""
+    """Checks the mean over tokens of their microbatch's loss; with running counts, of all microbatches so far."""
     one = case(2, num_layers=2, dp=2, ep=2)
     run = {
         **MIXTRAL,
@@ -209,7 +209,7 @@ def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) ->
 
 
 def layer_sum(kind: str, name: str, seen: list[Routers], config: Config) -> torch.Tensor:
-    """Sum over tokens of one router's loss, by microbatch of two ranks of two rows."""
+    """Sums one router's loss over tokens, by microbatch of two ranks of two rows."""
     section = config.model.experts
     assert section is not None
     sums, before = [], torch.zeros(section.num_experts)

@@ -1,4 +1,4 @@
-"""Experts do not change with the layout: dispatched by either way, divided over ep and etp, beside every other axis."""
+"""Experts do not change with the layout: both dispatchers, divided over ep and etp, combined with every other axis."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from tests.pool import Pool
 
 
 class Run(NamedTuple):
-    """A model under a layout."""
+    """Model under a layout."""
 
     name: str
     changes: dict[str, Any]
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """What the case stands for."""
+        """Returns the layout of the case."""
         return self.case.resolved(self.case.config(**self.changes))
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 
 def gathered(model: dict[str, Any]) -> dict[str, Any]:
-    """Tokens travel by all-gather."""
+    """Makes tokens travel by all-gather."""
     return with_experts(model, dispatcher="allgather")
 
 
@@ -85,7 +85,8 @@ OPTIONS = [
 
 
 def row_of(run: Run) -> Row:
-    """Of one step where the next one would be of the same kind, few microbatches and layers; QWEN's seed is of four."""
+    """Makes a row of one step where another would add nothing, with few microbatches and layers; QWEN's seed needs
+    four."""
     num_layers = 4 if run.changes.items() >= QWEN.items() else 2
     num_steps = 2 if run in OPTIONS or run.changes.items() >= OVERLAP.items() or run.name == "biases" else 1
     return Row(run.name, run.changes, lean(run.case, num_layers), steps_of(run.changes)[:num_steps])
@@ -103,7 +104,7 @@ DAY = [
     Run("deepseek by all-gather", gathered(DEEPSEEK), case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", ep=2)),
     Run("biases", BIASED | PLAIN_OPTIMIZER, case(4, tp=2, sp=True, dp=2, ep=2)),
 ]
-"""Every model, option and axis once."""
+"""Runs by day: every model, option and axis once."""
 
 
 @pytest.mark.parametrize("rows", by_layout(map(row_of, DAY), night=map(row_of, (*RUNS, *OPTIONS))))
@@ -112,13 +113,13 @@ def test_experts_do_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> N
 
 
 def assert_choices_and_rows_exact(pool: Pool, rows: list[Row]) -> None:
-    """The runs are the oracle's, and no choice of experts hangs on rounding."""
+    """Checks that the runs equal the oracle, and that no choice of experts depends on rounding."""
     for oracle in assert_rows_exact(pool, rows):
         assert min(step.margin for step in oracle) > MARGIN, "a token may go elsewhere in float32"
 
 
 def test_a_capacity_that_holds_all_tokens_drops_none(pool: Pool) -> None:
-    """A capacity of top_k tokens an expert times 4 takes every token of a microbatch; one of a half cannot."""
+    """Has a capacity of top_k tokens per expert times 4, which takes every token of a microbatch; half of it cannot."""
     permitted = {"loss__allow_layout_dependent": True}
     roomy = Run("roomy", with_experts(MIXTRAL, capacity_factor=4.0) | permitted, case(4, dp=2, ep=2))
     assert_choices_and_rows_exact(pool, [row_of(roomy)])
@@ -136,7 +137,7 @@ def test_a_capacity_that_holds_all_tokens_drops_none(pool: Pool) -> None:
     ids=["dp2 ep2", "one process", "tp2 dp2 ep2"],
 )
 def test_experts_in_bf16_are_near_the_oracle(pool: Pool, case: Case) -> None:
-    """All experts for every token, so that rounding changes no choice; bounds as for dense models."""
+    """Uses all experts for every token, so that rounding changes no choice; bounds are as for dense models."""
     changes = with_experts(MIXTRAL, top_k=8, num_experts=8) | {"train__precision": "bf16"}
     batches, config = two_steps(), case.config(**changes)
     unit, steps = precision.ROUNDING["bf16"], run_case(pool, case, batches, **changes).steps

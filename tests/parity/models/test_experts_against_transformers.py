@@ -22,7 +22,7 @@ def mixtral() -> tuple[dict[str, Any], Any]:
 
 
 def qwen3_moe() -> tuple[dict[str, Any], Any]:
-    """Without norm_topk_prob: the softmax is over all experts."""
+    """Leaves norm_topk_prob out: the softmax is over all experts."""
     knobs = QWEN | {"model__tied_embeddings": False, "model__qk_norm": True, "model__head_dim": 16}
     sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False}
     theirs = {"rope_type": "default", "rope_theta": 1e4}

@@ -55,24 +55,24 @@ MEASURED: list[tuple[dict[str, Any], Case]] = [
     (GPT_OSS, case(2, pp=2, vpp=2, cp=2, dp=2, ep=2)),
     (GPT_OSS, case(4, tp=4, sp=True, dp=2, ep=4)),
 ]
-"""Of docs/parity.md alone: eight ranks each, and nothing of a family but its heads over four tensor ranks, which
-tests/parity/layouts/test_options.py divides, that a case above does not have."""
+"""Cases of docs/parity.md only: eight ranks each, with nothing that the cases above lack except heads over four tensor
+ranks, which tests/parity/layouts/test_options.py divides."""
 
 
 def family(changes: dict[str, Any]) -> str:
-    """Which one a case is of."""
+    """Names the family of a case."""
     if changes.keys() >= OLMO2.keys():
         return "olmo3" if "model__sliding_window" in changes else "olmo2"
     return "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
 
 
 def steps_of(changes: dict[str, Any]) -> list[GlobalBatch]:
-    """Rows of several documents where they are kept apart."""
+    """Returns rows of several documents where they are kept apart."""
     return documents_steps() if changes.keys() & ISOLATED.keys() else three_steps()[:2]
 
 
 NUM_LAYERS = {"gemma": 4, "olmo3": 4}
-"""Of families whose layers follow a pattern; two layers have all that is in the others."""
+"""Number of layers of families whose layers follow a pattern; elsewhere two layers have everything."""
 ROWS = [
     Row(name, changes, lean(each, NUM_LAYERS.get(name, 2)), steps_of(changes)[:1])
     for changes, each in CASES
@@ -91,12 +91,12 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("gpt_oss", GPT_OSS | ISOLATED, WITH_EXPERTS),
     ("deepseek", DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | FULL, WITH_EXPERTS),
 ]
-"""Every family on tensor ranks, and on those of a pipeline or of a context; Gemma has the latter in half precision
-(tests/parity/layouts/test_precision.py)."""
+"""Families by day, each on tensor ranks, and on those of a pipeline or of a context; Gemma has the latter in half
+precision (tests/parity/layouts/test_precision.py)."""
 
 
 def day() -> Iterator[Row]:
-    """Microbatches are what a pipeline needs of them: nothing of a family depends on their number."""
+    """Yields rows with as few microbatches as a pipeline needs: nothing in a family depends on their number."""
     for name, changes, each in DAY:
         few = lean(each, NUM_LAYERS.get(family(changes), 2))
         one = few if "pp" in each.layout else replace(few, micro_batch_size=BATCH)
@@ -109,7 +109,7 @@ def test_families_keep_the_promise(pool: Pool, rows: list[Row]) -> None:
 
 
 def test_gates_beyond_their_bounds_are_clamped(pool: Pool) -> None:
-    """In dense layers and in experts: biases that put a third of all gates and what they let through beyond 7."""
+    """Has biases that put a third of all gates and their inputs beyond 7, in dense layers and in experts."""
     one = case(8, num_layers=2, tp=2, sp=True, ep=2)
     changes = {**GPT_OSS, "model__experts": {**GPT_OSS["model__experts"], "first_dense_layers": 1}}
     config, batch = one.config(**changes), three_steps()[0]

@@ -1,4 +1,4 @@
-"""The group-limited choice of experts is that of DeepSeek-V3 in transformers, whatever the numbers of a folder are."""
+"""Group-limited choice of experts as in DeepSeek-V3 of transformers, for any numbers of a folder."""
 
 import json
 from typing import Any
@@ -13,14 +13,14 @@ from tests.parity.models import test_against_transformers as plain
 from tests.pool import Pool
 
 CHOICES = [(2, 2), (3, 1), (2, 1), (4, 2), (4, 1), (3, 2), (5, 4)]
-"""(experts of a token, groups that it may choose from) of 4 groups of 4 experts."""
+"""Pairs (experts of a token, groups that it may choose from), of 4 groups of 4 experts."""
 DAY = [(2, 2), (3, 2), (5, 4)]
-"""As many groups as experts, fewer, and all of them; the choice of one group is one of fewer."""
+"""Choices by day: as many groups as experts, fewer, and all of them; one group is a case of fewer."""
 CASES = [case(8), case(8, tp=2, sp=True, ep=2, etp=1, pp=2)]
 
 
 def deepseek(top_k: int, num_kept_groups: int) -> tuple[dict[str, Any], Any]:
-    """The model that this program reads out of the config.json that transformers writes."""
+    """Builds the model from the config.json that transformers writes."""
     config = transformers.DeepseekV3Config(
         **plain.common() | {"num_key_value_heads": 8, "rms_norm_eps": 1e-3},
         q_lora_rank=12,
@@ -57,5 +57,5 @@ def test_the_choice_is_that_of_transformers(pool: Pool, reference: plain.Referen
 @pytest.mark.nightly  # the day has groups over ranks in test_experts.py (DEEPSEEK)
 @pytest.mark.parametrize("choice", [(2, 1), (5, 4)], ids=str)
 def test_the_choice_is_the_same_on_several_ranks(pool: Pool, choice: tuple[int, int]) -> None:
-    """One group and all: a rank chooses for its own tokens, by whatever rule."""
+    """Tests one group and all: a rank chooses for its own tokens, by any rule."""
     plain.assert_like_the_reference(pool, plain.computed(lambda: deepseek(*choice)), CASES[1])

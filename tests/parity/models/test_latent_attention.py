@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the same run under every layout, and that of transformers."""
+"""Multi-head latent attention: the same run under every layout, and the same as in transformers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DIRECT = LATENT | {
     "model__mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 4},
     "model__rope": {"base": 300.0},
 }
-"""Queries without a latent, pairs in halves, values narrower than keys."""
+"""Latent attention without a latent for queries, with rotary pairs in halves, and values narrower than keys."""
 SELECTIVE, FULL = {"train__recompute": "selective"}, {"train__recompute": "full"}
 ISOLATED = {"data__isolate_documents": True}
 
@@ -69,12 +69,12 @@ DAY = [
 
 @pytest.mark.parametrize("rows", by_layout(DAY, night=LEAN))
 def test_rows_under_every_kind_of_layout(pool: Pool, rows: list[Row]) -> None:
-    """Rows of one document, and rows whose documents restart positions."""
+    """Tests rows of one document, and rows whose documents restart positions."""
     assert_rows_exact(pool, rows)
 
 
 def deepseek(knobs: dict[str, Any], is_interleaved: bool) -> tuple[dict[str, Any], Any]:
-    """All layers dense. transformers norms latents with 1e-6, whatever rms_norm_eps says."""
+    """Builds all layers dense. transformers normalizes latents with 1e-6, whatever rms_norm_eps says."""
     mla, rope = knobs["model__mla"], knobs["model__rope"]
     yarn = {
         "rope_type": "yarn",

@@ -52,7 +52,8 @@ RUNS: list[tuple[dict[str, Any], Case, dict[str, Any]]] = [
 
 
 def rows() -> Iterator[Row]:
-    """What schedules microbatches among stages keeps their number; a pattern of layers has four of them."""
+    """Yields rows; fields that schedule microbatches among stages keep their number; a pattern of layers has four of
+    them."""
     for fields, each, changes in RUNS:
         batches = steps_of(changes)[:2] if "model__experts" in changes else two_steps()[:1]
         num_layers = 4 if "no_rope_freq" in fields else 2
@@ -79,11 +80,11 @@ DAY: list[tuple[dict[str, Any], Case, dict[str, Any]]] = [
     ({"batch_p2p_comm": False}, case(4, pp=2), {}),
     (FUSED, case(2, tp=2, sp=True, dp=2), {"model__tied_embeddings": True, "train__overlap_grad_reduce": True}),
 ]
-"""Every field once, beside others that it does not touch."""
+"""Fields by day, each once, combined with others that it does not touch."""
 
 
 def day() -> Iterator[Row]:
-    """As `rows`."""
+    """Yields the rows by day."""
     for fields, each, changes in DAY:
         batches = (steps_of(changes) if "model__experts" in changes else two_steps())[:1]
         yield Row(

@@ -43,7 +43,8 @@ FULL = {"train__recompute": "full"}
 OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
 GPT2 = {"model__norm": "layernorm", "model__activation": "gelu", "model__linear_bias": True}
 EVERY_OTHER = {"model__sliding_window": 7, "model__global_attention_every": 2}
-"""The last layer sees everything and one more would not: depths are of the kind of the last layer."""
+"""Pattern whose last layer attends to everything, while one more would not: depths are of the kind of the last
+layer."""
 
 ROWS: list[tuple[str, dict[str, Any], Case]] = [
     ("two", TWO, case(4)),
@@ -108,12 +109,12 @@ DAY = [
         weighted_steps()[:1],
     ),
 ]
-"""Each model and each axis once."""
+"""Rows by day: each model and each axis once."""
 
 
 @pytest.mark.parametrize("rows", by_layout(DAY, night=LEAN))
 def test_depths_do_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> None:
-    """They stop at the edges of documents, and are aggregated as the main term is."""
+    """Checks that depths stop at the edges of documents, and are aggregated as the main term is."""
     assert_rows_exact(pool, rows)
 
 
@@ -125,7 +126,7 @@ ROUTERS = [
 
 
 DAY_OF_ROUTERS = Row("both", ONE | SIGMOID | FULL, case(8, num_layers=2, tp=2, sp=True, pp=2), padded_steps()[:1])
-"""A layer in each stage, and a depth with a router of its own in the last one."""
+"""Row by day with a layer in each stage, and a depth with a router of its own in the last one."""
 
 
 @pytest.mark.parametrize("row", [DAY_OF_ROUTERS, *map(at_night, ROUTERS)], ids=str)
@@ -140,7 +141,7 @@ def test_routers_of_depths_count_their_own_tokens(pool: Pool, row: Row) -> None:
     ids=str,
 )
 def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
-    """One loss token at the beginning or behind it: depths have denominators of 0, or one microbatch has all of it."""
+    """Has one loss token at or near the beginning: depths have a denominator of 0, or one microbatch has all of it."""
     rng = np.random.default_rng(5)
     first, second = np.eye(SEQ)[0], np.eye(SEQ)[1]
     batches = [
@@ -178,7 +179,7 @@ def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str,
 
 @pytest.mark.parametrize("case", [case(4, num_layers=2, tp=2, sp=True), case(4, num_layers=2, pp=2)], ids=str)
 def test_the_next_token_is_predicted_alone_where_no_more_are_asked_for(pool: Pool, case: Case) -> None:
-    """As generation asks: the same logits, bit for bit."""
+    """Checks generation's case: the same logits, bit for bit."""
     config = case.config(**TWO)
     given = (config, initial_parameters(config), three_steps()[0])
     for report in pool.run(ranks.logits_with_and_without_depths, case.resolved(config), *given):

@@ -1,4 +1,4 @@
-"""A model of transformers with a head, and what transformers and TRL make of some sequences."""
+"""Model of transformers with a head, and the losses of transformers and TRL for some sequences."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.parity.batches import SEQ, VOCAB, GlobalBatch
 NUM_GROUPS, CENTER = 6, 0.05
 _PAD = VOCAB - 1
 _LENGTHS = [5, 1, 17, 9, 2, SEQ, 12, 3, 8, 20, 4, 30]
-"""Tokens of each sequence, from one to a whole row."""
+"""Number of tokens of each sequence, from one to a whole row."""
 _WEIGHTS = [1.0, 0.5, 2.0, 0.25, 1.5, 3.0]
-"""Of the pairs."""
+"""Weights of the pairs."""
 _MARGINS = [0.0, 0.5, -0.25, 1.0, 0.0, 2.0]
 _ORDER = [7, 2, 11, 4, 0, 9, 5, 10, 1, 8, 3, 6]
-"""Slots of the sequences: the two of a pair lie apart."""
+"""Slots of the sequences: the two of a pair are apart."""
 
 
 def model_of(config: Config) -> Any:
-    """LlamaForSequenceClassification in float64, every parameter drawn."""
+    """Builds LlamaForSequenceClassification in float64, with every parameter drawn."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     described = LLAMA.config(config.model, None)
@@ -47,7 +47,7 @@ def model_of(config: Config) -> Any:
 
 
 def by_global_name(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Any]:
-    """Tensors under transformers' names, or their gradients, as ours."""
+    """Renames tensors, or their gradients, from transformers' names to ours."""
     found = {}
     for filled in LLAMA.table(config.model).slices:
         axes = 1 if "decoder.layers" in filled.key else 0
@@ -57,7 +57,7 @@ def by_global_name(tensors: Mapping[str, Tensor], config: Config) -> dict[str, A
 
 
 def data(num_labels: int, seed: int = 5) -> list[Datum]:
-    """Sequences 2 i and 2 i + 1 are a pair; or each has a class of its own."""
+    """Draws sequences: 2 i and 2 i + 1 are a pair; or each has a class of its own."""
     rng = np.random.default_rng(seed)
     found = []
     for number, length in enumerate(_LENGTHS):
@@ -73,7 +73,7 @@ def data(num_labels: int, seed: int = 5) -> list[Datum]:
 
 
 def scattered(batch: Sequence[Datum], config: Config) -> GlobalBatch:
-    """As samples in the order of slots."""
+    """Converts the sequences to samples in the order of slots."""
     needed = ("label",) if config.loss.function == "regression" else ()
     return [sample_of(batch[number], "a sample", config, needed) for number in _ORDER]
 
@@ -86,7 +86,7 @@ def _rows(batch: Sequence[Datum]) -> dict[str, Tensor]:
 
 
 def reward_loss(batch: Sequence[Datum], model: Any) -> Tensor:
-    """TRL's loss of each pair, and their mean by weight."""
+    """Computes TRL's loss of each pair, and their weighted mean."""
     from trl import RewardTrainer
 
     accelerator = SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x)
@@ -103,14 +103,14 @@ def reward_loss(batch: Sequence[Datum], model: Any) -> Tensor:
 
 
 def classification_loss(batch: Sequence[Datum], model: Any) -> Tensor:
-    """transformers' loss of each sequence, and their mean by weight."""
+    """Computes transformers' loss of each sequence, and their weighted mean."""
     losses = [model(**_rows([datum]), labels=torch.tensor([datum.label])).loss for datum in batch]
     weights = torch.tensor([datum.weight for datum in batch], dtype=torch.float64)
     return torch.stack(losses) @ weights / weights.sum()
 
 
 def with_numbers(batch: Sequence[Datum]) -> list[Datum]:
-    """The sequences, each with a number for a label."""
+    """Gives each sequence a number as its label."""
     numbers = np.random.default_rng(9).normal(0.0, 2.0, len(batch))
     return [
         replace(datum, member=None, label=float(np.float32(number)))
@@ -119,7 +119,7 @@ def with_numbers(batch: Sequence[Datum]) -> list[Datum]:
 
 
 def regression_loss(batch: Sequence[Datum], model: Any) -> Tensor:
-    """transformers' loss of each sequence, and their mean by weight."""
+    """Computes transformers' loss of each sequence, and their weighted mean."""
     numbers = [torch.tensor([datum.label], dtype=torch.float64) for datum in batch]
     losses = [model(**_rows([datum]), labels=number).loss for datum, number in zip(batch, numbers, strict=True)]
     assert model.config.problem_type == "regression"
@@ -129,7 +129,7 @@ def regression_loss(batch: Sequence[Datum], model: Any) -> Tensor:
 
 @torch.no_grad()
 def pooled(batch: Sequence[Datum], model: Any) -> Tensor:
-    """[sequences, labels]: of padded rows."""
+    """Computes the head's outputs of padded rows, [sequences, labels]."""
     logits: Tensor = model(**_rows(batch)).logits
     return logits
 
@@ -140,7 +140,7 @@ class _Lists(dict[str, list[float]]):
 
 
 def adapted(model: Any, config: Config) -> tuple[Any, dict[str, Tensor]]:
-    """The same model in PEFT with drawn pairs, its score trained whole; and all tensors under our names."""
+    """Wraps the model in PEFT with drawn pairs, its score trained whole; returns it and all tensors under our names."""
     import peft
 
     base = {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -161,7 +161,7 @@ def adapted(model: Any, config: Config) -> tuple[Any, dict[str, Tensor]]:
 
 
 def learned(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """What learns in `adapted`, or its gradients, as ours."""
+    """Returns the trained tensors of `adapted`, or their gradients, under our names."""
     assert config.adapter is not None
     theirs = {
         name.replace(".default", "").replace(".modules_to_save", ""): each.detach() for name, each in tensors.items()

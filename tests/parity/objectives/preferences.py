@@ -1,4 +1,4 @@
-"""Groups of answers that are hard on a preference loss, and what TRL makes of them."""
+"""Groups of answers that are hard on a preference loss, and TRL's results for them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "orpo": {"beta": 0.5},
     "simpo": {"beta": 2.0, "gamma": 0.7},
 }
-"""By loss; none is what its default is."""
+"""Options by loss; none has its default value."""
 _LENGTHS = [5, 1, 17, 9, 2, 30, 12, 3, 8, 1, 4, 20]
-"""Tokens of each answer, down to one."""
+"""Number of tokens of each answer, down to one."""
 _WEIGHTS = [1.0, 0.5, 2.0, 0.25, 1.5, 3.0]
-"""Of the pairs."""
+"""Weights of the pairs."""
 _ORDER = [7, 2, 11, 4, 0, 9, 5, 10, 1, 8, 3, 6]
-"""Slots of the sequences: the two of a pair lie apart."""
+"""Slots of the sequences: the two of a pair are apart."""
 
 
 def sequences(kind: str, seed: int = 5) -> GlobalBatch:
-    """Sequences 2 i and 2 i + 1 are a pair; for kto an answer and a mismatched one."""
+    """Draws sequences: 2 i and 2 i + 1 are a pair; for kto an answer and a mismatched one."""
     rng = np.random.default_rng(seed)
     found = []
     for number, length in enumerate(_LENGTHS):
@@ -52,17 +52,17 @@ def sequences(kind: str, seed: int = 5) -> GlobalBatch:
 
 
 def scattered(batch: GlobalBatch) -> GlobalBatch:
-    """In the order of slots."""
+    """Sorts the batch into the order of slots."""
     return [batch[number] for number in _ORDER]
 
 
 def answer_of(sample: Sample) -> Answer:
-    """As TRL has it."""
+    """Converts a sample to TRL's form."""
     return Answer([*sample.tokens.tolist(), int(sample.labels[-1])], [0, *sample.mask.astype(int).tolist()])
 
 
 def with_references(batch: GlobalBatch, model: Callable[[Tensor], Tensor], is_mean: bool) -> GlobalBatch:
-    """The batch with the scores that a reference model gives."""
+    """Returns the batch with the scores of a reference model."""
     found = []
     for sample in batch:
         log_probs = model(torch.from_numpy(sample.tokens)[None])[0].log_softmax(-1)
@@ -74,13 +74,13 @@ def with_references(batch: GlobalBatch, model: Callable[[Tensor], Tensor], is_me
 
 
 def model_of(parameters: Mapping[str, Any], config: Config) -> tuple[Callable[[Tensor], Tensor], Parameters]:
-    """The oracle's model in float64, and its leaves."""
+    """Builds the oracle's model in float64, and returns its leaves, too."""
     leaves = {name: torch.from_numpy(np.asarray(value)).double().requires_grad_() for name, value in parameters.items()}
     return lambda ids: logits_of(leaves, config.model, ids)[..., : config.model.vocab_size], leaves
 
 
 def trl_loss(kind: str, batch: GlobalBatch, trl: Trl) -> Tensor:
-    """The loss of a global batch: of pairs the mean by their weights, each of which TRL sees alone."""
+    """Computes the loss of a global batch: the weighted mean over pairs, each of which TRL sees alone."""
     if kind == "kto":
         answers = [sample for sample in batch if _role(sample) != "mismatched"]
         labels = [_role(sample) == "chosen" for sample in answers]
@@ -99,7 +99,7 @@ def _loss_of_pair(kind: str, trl: Trl, chosen: Answer, rejected: Answer) -> Tens
     if kind == "simpo":
         options = {"beta": options["beta"], "simpo_gamma": options["gamma"], "label_smoothing": 0.0}
     if kind == "dpo" and options.pop("label_smoothing"):
-        # TRL has no conservative DPO: it is two of its losses, the second of the pair the other way round
+        # TRL has no conservative DPO: it is two of its losses, the second with the pair exchanged
         ways = [([chosen], [rejected]), ([rejected], [chosen])]
         right, wrong = (trl.pairs("dpo", *way, loss_types=["sigmoid"], **options) for way in ways)
         share: float = OPTIONS["dpo"]["label_smoothing"]
@@ -111,7 +111,7 @@ def _loss_of_pair(kind: str, trl: Trl, chosen: Answer, rejected: Answer) -> Tens
 
 
 def naive_loss(kind: str, batch: GlobalBatch, trl: Trl) -> Tensor:
-    """The mean of the means of microbatches of two groups each."""
+    """Averages the means of microbatches of two groups each."""
     size = 4
     parts = [batch[start : start + size] for start in range(0, len(batch), size)]
     return torch.stack([trl_loss(kind, part, trl) for part in parts]).mean()

@@ -1,4 +1,4 @@
-"""Every aggregation under the layouts that cut its sums differently, against the oracle."""
+"""Aggregations under the layouts that cut their sums differently, against the oracle."""
 
 from dataclasses import replace
 from typing import Any, get_args
@@ -26,14 +26,14 @@ CASES = [*map(lean, [case(), case(dp=2), case(cp=2), case(cp=2, cp_comm="ulysses
 
 
 def knobs(aggregation: str) -> dict[str, Any]:
-    """With the constant where the aggregation has one; the length is neither the row's width nor a mean."""
+    """Returns the aggregation and its constant, if it has one; the length is neither the row's width nor a mean."""
     length = {"loss__norm_length": 20} if aggregation in NORM_AGGREGATIONS else {}
     power = {"loss__length_power": 0.3} if aggregation == "seq-mean-token-power" else {}
     return {"loss__aggregation": aggregation, **length, **power}
 
 
 def counting_empty_ones(aggregation: str) -> dict[str, Any]:
-    """Sequences without a loss token are in the denominator."""
+    """Counts sequences without a loss token in the denominator."""
     return knobs(aggregation) | {"loss__empty_sequences": "include"}
 
 
@@ -52,7 +52,7 @@ TOGETHER: dict[str, Any] = {
         )
     }
 }
-"""Every aggregation as a term of one run, weighed so that none outweighs the others."""
+"""Terms with every aggregation in one run, weighted so that none outweighs the others."""
 
 
 @pytest.mark.parametrize("case", CASES[2:], ids=str)
@@ -72,7 +72,7 @@ def test_aggregations_with_fractional_weights_and_empty_sequences(pool: Pool, ro
 
 @pytest.mark.parametrize("aggregation", SEQUENCE_MEANS)
 def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str) -> None:
-    """In the oracle, which `test_all_aggregations_beside_each_other` compares with."""
+    """Tests the oracle, with which `test_all_aggregations_beside_each_other` compares."""
     oracle = run_oracle(CASES[1].config(**counting_empty_ones(aggregation)), two_steps())
     assert [step.denominators["main"] for step in oracle] == [16.0, 16.0]
     excluded = run_oracle(CASES[1].config(**knobs(aggregation)), two_steps())
@@ -81,11 +81,11 @@ def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str)
 
 @pytest.mark.parametrize(
     "aggregation",
-    # the roots divide by the denominator that a mean over sequences divides by
+    # the roots have the same denominator as a mean over sequences
     ["token-mean", "seq-mean-token-mean", *map(at_night, ["seq-mean-token-sqrt", "seq-mean-token-power"])],
 )
 def test_a_denominator_below_one_is_not_clamped(pool: Pool, aggregation: str) -> None:
-    """Sample weights cancel, however small: the run is that of weights 1."""
+    """Checks that sample weights cancel, however small: the run equals that of weights 1."""
     one, batch = CASES[1], three_steps()[0]
     light = [replace(sample, weight=2.0**-12) for sample in batch]
     config = one.config(**knobs(aggregation))

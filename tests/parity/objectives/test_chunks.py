@@ -1,4 +1,4 @@
-"""Logits a few tokens at a time, and only of tokens that a term counts: the run of whole logits, under every layout.
+"""Logits a few tokens at a time, and only of tokens that a term counts: the same run as with whole logits.
 
 By default every parity test of masked batches selects tokens; here they are cut into chunks as well.
 """
@@ -52,7 +52,7 @@ DAY: list[tuple[Case, dict[str, Any]]] = [
     (lean(case(cp=2)), OVERLAPPED),
     (lean(case(tp=2, sp=True, pp=2)), AHEAD | TIED),
 ]
-"""Every axis, and every model that shares its table."""
+"""Cases with every axis, and every model that shares its table."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ DAY: list[tuple[Case, dict[str, Any]]] = [
     ids=lambda each: str(each) if isinstance(each, Case) else "-",
 )
 def test_several_terms_in_chunks(pool: Pool, case: Case, model: dict[str, Any]) -> None:
-    """Weights of all sizes, and a step whose loss tokens are all on one context-parallel rank."""
+    """Has weights of all sizes, and a step whose loss tokens are all on one context-parallel rank."""
     changes = TERMS | model
     batches = [*weighted_steps()[:1], *([three_steps()[1]] if "cp" in case.layout else [])]
     config = case.config(**changes)
@@ -69,7 +69,7 @@ def test_several_terms_in_chunks(pool: Pool, case: Case, model: dict[str, Any]) 
 
 
 def test_a_teacher_in_chunks(pool: Pool) -> None:
-    """Behind a pipeline, where its hidden states wait for the student."""
+    """Tests a pipeline, in which the teacher's hidden states wait for the student."""
     terms = {
         "loss__teacher": {"checkpoint": "not read here"},
         "loss__side_terms": {"kl": {"function": "distillation", "coefficient": 0.7, "aggregation": "token-mean"}},
@@ -87,7 +87,8 @@ def test_a_teacher_in_chunks(pool: Pool) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", at_night("fp16")])
 def test_half_precision_is_that_of_whole_logits(pool: Pool, precision: str) -> None:
-    """Much nearer than half precision is to float64: only the order of sums differs, in what is rounded to 8 bits."""
+    """Bounds are tighter than half precision's: only the order of sums differs, in values that are rounded to 8
+    bits."""
     one = case(4, num_layers=2, tp=2, sp=True)
     changes = {"train__precision": precision, "train__initial_loss_scale": 2.0**10}
     configs = [one.config(**changes, loss__chunk_tokens=chunk) for chunk in (7, "whole")]
@@ -103,7 +104,7 @@ def test_half_precision_is_that_of_whole_logits(pool: Pool, precision: str) -> N
 
 
 def test_documents_that_count_whole_are_left_whole_to_the_bit(pool: Pool) -> None:
-    """auto changes nothing where nearly every token counts and the microbatch is small."""
+    """Checks that auto changes nothing where nearly every token counts and the microbatch is small."""
     one = case(8, num_layers=2)
     batches = documents_steps()[:1]
     every = [[sample_with_every_token(sample) for sample in batch] for batch in batches]
@@ -112,7 +113,7 @@ def test_documents_that_count_whole_are_left_whole_to_the_bit(pool: Pool) -> Non
 
 
 def sample_with_every_token(sample: Any) -> Any:
-    """The same row, every token of which counts."""
+    """Returns the same row with every token counted."""
     return sample.__class__(tokens=sample.tokens, labels=sample.tokens, mask=np.ones(len(sample.mask)), weight=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Denominators and gradients of any size: exact where float32 carries them, else refused before anything is applied."""
+"""Denominators and gradients of any size: exact where float32 can represent them, else refused before any update."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HUGE_LOSS: dict[str, Any] = {
 
 
 def weighted(batch: GlobalBatch, weight: float) -> GlobalBatch:
-    """The same samples, each of this weight: a mean over tokens does not change."""
+    """Gives each sample this weight: a mean over tokens does not change."""
     return [replace(sample, weight=weight) for sample in batch]
 
 
 def refusals(pool: Pool, case: Case, batch: GlobalBatch, **changes: Any) -> list[str]:
-    """What the step of each rank says."""
+    """Returns the error message of each rank's step."""
     config = case.config(**changes)
     return pool.run(ranks.numeric_error, case.resolved(config), config, initial_parameters(config), batch)
 
@@ -55,7 +55,7 @@ def test_small_and_large_denominators_are_exact(pool: Pool, case: Case, weight: 
 @pytest.mark.parametrize("weight", [SMALL, LARGE])
 @pytest.mark.parametrize("changes", [BF16, FP16], ids=["bf16", "fp16"])
 def test_small_and_large_denominators_in_half_precision(pool: Pool, changes: dict[str, Any], weight: float) -> None:
-    """As near to the oracle as weights of 1 are (tests/parity/layouts/test_precision.py)."""
+    """Checks the same distance to the oracle as with weights of 1 (tests/parity/layouts/test_precision.py)."""
     one, batch = lean(case(pp=2), 4), weighted(three_steps()[0], weight)
     (step,) = run_case(pool, one, [batch], **changes).steps
     (exact,) = run_oracle(one.config(**changes), [batch])
@@ -91,7 +91,7 @@ def test_router_terms_beside_a_small_denominator_are_exact(pool: Pool) -> None:
 def test_a_denominator_that_float32_does_not_carry_is_refused(
     pool: Pool, changes: dict[str, Any], weight: float, notice: Notice
 ) -> None:
-    """At 1e-42, 1/D overflows; at 1e-39 a gradient in float32 is 1e-3 off and one in bf16 is 0; at 5e35, D > 2^126."""
+    """Has 1/D overflow at 1e-42; at 1e-39 float32 gradients are 1e-3 off and bf16 ones 0; at 5e35, D > 2^126."""
     one = lean(case(pp=2))
     with notice:
         messages = refusals(pool, one, weighted(three_steps()[0], weight), **changes)
@@ -103,7 +103,7 @@ def test_a_denominator_that_float32_does_not_carry_is_refused(
 
 
 def test_a_factor_that_float32_does_not_carry_is_refused(pool: Pool) -> None:
-    """1e10 x 1 / 1.9e-29: allowed apart, not together."""
+    """Has 1e10 x 1 / 1.9e-29: each is allowed alone, but not their product."""
     z_term = {"function": "z_loss", "coefficient": 1e10, "aggregation": "token-mean"}
     changes = {"loss__aggregation": "sum", "loss__side_terms": {"z": z_term}}
     (message,) = refusals(pool, case(4), weighted(three_steps()[0], SMALL), **changes)
@@ -121,7 +121,7 @@ def test_a_factor_that_float32_does_not_carry_is_refused(pool: Pool) -> None:
     exit_code=4,
 )
 def test_a_gradient_whose_square_overflows_is_not_applied(pool: Pool, notice: Notice) -> None:
-    """Loss and norm are finite, but the second moment would be inf, and the weight would never move again."""
+    """Has a finite loss and norm, but the second moment would be inf, and the weight would never move again."""
     with notice:
         messages = refusals(pool, case(4, dp=2), three_steps()[0], **HUGE_LOSS)
     assert len(messages) == 2

@@ -1,4 +1,4 @@
-"""A frozen teacher beside the model: loss, gradient norm and every gradient are those of one float64 process."""
+"""Distillation from a frozen teacher: loss, gradient norm and every gradient equal those of one float64 process."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ RUNS = [run for run in RUNS if run not in DAY]
 
 @pytest.mark.parametrize(
     ("changes", "case"),
-    # test_chunks.py has a teacher behind a pipeline by day
+    # test_chunks.py has a teacher in a pipeline by day
     [*(run[1:] for run in DAY), *(at_night(*run[1:]) for run in RUNS)],
     ids=[f"{run[0]}-{run[2]}" for run in (*DAY, *RUNS)],
 )
@@ -103,7 +103,7 @@ def test_only_a_pipeline_holds_logits_and_lets_them_go(pool: Pool, case: Case, i
 
 
 def smoothed(smoothing: float) -> dict[str, Any]:
-    """Beside terms of other aggregations."""
+    """Adds label smoothing to terms of other aggregations."""
     return {
         "loss__options": {"label_smoothing": smoothing},
         "loss__side_terms": {
@@ -121,7 +121,7 @@ SMOOTHED = [
 
 
 SMOOTHED_BY_DAY = Row("smoothing", smoothed(0.9), lean(case(tp=2, sp=True, pp=2)), two_steps()[:1])
-"""test_chunks.py has both terms over a context."""
+"""Row by day; test_chunks.py has both terms with context parallelism."""
 
 
 @pytest.mark.parametrize("rows", by_layout([SMOOTHED_BY_DAY], night=SMOOTHED))

@@ -1,6 +1,6 @@
-"""The gradient is that of the loss which is logged: (L(w + e v) - L(w - e v)) / 2e = <gradient, v>.
+"""Gradients match the logged loss: (L(w + e v) - L(w - e v)) / 2e = <gradient, v>.
 
-Nothing of the oracle takes part. In float32 a logged loss of 4 is rounded at 3e-7; with e = 0.008 the
+The oracle is not used. In float32 a logged loss of 4 is rounded at 3e-7; with e = 0.008 the
 differences are about 0.03, so rounding leaves 3e-5, and combining two step sizes cancels the error in e^2.
 """
 
@@ -29,7 +29,7 @@ CASES = [*map(lean, [case(tp=2, sp=True, pp=2), case(cp=2, dp=2), case(pp=2, vpp
 
 DAY = [("seq-mean-token-mean", lean(case(cp=2))), ("with-z-loss", CASES[2])]
 RUNS = [("token-mean", CASES[0]), ("seq-mean-token-mean", CASES[1]), ("with-z-loss", CASES[3])]
-"""Every objective, every layout: test_aggregations.py has them by day."""
+"""Runs with every objective and every layout: test_aggregations.py has them by day."""
 
 
 @pytest.mark.parametrize(("objective", "case"), [*DAY, *(at_night(*run) for run in RUNS)], ids=str)

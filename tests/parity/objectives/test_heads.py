@@ -1,4 +1,4 @@
-"""Reward models and classification against transformers and TRL on a float64 model, under layouts that part pairs."""
+"""Reward models and classification against transformers and TRL in float64, under layouts that separate pairs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIZES = {"regression": (1, 2 * NUM_GROUPS, {}), **KINDS}
 
 
 class Exact(NamedTuple):
-    """What transformers and TRL say of a step."""
+    """Results of transformers and TRL for a step."""
 
     parameters: Arrays
     loss: float
@@ -71,7 +71,7 @@ def config_of(kind: str, one: Case, changes: dict[str, Any]) -> Config:
 
 @cache
 def exact(kind: str, layers: int) -> Exact:
-    """Of a loss and a number of layers."""
+    """Computes the exact results for a loss and a number of layers."""
     labels, _, _ = KINDS[kind]
     config = config_of(kind, case(num_layers=layers), {})
     model, batch = model_of(config), data(labels)
@@ -121,7 +121,7 @@ def test_losses_and_gradients_are_those_of_transformers_and_trl(pool: Pool, one:
     ],
 )
 def test_a_head_learns_whole_beside_adapters_as_in_peft(pool: Pool, one: Case, changes: dict[str, Any]) -> None:
-    """Gradients of every pair and of the head, and nothing else has one."""
+    """Checks gradients of every pair and of the head, and that nothing else has one."""
     config = config_of("reward_model", one, {**changes, "adapter": {"rank": 3, "alpha": 5.0}})
     model, parameters = adapted(model_of(config), config)
     loss = reward_loss(batch := data(1), model)

@@ -1,4 +1,4 @@
-"""Losses of policy gradients and what they report, as the papers' formulas say on one process, under every layout."""
+"""Policy-gradient losses and their diagnostics equal the papers' formulas on one process, under every layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.parity.ranks import Outcome, Run, train_each
 from tests.pool import Pool
 
 LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
-"""Positions of each rollout: one fills a row, one has no text."""
+"""Number of positions of each rollout: one fills a row, one has no text."""
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 NORM = {"aggregation": "seq-mean-token-sum-norm", "norm_length": 20}
 EVERYTHING_WHOLE: dict[str, Any] = {
@@ -43,7 +43,8 @@ EVERYTHING_WHOLE: dict[str, Any] = {
         "bonus": {"function": "entropy", "coefficient": -0.02},
     },
 }
-"""PPO and its extensions, KL, GSPO (which sees whole microbatches) and an entropy bonus; one advantage a sequence."""
+"""Terms of PPO and its extensions, KL, GSPO (which sees whole microbatches) and an entropy bonus; one advantage
+each."""
 BY_TOKEN: dict[str, Any] = {
     "loss__chunk_tokens": 7,
     "loss__function": "ppo",
@@ -57,7 +58,7 @@ BY_TOKEN: dict[str, Any] = {
         "without_length": {"function": "ppo", "coefficient": 0.8} | NORM,
     },
 }
-"""GRPO and Dr. GRPO, CISPO, DFT and the other estimators of KL, a few tokens at a time; an advantage a token."""
+"""Terms of GRPO and Dr. GRPO, CISPO, DFT and other estimators of KL, a few tokens at a time; an advantage per token."""
 AGGREGATED: dict[str, Any] = {
     "loss__function": "ppo",
     "loss__aggregation": "sum",
@@ -81,8 +82,10 @@ LAYOUTS = [
 
 @cache
 def rollouts(one_advantage: bool) -> GlobalBatch:
-    """Prompts with answers of ragged lengths, four of which have no loss token, and two only one; two groups have
-    nothing to win; other policies' log-probabilities lie around the model's own, and are absurd where masked."""
+    """Draws prompts with answers of ragged lengths, four without a loss token, and two with only one.
+
+    Two groups have nothing to win; other policies' log-probabilities are near the model's own, and absurd where
+    masked."""
     rng = np.random.default_rng(21)
     plain = [_rollout(rng, length, slot) for slot, length in enumerate(LENGTHS)]
     config = case(num_layers=2).config()
@@ -123,8 +126,8 @@ RUNS = [(EVERYTHING_WHOLE, True), (BY_TOKEN, False), (AGGREGATED, False)]
 
 @pytest.mark.parametrize(("case", "layout"), LAYOUTS, ids=lambda each: str(each) if isinstance(each, Case) else "")
 def test_every_policy_loss_is_its_formula(pool: Pool, case: Case, layout: dict[str, Any]) -> None:
-    """Numerator and denominator of each term, every gradient of their weighted sum, the updated weights, and the
-    diagnostics."""
+    """Compares numerator and denominator of each term, every gradient of their weighted sum, the updated weights, and
+    the diagnostics."""
     configs = [case.config(**layout, **changes) for changes, _ in RUNS]
     runs = [
         Run(config, initial_parameters(config), [rollouts(one_advantage)])
@@ -143,7 +146,7 @@ def test_every_policy_loss_is_its_formula(pool: Pool, case: Case, layout: dict[s
 
 
 def assert_reported(found: Any, loss: LossSection, batch: GlobalBatch) -> None:
-    """Clip fraction, approximate KL, mean and largest ratio of all loss tokens, each counted once."""
+    """Checks clip fraction, approximate KL, mean and largest ratio of all loss tokens, each counted once."""
     config = case(num_layers=2).config()
     weights = {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()}
     sequences = [Sequence.of_sample(each) for each in batch]
@@ -190,7 +193,7 @@ def _is_clipped(
 
 
 def test_the_faults_of_verl_change_the_policy(pool: Pool) -> None:
-    """Pull requests 906 and 4510, on the very rollouts whose gradient ours has right, on the same ranks."""
+    """Tests pull requests 906 and 4510, on the same rollouts and ranks for which our gradient is right."""
     one, batch = case(2, num_layers=2, dp=2), [replace(each, weight=1.0) for each in rollouts(False)]
     mean: dict[str, Any] = {}
     sequences = {"loss__aggregation": "seq-mean-token-mean"}
@@ -215,7 +218,8 @@ def test_the_faults_of_verl_change_the_policy(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "kl"])
 def test_the_formulas_are_differentiated_as_their_values_say(name: str) -> None:
-    """Finite differences of the oracle's losses, which hold no constants in the middle; CISPO and DFT hold one."""
+    """Compares with finite differences of the oracle's losses without constants in the middle; CISPO and DFT have
+    one."""
     sequence = next(Sequence.of_sample(each) for each in rollouts(True) if each.mask.sum() > 8)
     logits = torch.randn(len(sequence.tokens), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     near = -torch.log_softmax(logits, -1)[torch.arange(len(logits)), sequence.labels]
@@ -232,7 +236,8 @@ def test_the_formulas_are_differentiated_as_their_values_say(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "constant"), [("cispo", "ratio"), ("dft", "probability")])
 def test_what_is_held_constant_is_not_differentiated(name: str, constant: str) -> None:
-    """The gradient is that of log pi times a number which finite differences of the same value would move."""
+    """Checks that the gradient is that of log pi times a number which finite differences of the same value would
+    move."""
     sequence = next(Sequence.of_sample(each) for each in rollouts(True) if each.mask.sum() > 8)
     logits = torch.zeros(len(sequence.tokens), VOCAB, dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad((POLICY_LOSSES[name](logits, sequence) * sequence.weights).sum(), logits)

@@ -1,4 +1,4 @@
-"""Preference losses against TRL's own code on a float64 model, under layouts that part the answers of a pair."""
+"""Preference losses against TRL's own code in float64, under layouts that separate the answers of a pair."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.pool import Pool
 PACKED = {"data__isolate_documents": True, "data__packing": {}}
 LAYOUTS = [
     pytest.param(case(6, num_layers=2, pp=2), {}, [*OPTIONS], id="pp2"),
-    # every formula is above; here are pairs that lie apart, and a mean over all of them
+    # every formula is above; here are pairs that are apart, and a mean over all of them
     pytest.param(case(1, num_layers=2, cp=2, dp=2), PACKED, ["dpo", "kto"], id="cp2 dp2 packed"),
     pytest.param(case(6, num_layers=2, tp=2, sp=True), {}, ["simpo"], id="tp2, one formula"),
     *(  # the day has each formula, and each axis
@@ -51,7 +51,7 @@ def config_of(kind: str, one: Case, changes: dict[str, Any]) -> Config:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, tuple[Run, float, Arrays]]:
-    """Of each loss: what is trained, TRL's loss and its gradient by every parameter."""
+    """Computes for each loss: what is trained, TRL's loss and its gradient by every parameter."""
     found = {}
     for kind in OPTIONS:
         config = config_of(kind, case(num_layers=2), {})

@@ -1,4 +1,4 @@
-"""Faults of other trainers on the real model and real ranks: the naive formula fails, ours is the oracle's.
+"""Faults of other trainers on the real model and real ranks: the naive formula fails, ours equals the oracle.
 
 "Fails" means that the gradient is more than 1 % away in the 2-norm over all parameters. Where every token has a loss,
 several naive formulas happen to be right, which shows that they are what they say. Megatron-Core's own default is in
@@ -25,7 +25,7 @@ SEQUENCES = {"loss__aggregation": "seq-mean-token-sum"}
 
 
 def distance(found: dict[str, Any], exact: dict[str, Any]) -> float:
-    """Of all gradients as one vector, relative to the second."""
+    """Returns the distance of all gradients as one vector, relative to the second."""
     one, other = (np.concatenate([tensors[name].ravel() for name in sorted(exact)]) for tensors in (found, exact))
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
@@ -37,7 +37,7 @@ def oracle_gradients(step: StepResult) -> dict[str, Any]:
 def naive_gradients(
     pool: Pool, one: Case, naive: Sequence[tuple[str, GlobalBatch]], **changes: Any
 ) -> list[dict[str, Any]]:
-    """All gradients under naive formulas, without padding; ours, on the same ranks, is exact."""
+    """Returns all gradients under naive formulas, without padding; ours, on the same ranks, must be exact."""
     ours = one.config(**changes)
     configs = [
         one.config(**changes, loss__function=f"tests.parity.naive:{formula}", loss__denominator="measured")
@@ -54,14 +54,14 @@ def naive_gradients(
 
 
 def naive_distances(pool: Pool, one: Case, naive: Sequence[tuple[str, GlobalBatch]], **changes: Any) -> list[float]:
-    """How far naive formulas are from the oracle, where ours is exact."""
+    """Returns the distance of naive formulas to the oracle, where ours is exact."""
     exact = [run_oracle(one.config(**changes), [batch])[0] for _, batch in naive]
     found = naive_gradients(pool, one, naive, **changes)
     return [distance(gradients, oracle_gradients(step)) for gradients, step in zip(found, exact, strict=True)]
 
 
 def ulysses(cp: int, dp: int = 1, micro_batch_size: int = 2) -> Case:
-    """Sequence parallelism as those trainers have it."""
+    """Makes a case of sequence parallelism as in those trainers."""
     return case(micro_batch_size, num_layers=2, cp=cp, cp_comm="ulysses", dp=dp)
 
 
@@ -74,7 +74,7 @@ def ulysses(cp: int, dp: int = 1, micro_batch_size: int = 2) -> Case:
     ids=["two ranks", "four ranks"],
 )
 def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool, cases: list[Case]) -> None:
-    """verl issue 2857: sequence parallelism turns ranks into micro-steps, and the run changes."""
+    """Tests verl issue 2857: sequence parallelism makes ranks into micro-steps, and the run changes."""
     formula = "mean_of_micro_steps"
     found = [naive_gradients(pool, one, [(formula, RAGGED), (formula, EVEN)]) for one in cases]
     ragged, even = (oracle_gradients(run_oracle(cases[0].config(), [batch])[0]) for batch in (RAGGED, EVEN))
@@ -92,7 +92,7 @@ def test_verl_sequence_parallelism_with_gradient_accumulation(pool: Pool, cases:
     ids=str,
 )
 def test_sequence_mean_whose_denominator_is_multiplied_by_the_ranks(pool: Pool, case: Case) -> None:
-    """verl pull request 5798."""
+    """Tests verl pull request 5798."""
     (found,) = naive_distances(pool, case, [("sequences_times_ranks", RAGGED)], **SEQUENCES)
     assert found == pytest.approx(0.5, abs=1e-5)
 
@@ -129,7 +129,7 @@ def test_sequence_mean_that_counts_a_cut_sequence_on_every_rank(pool: Pool, case
     ids=str,
 )
 def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: Pool, case: Case) -> None:
-    """DeepSpeed issue 5248: even where every token has a loss the gradient is sp times too large."""
+    """Tests DeepSpeed issue 5248: even where every token has a loss the gradient is sp times too large."""
     divided = "mean_of_means"
     naive = [(formula, batch) for formula in ("mean_times_sequence_ranks", divided) for batch in (EVEN, RAGGED)]
     even, ragged, divided_even, divided_ragged = naive_distances(pool, case, naive)
@@ -142,7 +142,7 @@ def test_deepspeed_ulysses_gradients_are_too_large_by_the_sequence_ranks(pool: P
 
 @pytest.mark.parametrize("case", [case(8, num_layers=2, dp=2), case(4, num_layers=2, dp=4)], ids=str)
 def test_torchtnt_ranks_that_hold_different_numbers_of_tokens(pool: Pool, case: Case) -> None:
-    """One microbatch a rank; the wrapper averages the ranks' gradients."""
+    """Has one microbatch per rank; the wrapper averages the ranks' gradients."""
     ragged, even = naive_distances(pool, case, [("mean_of_means", RAGGED), ("mean_of_means", EVEN)])
     assert ragged > 0.01
     assert even < 1e-5

@@ -95,7 +95,7 @@ DAY: list[tuple[str, dict[str, Any], list[Any], Case]] = [
     ),
     ("spread over tokens", SPREAD, two_steps(), case(2, cp=2)),
 ]
-"""Every kind once, every axis beside the one that parts sequences."""
+"""Rows by day: every kind once, every axis combined with the one that separates sequences."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_an_aggregation_without_shares_of_sequences_is_refused(aggregation: str,
 
 
 def inputs_of(aggregation: Aggregation) -> TermInputs:
-    """Two sequences of three tokens."""
+    """Makes the inputs of two sequences of three tokens."""
     logits = VocabParallelLogits(torch.zeros(3, 2, 5), None, 0, 5)
     labels, weights = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
     return TermInputs(logits, labels, weights, torch.zeros(2, 3).double(), labels, None, None, aggregation)

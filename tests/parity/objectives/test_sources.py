@@ -1,4 +1,5 @@
-"""The loss of each source of a blend is that of its samples alone, whatever the layout, the rows and the chunks."""
+"""Loss of each source of a blend: equal to the loss of its samples alone, whatever the layout, the rows and the
+chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.pool import Pool
 
 NUM_SOURCES = 4
 SOURCES = [0, 2, 0, 2, 2, 0, 2, 1, 1, 0, 2, None, 0, 0, 2, 1]
-"""Of each sample; nothing of source 3, and one sample that comes from no source."""
+"""Source of each sample; no sample has source 3, and one has no source."""
 BLEND: dict[str, Any] = {
     "data__kind": "sft",
     "data__tokenizer": "words",
@@ -33,8 +34,8 @@ RUNS = [
     PACKED_BLEND | knobs("seq-mean-token-sum") | {"loss__function": "tests.parity.losses:preference"},
     BLEND | {"loss__function": "tests.parity.losses:times"},
 ]
-"""Rows of several samples and of one; chunks of tokens, one in place of the logits, none; a loss of sequences. The last
-one makes a pair of its own, which tells nothing of sources."""
+"""Configurations with rows of several samples and of one; chunks of tokens, one in place of the logits, none; a loss of
+sequences. The last one makes a pair of its own, which has no losses by source."""
 RUNS[3]["loss__options"] = {"slope": 0.3}
 RUNS[4]["loss__options"] = {"factor": 2.0}
 

@@ -126,7 +126,7 @@ DOUBLE = ("double_counting", ["'main'", "372.0", "186.0"])
     ids=str,
 )
 def test_a_wrong_sum_stops_every_rank(pool: Pool, function: str, words: list[str], case: Case) -> None:
-    """Wherever tokens lie; which sum is wrong is decided on the host, alike under all layouts."""
+    """Tests tokens in any place; the host decides which sum is wrong, alike under all layouts."""
     config = case.config(loss__function=f"tests.parity.losses:{function}")
     batch = three_steps()[0]
     messages = pool.run(ranks.numeric_error, case.resolved(config), config, initial_parameters(config), batch)

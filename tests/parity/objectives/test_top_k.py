@@ -1,4 +1,5 @@
-"""Distillation from a teacher's cached log-probabilities: as written out over the whole vocabulary, on every layout."""
+"""Distillation from a teacher's cached log-probabilities: equal to the sum over the whole vocabulary, on every
+layout."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.pool import Pool
 
 K = 5
 LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
-"""Positions of each sequence: one fills a row, one has no text."""
+"""Number of positions of each sequence: one fills a row, one has no text."""
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 WITH_OTHERS: dict[str, Any] = {
     "loss__function": "topk_distillation",
@@ -29,7 +30,7 @@ WITH_OTHERS: dict[str, Any] = {
         "text": {"coefficient": 0.3},
     },
 }
-"""Whole logits, whose exponentials other terms have found before or look for afterwards."""
+"""Configuration with whole logits, whose exponentials other terms need before or afterwards."""
 IN_CHUNKS: dict[str, Any] = {
     "loss__function": "topk_distillation",
     "loss__options": {"k": K},
@@ -38,7 +39,7 @@ IN_CHUNKS: dict[str, Any] = {
 LAYOUTS = [
     (case(8, num_layers=1, tp=2, sp=True), {}),
     (case(4, num_layers=1, cp=2), PACKED),
-    # what is given lies beside its token, as weights do, and follows it everywhere
+    # the given values are next to their token, as weights are, and follow it everywhere
     at_night(case(2, num_layers=1, dp=2), PACKED),
     at_night(case(4, num_layers=1, tp=2), PACKED),
     at_night(case(8, num_layers=2, pp=2), {}),
@@ -48,7 +49,7 @@ LAYOUTS = [
 
 @cache
 def cached() -> GlobalBatch:
-    """Ragged answers, some of one token or none; the cached tokens have most of the probability, or little."""
+    """Draws ragged answers, some of one token or none; the cached tokens have most of the probability, or little."""
     rng = np.random.default_rng(5)
     return [_sequence(rng, length, slot) for slot, length in enumerate(LENGTHS)]
 
@@ -63,7 +64,7 @@ def _sequence(rng: np.random.Generator, length: int, slot: int) -> Sample:
     tokens = np.stack([rng.permutation(VOCAB)[:K] for _ in range(width)])
     logits = rng.normal(0, 2, (width, VOCAB))
     given = np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[:, :K]
-    # what is masked says nothing, and adds up to more than 1
+    # masked positions must not matter, so their probabilities add up to more than 1
     given[:length][mask == 0], tokens[:length][mask == 0] = 0.0, 0
     columns = {f"topk_ids[{j}]": tokens[:, j] for j in range(K)} | {
         f"topk_logprobs[{j}]": given[:, j] for j in range(K)
@@ -74,7 +75,8 @@ def _sequence(rng: np.random.Generator, length: int, slot: int) -> Sample:
 
 @pytest.mark.parametrize(("case", "layout"), LAYOUTS, ids=lambda each: str(each) if isinstance(each, Case) else "")
 def test_the_divergence_is_written_out_over_the_vocabulary(pool: Pool, case: Case, layout: dict[str, Any]) -> None:
-    """Each term, every gradient, and the updated weights; a second step in which no token counts changes nothing."""
+    """Compares each term, every gradient, and the updated weights; a second step without loss tokens changes
+    nothing."""
     masked = [replace(each, mask=np.zeros_like(each.mask)) for each in cached()]
     configs = [case.config(**layout, **changes) for changes in (WITH_OTHERS, IN_CHUNKS)]
     runs = [Run(configs[0], initial_parameters(configs[0]), [cached()])]
