@@ -18,17 +18,16 @@ from mtrain.checkpoint.format.write_behind import WriteBehind
 from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.endings import put_ending
-from mtrain.convert.importing import SHARDS_NAME
 from mtrain.convert.origin import put_side_files
 from mtrain.convert.proof import Proof, prove
-from mtrain.convert.target import ExportTarget, open_target
+from mtrain.convert.target import ExportTarget, files_there, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
 from mtrain.hf.io.safetensors import header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, places, read_json
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, read_json
 from mtrain.hf.schema.generation import EOS_KEY, as_declared
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 
@@ -130,7 +129,7 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
     known = copies | wanted
     files = {
         file: OutgoingFile([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
-        for file, facts in _files_there(target.origin).items()
+        for file, facts in files_there(target.origin).items()
     }
     if wanted.keys() <= {one.name for shard in files.values() for one in shard.tensors}:
         return {file: shard for file, shard in files.items() if shard.tensors}
@@ -148,16 +147,6 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
         f"model-{number:05d}-of-{len(groups):05d}.safetensors": OutgoingFile(group, {"format": "pt"})
         for number, group in enumerate(groups, start=1)
     }
-
-
-def _files_there(origin: Path | None) -> dict[str, Any]:
-    """Returns file -> metadata and tensors of the original; empty where nothing says it, or there is one file."""
-    if origin is not None and (origin / SHARDS_NAME).exists():
-        return read_json(origin / SHARDS_NAME)
-    found: dict[str, Any] = {}
-    for name, file in places(origin).items() if origin is not None and (origin / INDEX_NAME).exists() else ():
-        found.setdefault(file, {"metadata": {"format": "pt"}, "tensors": []})["tensors"].append(name)
-    return found
 
 
 def _plan(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -180,8 +169,11 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
     config = _config(target, None if origin is None else read_json(origin / CONFIG_NAME), dtype)
     if ending is not None and ending.is_new:
         config[EOS_KEY] = as_declared(ending.ids)
+    chosen = SINGLE_NAME if list(files) == [SINGLE_NAME] else INDEX_NAME
+    if config.get(NAMED_WEIGHTS) not in (None, chosen):
+        del config[NAMED_WEIGHTS]
     _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
-    if list(files) != [SINGLE_NAME]:
+    if chosen == INDEX_NAME:
         said = read_json(origin / INDEX_NAME) if origin is not None and (origin / INDEX_NAME).exists() else {}
         size = {"total_size": sum(shard.size_bytes for shard in files.values())}
         placed = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
@@ -197,7 +189,9 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
         said: Content of the config.json that the weights came with; None without one.
         dtype: The dtype of the embeddings.
     """
-    config = target.family.config(target.model, None if said is None else plain_config(said))
+    # what an import keeps says of itself what its weights are
+    template = said if said is None or target.is_import else plain_config(said)
+    config = target.family.config(target.model, template)
     if said is None and target.context_tokens is not None:
         config["max_position_embeddings"] = target.context_tokens
     name = str(dtype).removeprefix("torch.")

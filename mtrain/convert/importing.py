@@ -26,13 +26,12 @@ from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
-from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.io.block_scaled import Dequantised, plain_config
 from mtrain.hf.io.source import HfSource, open_source
-from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.hf.schema.exportable import ORIGIN, SHARDS_NAME
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
 
-SHARDS_NAME = "shards.json"
 _FILE_BYTES = 1 << 29
 _SLICE_BYTES = 1 << 26
 """Largest slice, in bytes; larger ones are cut into rows, so that partial reads and casts need little memory."""
@@ -172,9 +171,11 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     )
     origin = folder / ORIGIN
     origin.mkdir(exist_ok=True)
-    config, plain = source.folder.config, plain_config(source.folder.config)
+    config = plain = source.folder.config
+    if isinstance(source.weights, Dequantised):
+        plain = plain_config(config) | {"dtype" if "dtype" in config else "torch_dtype": "bfloat16"}
     theirs = [Path(CONFIG_NAME)] if plain == config else []
-    if source.folder.index is not None:
+    if source.folder.has_index:
         theirs.append(Path(INDEX_NAME))
     for name in [*theirs, *source.folder.side_files()]:
         (origin / name).parent.mkdir(exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +17,10 @@ from mtrain.convert.adapters import open_adapter
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
 from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.schema.exportable import SHARDS_NAME
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_json
+from mtrain.hf.schema.header import read_header
 from mtrain.hf.schema.registry import family_of, fitting_family
 from mtrain.hf.schema.table import FilledSlice, Table
 
@@ -81,7 +83,14 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     assert entry is not None, "checkpoint_at raises where there is none"
     source = source_of(entry.path)
     origin = like if like is not None else source.origin
+    is_import = like is None and imported_model(entry.path) is not None
     family = exported_family(source.model, origin)
+    names = [name for file in files_there(origin).values() for name in file["tensors"]]
+    if is_import:
+        family = family.as_stored(names)
+    elif source.model.tied_embeddings and source.model.num_labels is None:
+        # beside a tensor of its own outside of the base model, transformers 4 does not take names that lack `model.`
+        family = family.as_stored(names, for_all_versions=True)
     table = family.table(source.model)
     if entry.manifest.base is None:
         tensors: CheckpointTensors | MergedTensors = CheckpointTensors(entry.path)
@@ -97,10 +106,32 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         source.context_tokens,
         source.tokenizer if like is None else None,
         main_weights=dtype == torch.float32,
-        is_import=like is None and imported_model(entry.path) is not None,
+        is_import=is_import,
     )
     _check_keys(target)
     return target
+
+
+def files_there(origin: Path | None) -> dict[str, Any]:
+    """File -> metadata and tensors, where the weights came from; empty where nothing says it.
+
+    Raises:
+        DataError: The folder holds weights, and two things say which.
+    """
+    if origin is None:
+        return {}
+    if (origin / SHARDS_NAME).exists():
+        return read_json(origin / SHARDS_NAME)
+    if not has_weights(origin):  # with --like, config.json is enough
+        return {}
+    indexed = chosen_places(origin, read_json(origin / CONFIG_NAME))
+    if indexed is None:
+        header = read_header(inside(origin, SINGLE_NAME))
+        return {SINGLE_NAME: {"metadata": header.metadata, "tensors": list(header.tensors)}}
+    found: dict[str, Any] = {}
+    for name, file in indexed.items():
+        found.setdefault(file, {"metadata": {"format": "pt"}, "tensors": []})["tensors"].append(name)
+    return found
 
 
 def exported_family(model: ModelSection, origin: Path | None) -> Family:

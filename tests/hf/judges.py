@@ -32,7 +32,8 @@ def answer(folder: str) -> torch.Tensor | None:
         if found["missing_keys"] or found["mismatched_keys"]:
             return None
         with torch.no_grad():
-            logits: torch.Tensor = model.eval()(TOKENS).logits
+            # experts of a quantised model stay in bfloat16 whatever dtype says
+            logits: torch.Tensor = model.float().eval()(TOKENS).logits
             return logits
     except Exception:  # a type, a shape, a missing package: such a folder computes nothing here
         return None

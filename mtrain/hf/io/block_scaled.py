@@ -19,6 +19,9 @@ SCALE_SUFFIX = "_scale_inv"
 _FORMAT = "quantization_config"
 _BLOCK_SIZE = "weight_block_size"
 _FP8 = torch.float8_e4m3fn
+_ON_LOAD = ("load_in_4bit", "load_in_8bit")
+PLAIN_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What weights may be; integers, and FP8 without scales that are known, are codes for other numbers."""
 
 
 class Weights(Protocol):
@@ -126,13 +129,22 @@ def plain_weights(folder: HfFolder) -> Weights:
     Raises:
         DataError: They are stored in a format that is not known.
     """
-    return Dequantised(folder) if folder.config.get(_FORMAT) else folder
+    said = folder.config.get(_FORMAT)
+    return folder if not said or _quantises_nothing(said, folder) else Dequantised(folder)
+
+
+def _quantises_nothing(said: object, folder: HfFolder) -> bool:
+    """Whether all tensors are plain numbers, as where every module is left out of the quantisation.
+
+    transformers 5.24 then computes with them as they are, whatever the format is called; bitsandbytes alone would
+    quantise them while it loads.
+    """
+    on_load = isinstance(said, dict) and any(said.get(name) for name in _ON_LOAD)
+    return not on_load and not any(
+        name.endswith(SCALE_SUFFIX) or folder.facts(name)[0] not in PLAIN_NUMBERS for name in folder.names()
+    )
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the plain weights."""
-    if not config.get(_FORMAT):
-        return config
-    dtype = "dtype" if "dtype" in config else "torch_dtype"
-    # an export writes plain bf16: with this field transformers would look for scales
-    return {name: value for name, value in config.items() if name != _FORMAT} | {dtype: "bfloat16"}
+    """config.json of the plain weights: with the format's field transformers would look for scales."""
+    return {name: value for name, value in config.items() if name != _FORMAT or not value}

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.safetensors import SafetensorsFile
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json, side_files
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, chosen_places, inside, read_json, side_files
 
 
 class HfFolder:
@@ -30,13 +30,14 @@ class HfFolder:
         if not path.is_dir():
             raise DataError(f"{path} is no folder; give a folder with {CONFIG_NAME} and *.safetensors")
         self.config = read_json(inside(path, CONFIG_NAME))
-        self.index = read_json(inside(path, INDEX_NAME)) if (path / INDEX_NAME).exists() else None
-        """Content of the index; None where there is one file."""
-        self._place = self._places()
+        indexed = chosen_places(path, self.config)
+        self.has_index = indexed is not None
+        """Whether the index says where tensors are; one that lies there and says nothing does not count."""
         # a dict, not a set: in the order of the index, which an export keeps
-        files = dict.fromkeys(self._place.values()) if self.index is not None else [SINGLE_NAME]
+        files = [SINGLE_NAME] if indexed is None else dict.fromkeys(indexed.values())
         # headers alone are read here; a tensor is mapped when it is asked for
         self.files = {name: SafetensorsFile(inside(path, name)) for name in files}
+        self._place = dict.fromkeys(self.files[SINGLE_NAME].entries, SINGLE_NAME) if indexed is None else indexed
         # both ways: a tensor that the index leaves out would be dropped from the model in silence
         self._check_index()
 
@@ -60,16 +61,6 @@ class HfFolder:
     def side_files(self) -> Iterator[Path]:
         """As `side_files` of the folder."""
         return side_files(self.path)
-
-    def _places(self) -> dict[str, str]:
-        """Tensor -> file."""
-        if self.index is None:
-            if not (self.path / SINGLE_NAME).exists():
-                raise DataError(
-                    f"{self.path} has neither {SINGLE_NAME} nor {INDEX_NAME}; only weights in safetensors are read"
-                )
-            return dict.fromkeys(SafetensorsFile(inside(self.path, SINGLE_NAME)).entries, SINGLE_NAME)
-        return places(self.path)
 
     def _check_index(self) -> None:
         for name, file in self._place.items():

@@ -7,18 +7,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.hf.io.block_scaled import Weights
+from mtrain.hf.io.block_scaled import PLAIN_NUMBERS, Weights
 from mtrain.hf.io.safetensors import raw_bytes
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.table import Table
 
 _NAMES_SHOWN = 8
-_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What weights may be; integers, and FP8 without scales that are known, are codes for other numbers."""
 
 
 def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
@@ -51,7 +48,7 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
     faults += [
         f"{name} is {dtype}, but weights have to be plain floating-point numbers"
         for name in sorted(wanted.keys() & names)
-        if (dtype := weights.facts(name)[0]) not in _NUMBERS
+        if (dtype := weights.facts(name)[0]) not in PLAIN_NUMBERS
     ][:_NAMES_SHOWN]
     faults += [
         f"{name} differs from {original}, of which it must be a copy"

@@ -32,6 +32,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -40,6 +41,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")
+"""The other dtypes of the format (safetensors 0.8, `Dtype`): they hold codes for other numbers, or no weights."""
 
 
 class TensorEntry(NamedTuple):
@@ -103,6 +106,11 @@ class SafetensorsFile:
         return ordered
 
     def _entry(self, name: str, said: Any, data_start: int) -> TensorEntry:
+        if isinstance(said, dict) and said.get("dtype") in _UNREAD:
+            raise DataError(
+                f"{self.path}: {name} is {said['dtype']}, which is not read; take weights in BF16, F16, F32 or F64, or "
+                "in F8_E4M3 with scales"
+            )
         try:
             dtype, shape, (start, stop) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
             # types are checked before anything is multiplied: "2" * 3 and True would pass

@@ -19,7 +19,7 @@ from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice
 
-EMBEDDINGS = "embedding.word_embeddings.weight"
+EMBEDDINGS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class HfSource(NamedTuple):
@@ -39,8 +39,12 @@ class HfSource(NamedTuple):
         return self.weights.facts(filled.tensors[0].name)[0]
 
 
-def open_source(path: Path) -> HfSource:
+def open_source(path: Path, needs_output: bool = True) -> HfSource:
     """Opens and checks a folder completely; no tensor is read.
+
+    Args:
+        path: config.json and safetensors.
+        needs_output: Whether an output layer that is not tied has to be there, which base models are saved without.
 
     Raises:
         DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
@@ -48,6 +52,7 @@ def open_source(path: Path) -> HfSource:
     folder = HfFolder(path)
     weights = plain_weights(folder)
     family, model = read_model(path, folder.config, weights.names())
+    family = family.as_stored(weights.names())
     if model.num_layers > len(weights.names()):  # the table of a mistyped number would fill the memory
         raise DataError(
             f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "
@@ -55,6 +60,9 @@ def open_source(path: Path) -> HfSource:
         )
     # config.json says which tensors have to be there; nothing is inferred from the tensors that are
     table = family.table(model)
+    output = {tensor.name for tensor, filled in table.tensors() if filled.key == _OUTPUT}
+    if not needs_output and not output & weights.names():
+        table = table.without(_OUTPUT)
     check_names(path, weights, table, family.dropped)
     return HfSource(folder, weights, family, model, table)
 
@@ -69,7 +77,8 @@ def source_for(path: Path, model: ModelSection) -> HfSource:
     Raises:
         DataError: As `open_source`, or the folder holds another model.
     """
-    source = open_source(path)
+    # a head stands in the place of the output layer
+    source = open_source(path, needs_output=model.num_labels is None)
     # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
     if differing := disagreements(source.model, model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)

@@ -13,7 +13,7 @@ from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, inside, places, read_json
+from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, inside, read_json
 from mtrain.hf.schema.header import read_header
 from mtrain.hf.schema.registry import family_of, fields_nobody_knows
 from mtrain.hf.schema.sameness import differences
@@ -31,7 +31,7 @@ def described_model(folder: Path) -> ModelSection:
     """
     config = read_json(inside(folder, CONFIG_NAME))
     # the index is read only where it decides something: a config may promise depths whose weights are not there
-    names = tensor_names(folder) if config.get(DEPTHS) else ()
+    names = tensor_names(folder, config) if config.get(DEPTHS) else ()
     return read_model(folder, config, names)[1]
 
 
@@ -73,15 +73,18 @@ def notes_on_folder(folder: str | None) -> list[str]:
     ]
 
 
-def tensor_names(folder: Path) -> Collection[str]:
+def tensor_names(folder: Path, config: Mapping[str, Any]) -> Collection[str]:
     """Names of all tensors, from the index or from the header of the one file; nothing else of them is checked.
 
+    Args:
+        folder: Where the weights are.
+        config: Content of its config.json.
+
     Raises:
-        DataError: There are neither, or they are damaged.
+        DataError: As `chosen_places`, or what was chosen is damaged.
     """
-    if (folder / INDEX_NAME).exists():
-        return places(folder)
-    return read_header(inside(folder, SINGLE_NAME)).tensors
+    found = chosen_places(folder, config)
+    return read_header(inside(folder, SINGLE_NAME)).tensors if found is None else found
 
 
 def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:

@@ -13,6 +13,8 @@ from mtrain.hf.schema.registry import family_of, fitting_family
 
 ORIGIN = "hf"
 """Folder in an imported checkpoint with what came with the weights: config.json, index, tokenizer."""
+SHARDS_NAME = "shards.json"
+"""File in it: the names of tensors in each file of weights, and its metadata."""
 
 
 def refuse_unexportable(config: Config) -> None:

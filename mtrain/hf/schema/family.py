@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of
-from mtrain.hf.schema.table import Rule, Table, build_table
+from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
+
+BASE = "model."
+_IN_BASE = ("layers.", "embed_tokens.")
+"""Beginnings of names in files that were saved from a base model."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -21,10 +27,12 @@ class Family:
     """Class in transformers."""
     entries: tuple[Entry, ...]
     rules: tuple[Rule, ...]
-    dropped: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    dropped: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq",)
     """Tensors in files of old versions that follow from config.json."""
     inert: tuple[str, ...] = ()
     """Fields of config.json that transformers leaves unread in this family, though other families have them."""
+    base: str = BASE
+    """What the names of all tensors but those of heads begin with."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -33,11 +41,31 @@ class Family:
 
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """The config.json of what a folder holds: predictions further ahead may be configured and not be there."""
-        layer = f"model.layers.{config.get('num_hidden_layers')}."
+        layer = f"layers.{config.get('num_hidden_layers')}."
         # transformers saves the field and leaves the weights out: with the count alone tensors would be missing
-        if config.get(DEPTHS) and not any(name.startswith(layer) for name in names):
+        if config.get(DEPTHS) and not any(name.startswith((layer, BASE + layer)) for name in names):
             return {**config, DEPTHS: 0}
         return config
+
+    def as_stored(self, names: Collection[str], for_all_versions: bool = False) -> Family:
+        """The family with the names that tensors have in a folder.
+
+        What was saved from a base model lacks `model.`. transformers 5 also saves and loads the experts of a layer as
+        one tensor, which transformers 4 does not know.
+
+        Args:
+            names: Of all tensors; where there are none, they have the usual names.
+            for_all_versions: Whether to keep only names that transformers 4 reads, too.
+        """
+        there = {_NUMBER.sub("*", name) for name in names}
+        has_base = any(name.startswith(BASE) for name in there)
+        base = "" if not has_base and any(name.startswith(_IN_BASE) for name in there) else BASE
+        rules = []
+        for rule in self.rules:
+            choices = [_under(base, parts) for parts in (rule.parts, *(() if for_all_versions else rule.others))]
+            fitting = (parts for parts in choices if any(_numberless(part.name) in there for part in parts))
+            rules.append(replace(rule, parts=next(fitting, choices[0])))
+        return replace(self, rules=tuple(rules), base=base)
 
     def model(self, config: dict[str, Any]) -> ModelSection:
         """The architecture that a config.json describes.
@@ -74,7 +102,16 @@ class Family:
     def table(self, model: ModelSection) -> Table:
         """Where each tensor of a model goes."""
         table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
-        return replace(table, copies=_copies(model))
+        return replace(table, copies=_copies(model, self.base))
+
+
+def _under(base: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
+    return tuple(replace(part, name=re.sub(rf"^{re.escape(BASE)}", base, part.name)) for part in parts)
+
+
+def _numberless(name: str) -> str:
+    """A pattern's name without the numbers of layer and expert."""
+    return name.replace("{L}", "*").replace("{E}", "*")
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
@@ -120,9 +157,9 @@ def stacks_layers(model: ModelSection) -> bool:
     return len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
 
 
-def _copies(model: ModelSection) -> dict[str, str]:
+def _copies(model: ModelSection, base: str) -> dict[str, str]:
     """Tables of the vocabulary that some folders hold twice."""
-    embeddings = "model.embed_tokens.weight"
+    embeddings = f"{base}embed_tokens.weight"
     if model.num_labels is not None:
         return {}
     output = embeddings if model.tied_embeddings else "lm_head.weight"
@@ -130,6 +167,6 @@ def _copies(model: ModelSection) -> dict[str, str]:
     copies = {"lm_head.weight": embeddings} if model.tied_embeddings else {}
     for layer in range(model.num_layers, model.num_layers + model.mtp_depths):
         # DeepSeek's files repeat both tables in the layer of each depth
-        copies[f"model.layers.{layer}.embed_tokens.weight"] = embeddings
-        copies[f"model.layers.{layer}.shared_head.head.weight"] = output
+        copies[f"{base}layers.{layer}.embed_tokens.weight"] = embeddings
+        copies[f"{base}layers.{layer}.shared_head.head.weight"] = output
     return copies

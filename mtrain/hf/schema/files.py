@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from mtrain.base.plain_files import parsed_json, read_plain_file
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_config.json"
+NAMED_WEIGHTS = "transformers_weights"
+"""Field of config.json: the file that transformers reads in place of those that it looks for."""
 _MOST_BYTES = 1 << 26
 """Of a JSON file; the index of the largest models has ten million."""
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
@@ -25,6 +28,8 @@ _SIDE_FILES = re.compile(
     r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|preprocessor_config\.json|"
     r"sentencepiece.*\.model|LICENSE.*|NOTICE.*|USE_POLICY.*|README\.md"
 )
+_OTHER_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)")
+_SHOWN_FILES = 3
 _SIDE_FOLDERS = ("additional_chat_templates",)
 
 
@@ -80,8 +85,57 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights that can be read, whatever they are."""
+    return (folder / SINGLE_NAME).exists() or (folder / INDEX_NAME).exists()
+
+
+def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | None:
+    """Tensor -> file, as the index says; None where one file holds all weights.
+
+    Versions 4 and 5 of transformers choose alike: the file that config.json names, else the one file, else the index;
+    and they put an adapter that lies there on top. A folder in which two of these are different models is refused.
+
+    Args:
+        folder: Where the weights are.
+        config: Content of its config.json.
+
+    Raises:
+        DataError: There are no weights, or two things say what they are; names both.
+    """
+    if (folder / ADAPTER_NAME).exists():
+        raise DataError(
+            f"{folder} holds {ADAPTER_NAME}: transformers would put that adapter on top of the weights; merge it into "
+            "them, or move it into a folder of its own and name that as adapter.path"
+        )
+    if not has_weights(folder):
+        found = sorted(path.name for path in folder.iterdir() if _OTHER_WEIGHTS.fullmatch(path.name))
+        there = f" but {', '.join(found[:_SHOWN_FILES])}" if found else ""
+        raise DataError(
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{there}; only weights in safetensors of these names "
+            "are read"
+        )
+    chosen = SINGLE_NAME if (folder / SINGLE_NAME).exists() else INDEX_NAME
+    if config.get(NAMED_WEIGHTS) not in (None, chosen):
+        raise DataError(
+            f"{folder / CONFIG_NAME}: {NAMED_WEIGHTS}={config[NAMED_WEIGHTS]!r:.100} names other weights than the "
+            f"{chosen} that lies there; keep those that are meant, as {SINGLE_NAME} or {INDEX_NAME}, without this field"
+        )
+    if chosen == INDEX_NAME:
+        return places(folder)
+    if (folder / INDEX_NAME).exists():
+        # an index of files that are gone is what an earlier save has left: transformers does not look at it
+        shards = sorted({file for file in places(folder).values() if file != SINGLE_NAME and (folder / file).exists()})
+        if shards:
+            raise DataError(
+                f"{folder} holds two models: {SINGLE_NAME}, which transformers reads, and {INDEX_NAME} with "
+                f"{', '.join(shards[:_SHOWN_FILES])}; remove the one that is not meant"
+            )
+    return None
+
+
 def places(folder: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says.
+    """Tensor -> file, as the index says, whether it counts or not.
 
     Raises:
         DataError: It cannot be read, or names files outside of the folder.

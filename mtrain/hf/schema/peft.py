@@ -16,11 +16,12 @@ from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.table import Rule
 from mtrain.plan.adapters import HEAD, OUTPUT, in_layer, tables
 from mtrain.plan.features.adapted import AdaptedMatrix
 
-CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
 # A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).
 _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")

@@ -51,6 +51,8 @@ class Rule:
     when: Condition = always
     keeps_dtype: bool = False
     """Whether a cast of the weights leaves it alone."""
+    others: tuple[tuple[TensorPattern, ...], ...] = ()
+    """Parts under the names of other files of the family, which hold the same; `Family.as_stored` chooses."""
 
     def only(self, condition: Condition) -> Rule:
         """The same rule where the condition holds as well."""
@@ -91,6 +93,11 @@ class Table:
     """In the order of the model."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensor that some folders hold a second time -> the one that it must equal."""
+
+    def without(self, key: str) -> Table:
+        """The same but for one tensor of a checkpoint."""
+        shapes = {name: shape for name, shape in self.shapes.items() if name != key}
+        return replace(self, shapes=shapes, slices=tuple(filled for filled in self.slices if filled.key != key))
 
     def tensors(self) -> Iterator[tuple[HfTensor, FilledSlice]]:
         """Every tensor of Hugging Face and the slice that it fills."""

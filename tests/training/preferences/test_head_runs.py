@@ -15,6 +15,7 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.logits import compare_logits
+from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.description import with_architecture
 from mtrain.plan.layout import Layout
 from tests.config.samples import content
@@ -93,6 +94,24 @@ def packed(pool: Pool, folder: Path) -> list[dict[str, Any]]:
     made = config(folder, "packed", "reward_model", model, data__packing={}, layout__tp=2, layout__sp=True)
     pool.run(train_fresh, Layout(tp=2, sp=True), made)
     return records(folder / "packed")
+
+
+def test_a_reward_model_begins_at_a_base_model_that_was_saved_without_an_output_layer(pool: Pool, folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    whole = LlamaForCausalLM.from_pretrained(folder / "tokens", tie_word_embeddings=False)
+    whole.save_pretrained(folder / "untied")
+    whole.model.save_pretrained(folder / "base")  # names without `model.`
+    losses = []
+    for name in ("untied", "base"):
+        model = {"hf": str(folder / name), "num_labels": 1}
+        pool.run(train_fresh, Layout(), config(folder, f"of-{name}", "reward_model", model))
+        losses.append([each["loss"] for each in records(folder / f"of-{name}") if "loss" in each])
+        export_hf(folder / f"of-{name}", folder / f"{name}-back", None, None, num_workers=1)
+        assert len(rewards_in_transformers(folder / f"{name}-back", [[1, 2, 3]])) == 1
+    assert losses[0] == losses[1] != []
+    with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
+        open_source(folder / "base")
 
 
 @pytest.mark.nightly  # tests/parity has the loss on layouts and packed

@@ -80,27 +80,36 @@ def halves(gate: str, up: str, axes: str) -> tuple[TensorPattern, ...]:
     return (TensorPattern(gate, axes, {"c": 0}), TensorPattern(up, axes, {"c": 1}))
 
 
-def experts(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
-    """Experts with tensors of their own; a checkpoint has one tensor with an axis of experts.
+def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
+    """Experts; a checkpoint has one tensor with an axis of experts.
 
     Args:
-        prefix: Of an expert's names, behind the layer's.
-        gate: Name of the gate.
+        modules: What holds them in files of the family, the usual name first.
+        gate: Name of the gate of an expert with tensors of its own.
         up: Name of the projection that it multiplies.
         down: Name of the projection back.
     """
-    names = [f"{THEIRS}{prefix}.{{E}}.{name}.weight" for name in (gate, up, down)]
+    first: list[tuple[TensorPattern, ...]] = []
+    second: list[tuple[TensorPattern, ...]] = []
+    for module in modules:
+        names = [f"{THEIRS}{module}.experts.{{E}}.{name}.weight" for name in (gate, up, down)]
+        first.append(halves(names[0], names[1], "e h"))
+        second.append((TensorPattern(names[2], "h e"),))
+    for module in modules:  # all experts of a layer in one tensor, as transformers 5 holds them
+        first.append((TensorPattern(f"{THEIRS}{module}.experts.gate_up_proj", "E (c e) h"),))
+        second.append((TensorPattern(f"{THEIRS}{module}.experts.down_proj", "E h e"),))
     ours = f"{KEY}mlp.experts.experts.linear"
     return (
         # the axis of experts is global: each expert-parallel rank reads its own stretch of it
-        Rule(f"{ours}_fc1.weight", "E (c e) h", halves(names[0], names[1], "e h"), has_experts),
-        Rule(f"{ours}_fc2.weight", "E h e", (TensorPattern(names[2], "h e"),), has_experts),
+        Rule(f"{ours}_fc1.weight", "E (c e) h", first[0], has_experts, others=tuple(first[1:])),
+        Rule(f"{ours}_fc2.weight", "E h e", second[0], has_experts, others=tuple(second[1:])),
     )
 
 
-def router(name: str) -> Rule:
-    """The router's weights."""
-    return in_layer("mlp.router.weight", name, "E h").only(has_experts)
+def router(*names: str) -> Rule:
+    """The router's weights; the usual name in files of the family first."""
+    parts = [(TensorPattern(THEIRS + name, "E h"),) for name in names]
+    return Rule(f"{KEY}mlp.router.weight", "E h", parts[0], has_experts, others=tuple(parts[1:]))
 
 
 def same(key: str, name: str, axes: str) -> Rule:

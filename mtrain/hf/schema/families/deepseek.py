@@ -160,7 +160,7 @@ _EXPERTS = (
     replace(
         in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
     ),
-    *experts("mlp.experts"),
+    *experts("mlp"),
     Rule(
         f"{KEY}mlp.shared_experts.linear_fc1.weight",
         "(c t) h",

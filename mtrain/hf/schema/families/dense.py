@@ -106,4 +106,6 @@ QWEN3 = Family(
         Rope(),
     ),
     _RULES,
+    # a switch of other programs: Qwen3Config has no such field, and the norms are always there
+    inert=("use_qk_norm",),
 )

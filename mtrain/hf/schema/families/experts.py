@@ -69,9 +69,9 @@ MIXTRAL = Family(
         *VOCABULARY,
         *NORMS,
         *ATTENTION,
-        router("block_sparse_moe.gate.weight"),
+        router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
         # w1 gates, w3 is multiplied by it, w2 projects back
-        *experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+        *experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
     ),
 )
 QWEN3_MOE = Family(
@@ -93,7 +93,7 @@ QWEN3_MOE = Family(
         _Window(),
         Rope(),
     ),
-    (*VOCABULARY, *NORMS, *ATTENTION, router("mlp.gate.weight"), *experts("mlp.experts")),
-    # transformers' Qwen3MoeConfig has no such field, so it cannot change anything
-    inert=("max_window_layers",),
+    (*VOCABULARY, *NORMS, *ATTENTION, router("mlp.gate.weight"), *experts("mlp")),
+    # transformers' Qwen3MoeConfig has no such fields, so they cannot change anything
+    inert=("max_window_layers", "use_qk_norm"),
 )

@@ -1,0 +1,165 @@
+"""However a model is stored, what is read computes what transformers computes, or the folder is refused by name."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtrain.base.errors import DataError
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.importing import import_hf
+from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.io.source import FolderTensors, HfSource, open_source
+from mtrain.hf.schema.description import described_model
+from mtrain.hf.schema.registry import FAMILIES, family_of
+from mtrain.hf.schema.table import stream_tensor
+from tests.fault_table import Notice
+from tests.hf import judges
+from tests.hf.folders import save
+from tests.hf.stored import CONTENTS, FILES, store
+
+Way = tuple[str, str]
+"""What is in the files, and which files there are."""
+
+
+def stored(name: str, ways: Iterable[Way], place: Path) -> dict[Way, Path]:
+    """A model stored in each way, with a config.json that all versions read alike."""
+    # of other groups transformers 4 makes the scores 0, which is above what a negative bias leaves
+    one_group: dict[str, Any] = {"n_group": 1, "topk_group": 1} if name == "deepseek" else {}
+    save(name, place / "saved", max_shard_size="1GB", **one_group)
+    state = load_file(place / "saved" / "model.safetensors")
+    config = json.loads((place / "saved" / "config.json").read_text())
+    config = family_of(config).for_all_versions(config)
+    found = {way: place / f"{name}-{number}" for number, way in enumerate(ways)}
+    for way, folder in found.items():
+        store(folder, state, config, *way)
+    return found
+
+
+def as_usual(source: HfSource, folder: Path) -> None:
+    """Writes what was read, whole and plain, under the names that files of the family usually have."""
+    tensors = FolderTensors(source)
+    state = {}
+    for tensor, filled in FAMILIES[source.family.model_type].table(source.model).tensors():
+        state[tensor.name] = torch.cat(list(stream_tensor(tensor, filled.key, tensors.read))).view(tensor.shape)
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(plain_config(source.folder.config)))
+
+
+def outcome(folder: Path, *judged: torch.Tensor | None) -> str:
+    """How a folder is read here, and by transformers, all of whose versions have to agree where it is read here."""
+    known = [logits for logits in judged if logits is not None]
+    try:
+        source = open_source(folder)
+    except DataError as fault:
+        named = "" if str(folder) in str(fault) else " without a name"
+        return ("refused here" if known else "refused") + named
+    usual = folder.with_name(f"{folder.name}-usual")
+    as_usual(source, usual)
+    ours = judges.answer(str(usual))
+    assert ours is not None, folder
+    for logits in known:
+        torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5, msg=lambda text: f"{folder}: {text}")
+    return "equal" if known else "read here"
+
+
+EVERY_CONTENT: list[Way] = [(content, "whole") for content in CONTENTS]
+EVERY_FILE: list[Way] = [("as saved", files) for files in FILES]
+
+
+@pytest.mark.parametrize(
+    ("name", "ways", "expected"),
+    [
+        ("qwen3-moe", EVERY_CONTENT, {"equal": 16, "refused here": 3, "refused": 2}),
+        ("llama-tied", EVERY_FILE, {"equal": 9, "refused here": 4, "refused": 2}),
+    ],
+)
+def test_what_is_read_is_what_transformers_reads(
+    name: str, ways: list[Way], expected: dict[str, int], tmp_path: Path
+) -> None:
+    found = {way: outcome(folder, judges.answer(str(folder))) for way, folder in stored(name, ways, tmp_path).items()}
+    assert Counter(found.values()) == expected, found
+
+
+TWO_SHARDS = "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors"
+CONTRADICTIONS: dict[Way, str] = {
+    ("as saved", "whole beside other shards"): f"holds two models: .*index.json with {TWO_SHARDS}; remove the one",
+    ("as saved", "with an adapter"): "holds adapter_config.json: transformers would put that adapter on top",
+    ("as saved", "another one named"): "transformers_weights='other.safetensors' names other weights than the model",
+    ("as saved", "a variant alone"): r"has neither model.safetensors nor .* but model.fp16.safetensors; only",
+    ("as saved", "a tensor in two shards"): "model-00002-of-00002.safetensors holds lm_head.weight, which model.saf",
+    ("as saved", "a tensor that the index leaves out"): "holds lm_head.weight, which model.safetensors.index.json does",
+    ("another head", "whole"): "lm_head.weight differs from model.embed_tokens.weight, of which it must be a copy",
+    ("packed in U32", "whole"): "model.extra is U32, which is not read; take weights in BF16, F16, F32 or F64, or in",
+    ("quantised while it loads", "whole"): "weights in 'bitsandbytes' with weight_block_size=None are not read",
+}
+
+
+@pytest.mark.fault(
+    "folders",
+    "a folder of Hugging Face in which two things say what the weights are, or in a format that is not read",
+    happens="refused; both are named, or the format and what is read in its place",
+    exit_code=3,
+)
+@pytest.mark.parametrize("way", CONTRADICTIONS, ids=" ".join)
+def test_what_says_two_things_is_refused_by_name(way: Way, tmp_path: Path, notice: Notice) -> None:
+    name = "llama-tied" if way[0] == "another head" else "llama"
+    (folder,) = stored(name, [way], tmp_path).values()
+    with notice, pytest.raises(DataError, match=CONTRADICTIONS[way]) as refused:
+        open_source(folder)
+    assert refused.value.exit_code == notice.exit_code
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("llama-tied", "saved from the base model"),
+        ("llama-tied", "head twice"),
+        ("qwen3-moe", "fused experts of the base model"),
+        ("mixtral", "fused experts"),
+        ("deepseek", "fused experts"),
+        ("qwen3", "nothing quantised"),
+        ("qwen3", "use_qk_norm"),
+    ],
+)
+@pytest.mark.parametrize("files", ["whole", "sharded"])
+def test_names_and_fields_come_back_as_they_were(name: str, content: str, files: str, tmp_path: Path) -> None:
+    (folder,) = stored(name, [(content, files)], tmp_path).values()
+    import_hf(folder, tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    theirs = {path.name: path.read_bytes() for path in folder.iterdir()}
+    back = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
+    if files == "sharded":  # the size that it says is its own
+        said, again = (json.loads(each.pop("model.safetensors.index.json")) for each in (theirs, back))
+        assert said["weight_map"] == again["weight_map"]
+    assert theirs == back
+
+
+def test_an_export_of_a_run_has_names_that_transformers_4_reads(tmp_path: Path) -> None:
+    """A cast is no copy: what leaves then is as a run's own."""
+    fused, tied = (
+        next(iter(stored(name, [(content, "whole")], tmp_path / name).values()))
+        for name, content in (("qwen3-moe", "fused experts"), ("llama-tied", "saved from the base model"))
+    )
+    for folder, expected in ((fused, "model.layers.0.mlp.experts.0.up_proj.weight"), (tied, "layers.0.mlp.up_proj")):
+        import_hf(folder, folder / "ours", None, num_workers=1)
+        export_hf(folder / "ours", folder / "back", folder, None, num_workers=1)
+        names = load_file(folder / "back" / "model.safetensors")
+        assert any(name.startswith(expected) for name in names), sorted(names)
+
+
+def test_a_folder_is_described_by_the_weights_that_count(tmp_path: Path) -> None:
+    """Depths that are configured are there or not: as the whole file says, not as an index beside it does."""
+    save("deepseek", tmp_path, max_shard_size="1GB")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = {"weight_map": {"model.layers.3.enorm.weight": "gone.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert described_model(tmp_path).mtp_depths == 0
+    assert open_source(tmp_path).model.mtp_depths == 0
