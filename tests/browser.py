@@ -1,4 +1,4 @@
-"""A real browser without a window, spoken to over two pipes in the DevTools protocol: no port, no further package."""
+"""Headless browser, controlled over two pipes with the DevTools protocol: no port, no further package."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ OPTIONS = (
 
 @dataclass
 class Visit:
-    """What happened while a page was open."""
+    """Events while a page was open."""
 
     requests: list[str] = field(default_factory=list)
-    """Every address the page asked for, itself included."""
+    """Addresses that the page requested, including its own."""
     complaints: list[str] = field(default_factory=list)
     """Errors and warnings of the console, and exceptions of scripts."""
 
 
 class Browser:
-    """One page at a time."""
+    """Browser that shows one page at a time."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        """Speaks over two file descriptors."""
+        """Takes the two file descriptors of the protocol."""
         self._commands, self._answers = commands, answers
         self._buffer = b""
         self._number = 0
@@ -70,22 +70,22 @@ class Browser:
         return self.visit
 
     def call(self, method: str, parameters: Mapping[str, Any] | None = None) -> Any:
-        """One command to the open page; its result."""
+        """Sends one command to the open page and returns its result."""
         return self._call(method, parameters, self._session)
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluates an expression in the page."""
         result = self.call("Runtime.evaluate", {"expression": script, "returnByValue": True})
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        """The whole page, as far as it reaches, as PNG."""
+        """Saves the whole page, to its full height, as PNG."""
         shot = self.call("Page.captureScreenshot", {"captureBeyondViewport": True})
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def accessible(self) -> list[tuple[str, str]]:
-        """(role, name) of everything that a screen reader meets."""
+        """Lists (role, name) of everything that a screen reader reads."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
 
@@ -95,7 +95,7 @@ class Browser:
             assert time.monotonic() < deadline, "the page does not load"
         self.evaluate("document.fonts.ready, 1")
         time.sleep(0.2)
-        self.evaluate("1")  # takes in what has arrived meanwhile
+        self.evaluate("1")  # processes what has arrived meanwhile
 
     def _call(self, method: str, parameters: Mapping[str, Any] | None, session: str) -> Any:
         self._number += 1
@@ -133,7 +133,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A running browser with an empty profile in the folder `profile`; ended with its children."""
+    """Starts a browser with an empty profile in the folder `profile`, and ends it with its children."""
     commands_out, commands_in = os.pipe()
     answers_out, answers_in = os.pipe()
     options = " ".join([*OPTIONS, f"--user-data-dir='{profile}'"])
@@ -148,7 +148,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     try:
         yield running
     finally:
-        os.close(commands_in)  # the browser ends itself and its children when nobody speaks to it any more
+        os.close(commands_in)  # the browser ends itself and its children once the pipe is closed
         try:
             process.wait(timeout=600)
         except subprocess.TimeoutExpired:

@@ -20,34 +20,34 @@ from tests.tools import wheels
 from tests.tools.nightly import Nightly
 
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
-"""Of this session: neither the user's token cache, nor that of a session on other code."""
+"""Caches of this session: neither the user's token cache, nor that of a session on other code."""
 _OF_USER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # its list of fonts takes seconds to make anew
-os.environ.setdefault(wheels.FOLDER, str(_OF_USER / "mtrain-tests"))  # likewise, and from an index
+os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # building its list of fonts anew takes seconds
+os.environ.setdefault(wheels.FOLDER, str(_OF_USER / "mtrain-tests"))  # likewise, and needs an index
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
-# a busy machine is no failure; always the same examples, of which more than these show nothing more
+# a busy machine is no failure; always the same examples, since more would show nothing new
 settings.register_profile("mtrain", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mtrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of this suite."""
+    """Adds the options of this suite."""
     parser.addoption(
         "--max-examples", type=int, help="search so many random runs for parity faults, from new seeds (at night)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A hook of its own, since that of this file runs after `-m` has chosen."""
+    """Registers a plugin of its own for the marks, since this file's hook runs after `-m` has chosen."""
     config.pluginmanager.register(Nightly(), "nightly")
 
 
-@pytest.hookimpl(trylast=True)  # what -k and -m deselect is not missing
+@pytest.hookimpl(trylast=True)  # tests that -k and -m deselect are not missing
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what this machine cannot run; a search that was asked for takes the time it takes."""
+    """Leaves out what this machine cannot run; a requested search has no time limit."""
     leave_out(config, items)
-    # first: at the end the other worker would wait for them, since a test that has begun cannot be taken over
+    # first: at the end the other worker would wait for them, since a started test cannot be handed over
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--max-examples") is not None:
         for item in items:
@@ -55,46 +55,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import stay to the end: no collection has to look through them."""
+    """Exempts thousands of tests and what they import, which stay to the end, from garbage collection."""
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist passes on which tests it left out."""
+    """Passes on, from a worker of pytest-xdist, which tests it left out."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["not_run"] = session.config.stash[NOT_RUN]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """The controller takes it over; all workers left out the same."""
+    """Takes over what a worker left out; all workers left out the same."""
     node.config.stash.setdefault(NOT_RUN, {}).update(getattr(node, "workeroutput", {}).get("not_run", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The suite ends with the tests that it did not run."""
+    """Reports the tests that were not run at the end of the suite."""
     report_not_run(terminalreporter, config.stash.get(NOT_RUN, {}))
 
 
-POOL = Pool()  # here, so that what the fork server loads is settled before the first test starts it
+POOL = Pool()  # here, so that the fork server's preloads are settled before the first test starts it
 
 
 @pytest.fixture(scope="session")
 def pool() -> Pool:
-    """Ranks on gloo."""
+    """Returns ranks on gloo."""
     return POOL
 
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A real browser, for one file of tests."""
+    """Starts a real browser, for one file of tests."""
     with browser(tmp_path_factory.mktemp("browser") / "profile") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def transformer_engine_wheel() -> Path:
-    """The unpacked Python of TransformerEngine, without its compiled part."""
+    """Returns the unpacked Python of TransformerEngine, without its compiled part."""
     folder = wheels.unpacked(wheels.TRANSFORMER_ENGINE)
     assert folder is not None, f"pip cannot bring the wheel of {wheels.TRANSFORMER_ENGINE}; give it a package index"
     return folder
@@ -102,7 +102,7 @@ def transformer_engine_wheel() -> Path:
 
 @pytest.fixture(scope="session")
 def transformers_4() -> list[Path]:
-    """Folders from which another process imports transformers 4, before all others."""
+    """Returns folders from which another process imports transformers 4, before all others."""
     folders = wheels.transformers_4()
     assert folders is not None, f"pip cannot bring {', '.join(wheels.TRANSFORMERS_4)}; give it a package index"
     return folders
@@ -116,7 +116,7 @@ def notice(request: pytest.FixtureRequest) -> Iterator[Notice]:
 
 @pytest.fixture(autouse=True)
 def interrupts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forgets Ctrl-C that a test sent to this process: the command line, called here later, would end the worker."""
+    """Forgets a Ctrl-C that a test sent to this process: the command line, called here later, would end the worker."""
     monkeypatch.setattr(signals, "_interrupts", [])
     before = signal.getsignal(signal.SIGINT)
     yield
@@ -125,7 +125,7 @@ def interrupts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def hangup() -> Iterator[None]:
-    """SIGHUP as it is in a terminal, also where these tests run under nohup."""
+    """Restores SIGHUP as in a terminal, also where these tests run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -1,4 +1,4 @@
-"""HTML read back: which elements there are, what they say, and whether every one of them is closed."""
+"""Parser for HTML: which elements there are, their text, and whether every one of them is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOID = {"meta", "br", "hr", "link", "col"}
 
 @dataclass
 class Element:
-    """One element with all that is inside."""
+    """Element with everything inside."""
 
     name: str
     attributes: dict[str, str | None]
@@ -20,11 +20,11 @@ class Element:
 
     @property
     def text(self) -> str:
-        """All text inside."""
+        """Returns all text inside."""
         return "".join(child if isinstance(child, str) else child.text for child in self.children)
 
     def all(self, name: str, kind: str = "") -> list[Element]:
-        """Elements inside of this name and class, in the order of the page."""
+        """Lists elements of this name and class inside, in the order of the page."""
         return [each for each in self._walk() if each.name == name and kind in (each.attributes.get("class") or "")]
 
     def _walk(self) -> Iterator[Element]:
@@ -34,7 +34,7 @@ class Element:
                 yield from child._walk()
 
     def everything(self) -> list[Element]:
-        """All elements inside."""
+        """Lists all elements inside."""
         return list(self._walk())
 
 
@@ -60,7 +60,7 @@ class _Reader(HTMLParser):
 
 
 def read_html(text: str) -> Element:
-    """The page's root; every element must be closed by its own end tag."""
+    """Returns the page's root; every element must be closed by its own end tag."""
     reader = _Reader()
     reader.feed(text)
     reader.close()
@@ -69,12 +69,12 @@ def read_html(text: str) -> Element:
 
 
 def rows(table: Element) -> list[list[str]]:
-    """Texts of a table's cells, headings first."""
+    """Returns the texts of a table's cells, headings first."""
     return [[cell.text for cell in row.children if isinstance(cell, Element)] for row in table.all("tr")]
 
 
 def assert_is_self_contained(page: Element) -> None:
-    """Nothing that a browser would fetch, and a policy that forbids it."""
+    """Checks that the page has nothing that a browser would fetch, and a policy that forbids it."""
     for each in page.everything():
         assert not {"src", "href", "srcset", "action", "data", "poster", "background"} & each.attributes.keys(), each
         assert each.name not in {"link", "iframe", "object", "embed", "base", "img"}
@@ -89,7 +89,8 @@ def assert_is_self_contained(page: Element) -> None:
 
 
 def assert_is_accessible(page: Element) -> None:
-    """Language, title, one h1; tables with captions and scopes; pictures with words; names for scrolling regions."""
+    """Checks language, title, one h1; tables with captions and scopes; pictures with texts; names of scrolling
+    regions."""
     (html,) = page.all("html")
     assert html.attributes["lang"] == "en"
     assert page.all("title")[0].text

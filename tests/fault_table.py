@@ -1,4 +1,4 @@
-"""docs/faults.md: what each injected fault comes to, written by the tests that inject it.
+"""docs/faults.md: the outcome of each injected fault, written by the tests that inject it.
 
 `python -m tests.fault_table` runs every test marked `fault`, measures how long each fault takes to be noticed, and
 writes the page. A test names its row and measures like this:
@@ -35,7 +35,7 @@ from tests.paths import ROOT
 PAGE = ROOT / "docs" / "faults.md"
 COMMAND = "python -m tests.fault_table"
 TIMES_VARIABLE = "MTRAIN_FAULT_TIMES"
-"""Names the file to which each marked test appends its row; set by this program alone."""
+"""Environment variable with the file to which each marked test appends its row; only this program sets it."""
 
 AREAS = {
     "ranks": "Ranks and processes",
@@ -52,26 +52,26 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One fault."""
+    """One injected fault."""
 
     area: str
     fault: str
     happens: str
     exit_code: int | None
-    """None: the run goes on."""
+    """Exit code of the run; None where it goes on."""
     test: str
-    """`tests/file.py::function`, without parameters."""
+    """Test as `tests/file.py::function`, without parameters."""
 
     @classmethod
     def of(cls, mark: pytest.Mark, node_id: str) -> Self:
-        """As a test's mark states it."""
+        """Makes the row that a test's mark states."""
         area, fault = mark.args
         assert area in AREAS, f"{node_id}: area {area!r} is none of {', '.join(AREAS)}"
         assert mark.kwargs.keys() == {"happens", "exit_code"}, f"{node_id}: a fault needs happens= and exit_code="
         return cls(area, fault, mark.kwargs["happens"], mark.kwargs["exit_code"], node_id.split("[")[0])
 
     def cells(self) -> str:
-        """All of a line of the page but the time."""
+        """Formats a line of the page, without the time."""
         code = "goes on" if self.exit_code is None else str(self.exit_code)
         return f"| {self.fault} | {self.happens} | {code} | `{self.test.removeprefix('tests/')}` |"
 
@@ -81,7 +81,7 @@ class Notice:
 
     def __init__(self, exit_code: int | None) -> None:
         """Args:
-        exit_code: What the mark promises, for the test to compare with.
+        Exit code that the mark promises, for the test to compare with.
         """
         self.exit_code = exit_code
         self.seconds: float | None = None
@@ -98,7 +98,7 @@ class Notice:
 
 
 def measured(request: pytest.FixtureRequest) -> Iterator[Notice]:
-    """Body of the fixture `notice`."""
+    """Implements the fixture `notice`."""
     mark = request.node.get_closest_marker("fault")
     assert mark is not None, "the fixture `notice` belongs to tests marked `fault`"
     row = Row.of(mark, request.node.nodeid)
@@ -111,7 +111,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[Notice]:
 
 
 def page(times: Iterable[tuple[Row, float]]) -> str:
-    """The page; the longest time where a fault was injected several times."""
+    """Makes the page; with the longest time where a fault was injected several times."""
     slowest: dict[Row, float] = {}
     for row, seconds in times:
         slowest[row] = max(seconds, slowest.get(row, 0.0))

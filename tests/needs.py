@@ -1,6 +1,6 @@
-"""What some tests need of the machine: where it lacks that they do not run, and the suite names them at its end.
+"""Requirements of some tests on the machine: without them the tests do not run, and the suite names them at its end.
 
-With MTRAIN_REQUIRE_ALL_TESTS=1, as CI sets it, they run all the same and fail, so that none is lost unseen.
+With MTRAIN_REQUIRE_ALL_TESTS=1, as CI sets it, they run all the same and fail, so that none is lost unnoticed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @dataclass(frozen=True)
 class Need:
-    """Something that not every machine has."""
+    """Requirement that not every machine meets."""
 
     fixture: str
-    """Tests that ask for this fixture have the need."""
+    """Fixture whose users have the need."""
     what: str
     is_met: Callable[[], bool]
 
 
 def browser_program() -> str | None:
-    """The browser: $MTRAIN_BROWSER, else the first of BROWSERS on PATH; None where there is none."""
+    """Returns the browser: $MTRAIN_BROWSER, else the first of BROWSERS on PATH; None where there is none."""
     return os.environ.get("MTRAIN_BROWSER") or next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 def may_mount() -> bool:
-    """Whether this user may mount a disk where only its own processes see it."""
+    """Says whether this user may mount a disk that only its own processes see."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return False
@@ -76,7 +76,7 @@ NOT_RUN = pytest.StashKey[dict[str, list[str]]]()
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the tests out whose need is not met, and notes them."""
+    """Removes the tests whose need is not met, and notes them."""
     not_run = config.stash.setdefault(NOT_RUN, {})
     if os.environ.get(REQUIRE_ALL) == "1":
         return
@@ -89,7 +89,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def report_not_run(reporter: pytest.TerminalReporter, not_run: dict[str, list[str]]) -> None:
-    """The last thing that the suite says."""
+    """Reports the tests that were not run, as the last text of the suite."""
     for what, tests in not_run.items():
         reporter.section(f"not run: {len(tests)}", red=True, bold=True)
         reporter.line(f"This machine lacks {what}. With {REQUIRE_ALL}=1 these tests fail instead:")

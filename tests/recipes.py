@@ -1,4 +1,4 @@
-"""Every configuration that is shipped, with what it needs to be a whole run."""
+"""Shipped configurations, each completed to a whole run."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ RUNS: dict[str, tuple[Path, ...]] = {
     "quickstart_finetune": (_MODELS / "quickstart.yaml", _layout("tp2pp2"), _run("quickstart_finetune")),
     "quickstart_pretrain": (_MODELS / "quickstart.yaml", _layout("tp2pp2"), _run("quickstart_pretrain")),
 }
-"""By the file of the run; preference.yaml and reward_model.yaml are refused by `verify`, which says so."""
+"""Files of each run, by its name; `verify` refuses preference.yaml and reward_model.yaml, with a message."""
 MODELS = {path.stem: (path, _layout("cp2"), _PRETRAIN) for path in sorted(_MODELS.glob("*.yaml"))}
-"""Each model on two ranks that share a row, which is where attention differs most."""
+"""Models on two ranks that share a row, where attention differs most."""
 NAMES = [
     *(path.stem for path in STARTS),
     *(f"recipe {page.stem}" for page in PAGES),
@@ -43,11 +43,11 @@ NAMES = [
 
 
 def shipped(name: str, folder: Path) -> Config:
-    """The configuration with one of NAMES.
+    """Loads the configuration with one of NAMES.
 
     Args:
-        name: Of a start, a recipe, a run or a model.
-        folder: Gets the recipe of a page as a file.
+        name: Name of a start, a recipe, a run or a model.
+        folder: Folder in which the recipe of a page is written as a file.
     """
     kind, _, rest = name.partition(" ")
     if kind == "run":

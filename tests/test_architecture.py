@@ -1,4 +1,4 @@
-"""The shape of the package: what may import what, where the engine may be named, how large a piece may grow.
+"""Architecture of the package: who may import whom, where the engine may be named, how large a piece may grow.
 
 A new package gets its place in PACKAGES_BY_LAYER; a new restriction gets its line in CONFINED.
 """
@@ -28,14 +28,14 @@ PACKAGES_BY_LAYER: tuple[frozenset[str], ...] = (
     frozenset({"compare", "monitor", "verify"}),
     frozenset({"__main__", "cli", "tools"}),
 )
-"""Packages (`a`, or `a.b` where a part of one lies in another layer) from the bottom up. One imports from the layers
+"""Packages (`a`, or `a.b` where a part of one is in another layer) from the bottom up. One imports from the layers
 below and from its own, unless that is APART_LAYER."""
 LAYERS = {package: layer for layer, packages in enumerate(PACKAGES_BY_LAYER) for package in packages}
 LAST_WITHOUT_TORCH = 1
 APART_LAYER = 3
 
 MCORE_ROOMS = ("distributed", "offload", "model", "engine", "state", "health")
-"""Folders of `mtrain/mcore` from the bottom up: each imports from those before it alone."""
+"""Folders of `mtrain/mcore` from the bottom up: each imports only from those before it."""
 
 MAX_FILES_IN_A_FOLDER = 20
 MAX_FILE_LINES = 500
@@ -43,7 +43,7 @@ MAX_FUNCTION_LINES = 60
 
 
 def package_of(target: str) -> str | None:
-    """Package of an imported name; None where it is not ours."""
+    """Returns the package of an imported name; None where it is not ours."""
     parts = target.split(".")
     if parts[0] == "tools":
         return "tools"
@@ -81,7 +81,7 @@ def test_imports_go_downwards() -> None:
 
 
 def mcore_room(target: str) -> int | None:
-    """Which of MCORE_ROOMS a module lies in; None where it lies in none."""
+    """Returns the index in MCORE_ROOMS of a module's room; None where it is in none."""
     parts = target.split(".")
     return MCORE_ROOMS.index(parts[2]) if parts[:2] == ["mtrain", "mcore"] and len(parts) > 2 else None
 
@@ -99,7 +99,7 @@ def test_no_import_in_the_engine_goes_upwards() -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Imports for type checkers count as well: two modules that name each other's types are one subject."""
+    """Counts imports for type checkers as well: two modules that name each other's types are one subject."""
     graph = {
         module.name: {
             each.target
@@ -113,7 +113,7 @@ def test_there_are_no_import_cycles() -> None:
 
 
 def import_cycle(graph: dict[str, set[str]]) -> list[str] | None:
-    """The modules of one cycle; None where there is none."""
+    """Returns the modules of one cycle; None where there is none."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -136,7 +136,7 @@ def _imports_of(prefix: str) -> Callable[[Module], Iterator[int]]:
 
 
 def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
-    """Names, attributes and imports, not comments or texts."""
+    """Finds names, attributes and imports, not comments or texts."""
 
     def find(module: Module) -> Iterator[int]:
         for node in module.nodes:
@@ -152,7 +152,7 @@ def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
 
 
 def _replaced_cuda_functions(module: Module) -> Iterator[int]:
-    """Assignments to attributes of torch or of torch.cuda."""
+    """Finds assignments to attributes of torch or of torch.cuda."""
     for node in module.nodes:
         if not isinstance(node, ast.Assign):
             continue
@@ -165,15 +165,15 @@ def _replaced_cuda_functions(module: Module) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Confined:
-    """Something that may stand in certain files only."""
+    """Code that may only be in certain files."""
 
     what: str
     find: Callable[[Module], Iterator[int]]
-    """Lines of a module where it stands."""
+    """Function that yields the lines of a module where it is."""
     allowed: str
-    """Regular expression of the files, from the root of the repository."""
+    """Regular expression of the allowed files, from the root of the repository."""
     example: str
-    """A program in which `find` finds it."""
+    """Program in which `find` finds it."""
 
 
 CONFINED = (
@@ -254,7 +254,7 @@ def test_data_index_takes_the_datasets_of_megatron_only() -> None:
 
 REFERENCE = r"mtrain\.verify\.reference(\.\w+)*"
 REFERENCE_MAY_IMPORT = rf"mtrain\.(config(\.\w+)*|base\.errors|tokenizer)|{REFERENCE}"
-"""The configuration as data, the tokenizer, and itself: nothing that decides what a step computes."""
+"""Modules that the reference may import: the configuration as data, the tokenizer, and itself."""
 
 
 def test_the_reference_shares_no_code_with_what_it_judges() -> None:
@@ -297,7 +297,7 @@ def test_class_names_are_distinct_within_a_package() -> None:
 
 
 def functions(block: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Of a block of statements, at any depth; expressions hold none."""
+    """Yields the functions of a block of statements, at any depth; expressions hold none."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         inner = getattr(block, name, [])
         for each in inner if isinstance(inner, list) else []:
@@ -327,11 +327,11 @@ OPEN_SUBJECTS = {
     "mtrain.metrics.record": "any plain value stands as it is",
     "mtrain.verify.core.result": "any plain value stands as it is",
 }
-"""Modules whose `match` meets what no list of choices can name."""
+"""Modules whose `match` has values that no list of choices can name."""
 
 
 def wildcards_that_mean_something(tree: ast.Module) -> list[int]:
-    """Lines of a `case _` that does not only say that there is nothing left, which mypy then proves."""
+    """Lists the lines of each `case _` that does more than say that nothing is left, which mypy then proves."""
     return [
         case.pattern.lineno
         for node in ast.walk(tree)
@@ -352,7 +352,7 @@ def test_a_forgotten_choice_does_not_mean_another() -> None:
 
 
 FORBIDDEN = {
-    # Written so that this file does not hold them itself.
+    # Written so that this file does not contain them itself.
     "a path of one machine": r"(?<![\w.])/wor[k]/|/tmp/la[b]|/far[m]/",
     "a document outside the repository": r"\.\./share[d]|shared/desig[n]|(?<!docs/)desig[n]/\w+\.md",
     "a private word": r"\b(learn[t]|hindranc[e]s?|surrounding[s]|behol[d])\b",
@@ -366,7 +366,7 @@ TEXT_SUFFIXES = {".py", ".sh", ".sbatch", ".md", ".yaml", ".toml", ""}
 
 @cache
 def texts() -> dict[Path, str]:
-    """Of every file of the repository that people read."""
+    """Returns the text of every file of the repository that people read."""
     parts = ("*", ".ci/*", "configs/**/*", "docs/**/*", "launch/**/*", "mtrain/**/*", "tests/**/*", "tools/**/*")
     paths = sorted(path for part in parts for path in ROOT.glob(part) if path.name != ".git")
     return {path: path.read_text(errors="replace") for path in paths if path.suffix in TEXT_SUFFIXES and path.is_file()}

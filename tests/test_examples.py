@@ -1,5 +1,6 @@
-"""The programs of examples/ run as a newcomer runs them, and learn the same on two ranks as on one; tests/check.sh
-checks their types."""
+"""Tests of the programs in examples/ as a newcomer runs them: they learn the same on two ranks as on one.
+
+tests/check.sh checks their types."""
 
 import re
 import subprocess
@@ -15,14 +16,14 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run(folder: Path, *command: str) -> str:
-    """What a program prints, from another working folder."""
+    """Returns what a program prints, started from another working folder."""
     done = completed([sys.executable, *command], folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def run_on_two_ranks(folder: Path, *command: str) -> str:
-    """The same under torchrun, in new interpreters."""
+    """Runs the same under torchrun, in new interpreters."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     line, environment = [sys.executable, *launcher, *command], program_environment()
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
@@ -54,7 +55,7 @@ def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
 @pytest.mark.nightly  # two new interpreters; tests/training/test_engine.py has such loops on every layout
 def test_a_loop_of_ones_own_learns_the_same_on_any_layout(tmp_path: Path) -> None:
     alone = losses(run(tmp_path, example("own_training_loop.py")))
-    # one layout: others are those of tests/training/test_engine.py, without a launch
+    # one other layout: more of them are in tests/training/test_engine.py, without a launch
     assert losses(run_on_two_ranks(tmp_path, example("own_training_loop.py"), "layout.pp=2")) == pytest.approx(
         alone, rel=1e-5
     )

@@ -1,4 +1,4 @@
-"""docs/faults.md says what the tests say."""
+"""Checks that docs/faults.md agrees with the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.paths import ROOT
 
 
 def test_every_injected_fault_has_its_row(request: pytest.FixtureRequest) -> None:
-    """Of the tests that this run collected: all of them where the whole suite runs."""
+    """Checks the tests that this run collected: all of them where the whole suite runs."""
     lines = PAGE.read_text()
     missing = {
         row.cells()

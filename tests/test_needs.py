@@ -1,4 +1,4 @@
-"""A machine that lacks something runs the rest of the suite, and the suite ends with what it did not run."""
+"""Tests of a machine that lacks something: it runs the rest of the suite, which ends with the tests it did not run."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ MOUNT = "tests/training/faults/test_full_disks.py::"
 
 
 def suite(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A few tests where PATH has no program."""
+    """Runs a few tests where PATH has no program."""
     ours = ("MTRAIN_BROWSER", "MTRAIN_REQUIRE_ALL_TESTS")
     clean = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]

@@ -1,4 +1,4 @@
-"""`import mtrain`: what a program may rely on, loaded when it is used."""
+"""Tests of `import mtrain`: what a program may rely on, loaded at its first use."""
 
 import os
 import re
@@ -15,7 +15,7 @@ HEAVY = "{'torch', 'numpy', 'megatron', 'pydantic', 'yaml', 'transformers'}"
 
 
 def run(program: str) -> str:
-    """What a fresh interpreter prints."""
+    """Returns what a fresh interpreter prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True, cwd=ROOT
@@ -51,7 +51,7 @@ def test_what_is_listed_for_type_checkers_is_what_is_loaded() -> None:
 
 
 def test_a_users_program_is_checked_against_its_types(tmp_path: Path) -> None:
-    """A wrong argument is an error of types; so are the ends of the public names."""
+    """Checks that a wrong argument is a type error, and so are misspelt public names."""
     program = tmp_path / "program.py"
     program.write_text(
         "from mtrain import Datum, Engine, LossPair, TermInputs, load_config, weigh\n"

@@ -1,4 +1,4 @@
-"""Tokenizers: both kinds behave alike, and bad files are reported."""
+"""Tests of tokenizers: both kinds behave alike, and bad files are reported."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TEXTS = ["def f(x):\n    return x + 1\n", "    indented  twice", "", "naïve 日
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sentencepiece model and, in folders of their own, the two kinds."""
+    """Makes a folder with a sentencepiece model and, in folders of their own, the two kinds."""
     folder = tmp_path_factory.mktemp("tokenizers")
     (folder / "text.txt").write_text("\n".join(f"def function_{n}(x):\n    return x + {n}" for n in range(300)))
     (folder / "sp").mkdir()
@@ -128,7 +128,7 @@ def test_bad_files_are_reported(
 
 
 def _changed(folder: Path, path: Path, **changes: object) -> Path:
-    """The tokenizer with other parts."""
+    """Makes the tokenizer with other parts."""
     content = json.loads((folder / "hf" / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps({**content, **changes}))
     (path / "tokenizer_config.json").write_bytes((folder / "hf" / "tokenizer_config.json").read_bytes())

@@ -1,8 +1,8 @@
-"""`python -m mtrain` or a tool, in a process that has imported torch and megatron-core: whole runs without their start.
+"""Runs `python -m mtrain` or a tool in a process that has imported torch and megatron-core, without their start.
 
 A fresh interpreter needs three seconds of a core before it trains, and so does every rank that a launcher starts. Here
-a fork server that has imported everything forks the command instead, and where the command is a launcher, its ranks
-are forked from it in turn. All else is the program's own: arguments, environment, working folder, signals, exit code.
+a fork server that has imported everything forks the command instead; if the command is a launcher, its ranks are forked
+from it in turn. All else is the program's own: arguments, environment, working folder, signals, exit code.
 Tests of what happens during imports start a real interpreter.
 """
 
@@ -34,7 +34,7 @@ _POLL_S = 0.01
 
 
 def program_environment(*importable: Path) -> dict[str, str]:
-    """Ours, with the repository and further folders importable, one thread a process."""
+    """Returns this environment, with the repository and further folders importable, and one thread per process."""
     return {**os.environ, "PYTHONPATH": ":".join(map(str, (ROOT, *importable))), "OMP_NUM_THREADS": "1"}
 
 
@@ -44,16 +44,16 @@ def completed(
     environment: Mapping[str, str] | None = None,
     timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """A command from its start to its end, as `subprocess.run` gives it back.
+    """Runs a command from its start to its end, and returns what `subprocess.run` does.
 
     Args:
-        arguments: As `Command` takes them.
-        folder: Working folder.
-        environment: All of it; by default `program_environment()`.
-        timeout: In seconds; it is ended then.
+        arguments: Arguments of the command, as in `Command`.
+        folder: Folder in which the command runs.
+        environment: Whole environment; by default `program_environment()`.
+        timeout: Time in seconds after which the command is ended.
 
     Raises:
-        subprocess.TimeoutExpired: It did not end in time.
+        subprocess.TimeoutExpired: The command did not end in time.
     """
     command = Command(given := list(map(str, arguments)), folder, environment or program_environment())
     try:
@@ -65,18 +65,18 @@ def completed(
 
 
 class Command:
-    """A running command; the part of subprocess.Popen that tests use."""
+    """Running command; has the part of subprocess.Popen that tests use."""
 
     def __init__(
         self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], device: Path | None = None
     ) -> None:
-        """Starts it.
+        """Starts the command.
 
         Args:
-            arguments: `python -m mtrain ...`, or `python FILE ...` for a file of tools/.
-            folder: Working folder.
-            environment: All of it.
-            device: Takes standard output and standard error, where they are not kept.
+            arguments: Either `python -m mtrain ...`, or `python FILE ...` for a file of tools/.
+            folder: Folder in which the command runs.
+            environment: Whole environment of the command.
+            device: File for standard output and standard error, where they are not kept.
         """
         if list(arguments[:3]) == _PROGRAM:
             script, rest = None, list(arguments[3:])
@@ -85,7 +85,7 @@ class Command:
             assert arguments[0] == sys.executable, arguments
             assert script.endswith(".py"), arguments
         own = tempfile.mkdtemp(prefix="mtrain-command-")
-        weakref.finalize(self, shutil.rmtree, own)  # what a command has said can be read for as long as it is there
+        weakref.finalize(self, shutil.rmtree, own)  # the output can be read as long as this object exists
         self._outputs = [device or Path(own, name) for name in ("output", "errors")]
         for path in self._outputs:
             path.touch()
@@ -98,45 +98,45 @@ class Command:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative where a signal ended it."""
+        """Exit code; None while the command runs, negative where a signal ended it."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As `returncode`."""
+        """Returns the exit code; None while the command runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended."""
+        """Waits for the command and returns its exit code."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("mtrain", timeout or 0.0)
         return self._process.exitcode
 
     def output(self) -> str:
-        """Standard output so far."""
+        """Returns standard output so far."""
         return self._outputs[0].read_text(errors="replace")
 
     def errors(self) -> str:
-        """Standard error so far."""
+        """Returns standard error so far."""
         return self._outputs[1].read_text(errors="replace")
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Standard output and standard error, once it has ended."""
+        """Returns standard output and standard error, once the command has ended."""
         self.wait(timeout)
         return self.output(), self.errors()
 
     def send_signal(self, number: int) -> None:
-        """As the command line would be sent one."""
+        """Sends a signal to the command, as to the real command line."""
         if self._process.exitcode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends the command at once."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkedRank:
-    """What a launcher holds of a rank that was forked from it; the part of subprocess.Popen that it uses."""
+    """Rank that was forked from its launcher; has the part of subprocess.Popen that a launcher uses."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class ForkedRank:
         stdin: int = subprocess.DEVNULL,
         process_group: int = 0,
     ) -> None:
-        """Forks."""
+        """Forks the rank."""
         assert list(command[:3]) == _PROGRAM, command
         assert process_group == 0
         self.args = command
@@ -157,7 +157,7 @@ class ForkedRank:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            preexec_fn()  # blocks stop signals, so none is lost where handlers are as in a new process
+            preexec_fn()  # blocks stop signals, so none is lost while the handlers are those of a new process
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             for file, descriptor in ((stdout, 1), (stderr, 2)):
@@ -166,14 +166,14 @@ class ForkedRank:
             os._exit(_main(None, command[3:], env))
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Returns the exit code; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended."""
+        """Waits until the rank has ended, and returns its exit code."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -183,7 +183,7 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Where it still runs."""
+        """Sends a signal to the rank if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -191,15 +191,15 @@ class ForkedRank:
 def run_here(
     script: str | None, arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str
 ) -> None:
-    """The command in this process, which was forked for it and ends with it.
+    """Runs the command in this process, which was forked for it and ends with it.
 
     Args:
-        script: Of tools/; None for `python -m mtrain`.
-        arguments: What follows.
-        folder: Working folder.
-        environment: All of it.
-        output: A file that is there, to which standard output is appended.
-        errors: The same of standard error.
+        script: Script of tools/; None for `python -m mtrain`.
+        arguments: Arguments of the command or script.
+        folder: Folder in which the command runs.
+        environment: Whole environment of the command.
+        output: Existing file, to which standard output is appended.
+        errors: Existing file, to which standard error is appended.
     """
     from mtrain.launch import local
 
@@ -212,7 +212,7 @@ def run_here(
 
 
 def _main(script: str | None, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The program itself, or a script; its exit code."""
+    """Runs the program itself, or a script; returns its exit code."""
     import torch
 
     from mtrain.__main__ import main

@@ -1,4 +1,4 @@
-"""Plain Megatron-Core's router, and how its masks travel; the functions for `Pool.run`."""
+"""Router of plain Megatron-Core, and the way of its masks; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERTS = 4
 
 
 def config_of(groups: Groups, **fields: Any) -> TransformerConfig:
-    """A tiny model with experts under the layout."""
+    """Makes the configuration of a tiny model with experts under the layout."""
     layout = groups.layout
     defaults: dict[str, Any] = {
         "num_layers": 2,
@@ -43,13 +43,13 @@ def config_of(groups: Groups, **fields: Any) -> TransformerConfig:
 
 
 def gradients(groups: Groups, microbatches: list[Any], is_cut: bool, fields: dict[str, Any]) -> list[Any]:
-    """What the losses of a router add to the gradient of its logits.
+    """Returns what the losses of a router add to the gradient of its logits.
 
     Args:
-        groups: The process groups.
-        microbatches: Logits [seq, batch, experts] of each.
-        is_cut: Whether context-parallel ranks get a part each.
-        fields: Of TransformerConfig.
+        groups: Process groups of the ranks.
+        microbatches: Logits [seq, batch, experts] of each microbatch.
+        is_cut: Whether each context-parallel rank gets only its part.
+        fields: Fields of TransformerConfig.
     """
     router = TopKRouter(config_of(groups, **fields), groups.collection)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))
@@ -64,7 +64,7 @@ def gradients(groups: Groups, microbatches: list[Any], is_cut: bool, fields: dic
 
 
 def counts_under_a_mask(groups: Groups, logits: Any, padding: Any) -> list[float] | str:
-    """Tokens that the bias of the choice is moved by, or the error."""
+    """Counts the tokens that the bias of the choice is moved by; or returns the error."""
     fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     router = TopKRouter(config_of(groups, **fields), groups.collection)
     try:
@@ -76,7 +76,7 @@ def counts_under_a_mask(groups: Groups, logits: Any, padding: Any) -> list[float
 
 
 class _OnlyARouter(MegatronModule):
-    """A model that is a router."""
+    """Model that only consists of a router."""
 
     def __init__(self, config: TransformerConfig, groups: Groups) -> None:
         super().__init__(config)
@@ -84,7 +84,7 @@ class _OnlyARouter(MegatronModule):
 
 
 def bias_after_an_infinite_gradient(groups: Groups, logits: Any) -> list[float]:
-    """The bias of the choice, from 0, when gradients have been finalised and the optimizer has not been asked."""
+    """Returns the bias of the choice, from 0, after gradients are finalised and before the optimizer is asked."""
     fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     config = config_of(groups, **fields)
     model = _OnlyARouter(config, groups)
@@ -100,14 +100,14 @@ def bias_after_an_infinite_gradient(groups: Groups, logits: Any) -> list[float]:
 
 
 class Cut(NamedTuple):
-    """Positions of a padding mask before and after the model's preprocessing."""
+    """Number of positions of a padding mask before and after the model's preprocessing."""
 
     given: int
     left: int
 
 
 def padding_mask_of_a_stage(groups: Groups) -> Cut:
-    """What the layers of this stage would get of a row's mask under sequence parallelism."""
+    """Measures which part of a row's mask the layers of this stage would get under sequence parallelism."""
     model = _model(groups)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     prepared = model._preprocess(tokens, tokens, padding_mask=tokens.bool())
@@ -115,7 +115,7 @@ def padding_mask_of_a_stage(groups: Groups) -> Cut:
 
 
 def layers_without_their_mask(groups: Groups) -> list[int]:
-    """Layers that get no padding mask where the first of two is recomputed."""
+    """Lists the layers that get no padding mask where the first of two is recomputed."""
     recompute = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     model = _model(groups, **recompute)
     without = []
@@ -135,7 +135,7 @@ def layers_without_their_mask(groups: Groups) -> list[int]:
 
 
 def _model(groups: Groups, **fields: Any) -> GPTModel:
-    """A dense model without norms, since those of the local layers refuse sequence parallelism."""
+    """Builds a dense model without norms, since those of the local layers refuse sequence parallelism."""
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
     config = config_of(groups, num_moe_experts=None, **fields)
@@ -152,7 +152,7 @@ def _model(groups: Groups, **fields: Any) -> GPTModel:
 
 
 def token_counts(groups: Groups) -> tuple[float, float]:
-    """(own, all) tokens as the auxiliary losses count them under a mask; rank r has r + 1 tokens."""
+    """Returns (own, all) tokens as the auxiliary losses count them under a mask; rank r has r + 1 tokens."""
     routed = torch.zeros(4, EXPERTS, dtype=torch.int64)
     routed[: groups.rank + 1, :2] = 1
     counted: tuple[Tensor, Tensor, Tensor] = get_tokens_per_expert_and_token_count(

@@ -1,4 +1,4 @@
-"""Configurations of the tests on known issues, and where the installed megatron-core is."""
+"""Configurations of the tests on known issues, and the place of the installed megatron-core."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "data": {"kind": "mock", "seq_length": 16},
     "train": {"global_batch_size": 2, "num_steps": 10, "precision": "fp32"},
 }
-"""A model whose tensors leave padding in gradient buckets."""
+"""Changes that give a model whose tensors leave padding in gradient buckets."""
 
 
 def small(**changes: Any) -> Config:
-    """`small(model__hidden_dropout=0.1)`: the small configuration with changes."""
+    """Makes the small configuration with changes, as `small(model__hidden_dropout=0.1)`."""
     return config(**{**{name: dict(section) for name, section in SMALL.items()}, **changes})
 
 

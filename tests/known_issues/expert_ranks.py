@@ -1,4 +1,4 @@
-"""One layer of experts in plain megatron-core, and the same in ours; the functions for `Pool.run`."""
+"""One layer of experts in plain megatron-core and in ours; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ SEQ, HIDDEN = 8, 16
 
 
 class LayerRun(NamedTuple):
-    """What a layer's parameters received, on this rank."""
+    """Gradients of a layer's parameters on this rank."""
 
     gradients: dict[str, Any]
-    """By name; experts stacked: [experts of this rank, ...]."""
+    """Gradients by name; experts stacked: [experts of this rank, ...]."""
     norm: float
-    """As megatron-core's optimizer tells it."""
+    """Gradient norm as megatron-core's optimizer reports it."""
 
 
 def layer_config(groups: Groups, **fields: Any) -> TransformerConfig:
-    """The layer in megatron-core's words."""
+    """Describes the layer with megatron-core's fields."""
     layout = groups.layout
     defaults: dict[str, Any] = {
         "num_layers": 1,
@@ -67,7 +67,7 @@ def layer_config(groups: Groups, **fields: Any) -> TransformerConfig:
 
 @contextmanager
 def with_their_router() -> Iterator[None]:
-    """Fixes, by hand, that their router cannot run without TransformerEngine."""
+    """Fixes by hand that their router cannot run without TransformerEngine."""
     moe_utils.te_general_gemm = None
     try:
         yield
@@ -76,7 +76,7 @@ def with_their_router() -> Iterator[None]:
 
 
 def layer(groups: Groups, config: TransformerConfig, is_ours: bool) -> MoELayer:
-    """Their layer with their router and experts, or with ours; the same weights."""
+    """Builds their layer with their router and experts, or with ours; the weights are the same."""
     if is_ours:
         router: Any = partial(Router, section=SECTION.model_copy(update={"router_bias": config.add_bias_linear}))
         experts = ModuleSpec(module=Experts, params={"implementation": "auto"})
@@ -97,7 +97,7 @@ def layer(groups: Groups, config: TransformerConfig, is_ours: bool) -> MoELayer:
 
 
 def _stacked(built: MoELayer) -> Iterator[tuple[str, list[Tensor]]]:
-    """Name -> one tensor an expert."""
+    """Yields each name with one tensor per expert."""
     experts: Any = built.experts
     kinds = ["weight", "bias"] if built.config.add_bias_linear else ["weight"]
     yield from ((f"router.{kind}", list(getattr(built.router, kind))) for kind in kinds)
@@ -110,7 +110,7 @@ def _stacked(built: MoELayer) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def layer_run(groups: Groups, is_ours: bool, has_bias: bool = False, initialises: bool = True) -> LayerRun:
-    """Forward and backward of this rank's part of one sequence; gradients reduced as megatron-core does."""
+    """Runs forward and backward of this rank's part of one sequence; reduces gradients as megatron-core does."""
     config = layer_config(groups, add_bias_linear=has_bias, perform_initialization=initialises)
     built = layer(groups, config, is_ours)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -142,7 +142,7 @@ def _gradients(built: MoELayer) -> Iterator[tuple[str, Any]]:
 
 
 def their_router_fails(groups: Groups) -> str:
-    """What their router raises without TransformerEngine; ours, on the same weights, raises nothing."""
+    """Returns what their router raises without TransformerEngine; ours, with the same weights, raises nothing."""
     config = layer_config(groups)
     hidden = torch.randn(SEQ, 1, HIDDEN)
     weights, chosen = layer(groups, config, is_ours=True).router(hidden)
@@ -155,7 +155,7 @@ def their_router_fails(groups: Groups) -> str:
 
 
 def scores_in_float64(groups: Groups) -> tuple[float, float]:
-    """How far the weights of a float64 router are from float64's own: theirs, ours."""
+    """Returns how far the weights of a float64 router are from float64's own: theirs, ours."""
     config, hidden = layer_config(groups, moe_router_dtype="fp64"), torch.randn(SEQ, 1, HIDDEN).double()
     found = []
     with with_their_router():
@@ -169,7 +169,7 @@ def scores_in_float64(groups: Groups) -> tuple[float, float]:
 
 
 def split_sizes(groups: Groups) -> tuple[str, list[int]]:
-    """What an all-to-all says to split sizes as their function leaves them on a CPU, and what it sends with ours."""
+    """Returns the error of an all-to-all for split sizes of their function on a CPU, and what it sends with ours."""
     from megatron.core.transformer.moe import token_dispatcher
 
     sizes = torch.ones(dist.get_world_size(), dtype=torch.int64)
@@ -187,7 +187,8 @@ def split_sizes(groups: Groups) -> tuple[str, list[int]]:
 
 
 def uneven_lists(groups: Groups) -> tuple[list[float], list[float]]:
-    """Rank r brings r + 1 numbers; what is gathered, and this rank's part of what is summed and scattered."""
+    """Gathers lists, of which rank r brings r + 1 numbers; returns them, and this rank's part of their
+    reduce-scatter."""
     sizes = [rank + 1 for rank in range(dist.get_world_size())]
     own = torch.full((sizes[groups.rank],), float(groups.rank))
     gathered = [torch.empty(size) for size in sizes]
@@ -198,7 +199,7 @@ def uneven_lists(groups: Groups) -> tuple[list[float], list[float]]:
 
 
 def their_keys(groups: Groups) -> list[str]:
-    """Checkpoint keys of a layer of experts on their local spec."""
+    """Lists the checkpoint keys of a layer of experts on their local spec."""
     spec = get_gpt_layer_local_spec(num_experts=SECTION.num_experts, normalization="RMSNorm")
     built: nn.Module = spec.module(layer_config(groups, normalization="RMSNorm"), spec.submodules, 1)
     state: dict[str, Any] = built.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})  # type: ignore[operator]
@@ -206,7 +207,7 @@ def their_keys(groups: Groups) -> list[str]:
 
 
 def loss_scales(groups: Groups) -> list[float]:
-    """The scales of their optimizers after a step in which an expert's gradient overflowed on every rank."""
+    """Returns the scales of their optimizers after a step in which an expert's gradient overflowed on every rank."""
     config = layer_config(groups, fp16=True, params_dtype=torch.float16)
     built = layer(groups, config, is_ours=False)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

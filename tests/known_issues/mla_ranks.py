@@ -1,4 +1,4 @@
-"""Multi-head latent attention of plain megatron-core on its local layers, and ours beside it, on ranks."""
+"""Multi-head latent attention of plain megatron-core on its local layers, and ours, on ranks."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ SIZES = LatentAttentionSection(q_lora_rank=8, kv_lora_rank=12, qk_nope_head_dim=
 ROPE = RopeSection(base=100.0, interleaved=True)
 
 Gradients = dict[str, Any]
-"""By name of the parameter, this rank's shards."""
+"""Gradients by name of the parameter, this rank's shards."""
 
 
 class DotProductOfLatents(DotProductAttention):
-    """Takes and passes over the sizes that latent attention names."""
+    """Core attention that accepts and ignores the sizes that latent attention passes."""
 
     def __init__(self, k_channels: int | None = None, v_channels: int | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
 
 
 def error_of_plain(groups: Groups, has_te: bool) -> str:
-    """What building it raises; TransformerEngine is not installed.
+    """Returns the error of building it; TransformerEngine is not installed.
 
     Args:
-        groups: The process groups.
-        has_te: What the module believes about TransformerEngine; as it finds by itself, or put right.
+        groups: Process groups of the ranks.
+        has_te: Whether the module believes that TransformerEngine is there, as it does by itself, or has been
+            corrected.
     """
     assert multi_latent_attention.HAVE_TE
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True).submodules.self_attention
@@ -61,12 +62,12 @@ def _type_error(groups: Groups, spec: Any) -> str:
 
 
 def plain_gradients(groups: Groups, weights: Gradients, flag: bool) -> Gradients:
-    """Of the plain module, built as far as it takes to run.
+    """Returns the gradients of the plain module, repaired just enough to run.
 
     Args:
-        groups: The process groups.
+        groups: Process groups of the ranks.
         weights: Whole arrays by name.
-        flag: Whether config.qk_layernorm says that latents are normalised, as they are either way.
+        flag: Whether config.qk_layernorm says that latents are normalised; they are in either case.
     """
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True, qk_layernorm=True)
     attention = spec.submodules.self_attention
@@ -78,7 +79,7 @@ def plain_gradients(groups: Groups, weights: Gradients, flag: bool) -> Gradients
 
 
 def our_gradients(groups: Groups, weights: Gradients) -> Gradients:
-    """Of our module."""
+    """Returns the gradients of our module."""
     module = LatentAttention(_config(groups), 1, AttnMaskType.causal, SIZES, ROPE, groups.collection)
     pairs = SIZES.qk_rope_head_dim // 2
     frequencies = ROPE.base ** (-torch.arange(pairs) / pairs)
@@ -108,7 +109,7 @@ def _config(groups: Groups, **changes: Any) -> MLATransformerConfig:
 
 
 def _gradients(groups: Groups, module: MegatronModule, weights: Gradients, run: Any) -> Gradients:
-    """After megatron-core's own reduction, of the sum of output x a fixed tensor."""
+    """Returns the gradients of the sum of output x a fixed tensor, after megatron-core's own reduction."""
     for name, parameter in module.named_parameters():
         parameter.data.copy_(_shard(groups, torch.from_numpy(weights[name]), parameter))
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

@@ -1,4 +1,4 @@
-"""The table of known issues as a page of the documentation: `python -m tests.known_issues.page` writes it."""
+"""Page of the documentation with the table of known issues: `python -m tests.known_issues.page` writes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ the installed sources, so an upgrade shows what changed.
 
 
 def page() -> str:
-    """The whole page, in Markdown."""
+    """Makes the whole page, in Markdown."""
     return "\n".join((_INTRODUCTION, *_summary(), *_sections())) + "\n"
 
 
@@ -44,7 +44,7 @@ def _summary() -> Iterator[str]:
 
 
 def _anchor(name: str) -> str:
-    """As renderers of Markdown make it from a heading."""
+    """Makes the anchor of a heading as Markdown renderers do."""
     return re.sub(r"[^a-z0-9 -]", "", name.lower()).replace(" ", "-")
 
 

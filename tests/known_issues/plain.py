@@ -1,7 +1,6 @@
-"""Plain Megatron-Core on CPU ranks: its GPTModel, DDP, schedules and optimizer as its examples put them together.
+"""Plain Megatron-Core on CPU ranks: its GPTModel, DDP, schedules and optimizer, combined as in its examples.
 
-Nothing of `mtrain.mcore` takes part beside the process groups and the CPU emulation; so what goes wrong here is
-megatron-core's.
+It uses nothing of `mtrain.mcore` besides the process groups and the CPU emulation, so faults here are megatron-core's.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Arrays = dict[str, Any]
 
 
 class PlainStep(NamedTuple):
-    """A forward and backward of one global batch on one rank."""
+    """Results of forward and backward of one global batch on one rank."""
 
     loss: float
-    """Sum of the token losses / number of loss tokens over all data-parallel ranks, as a logger would add them up."""
+    """Sum of the token losses / number of loss tokens over all data-parallel ranks, as a logger would compute it."""
     grad_norm: float
-    """As megatron-core's optimizer computes it."""
+    """Gradient norm as megatron-core's optimizer computes it."""
     gradients: Arrays
-    """By global name, this rank's shards."""
+    """Gradients by global name, this rank's shards."""
 
 
 def plain_step(
@@ -50,14 +49,14 @@ def plain_step(
     passes_mask: bool = True,
     **fields: Any,
 ) -> PlainStep:
-    """One step of plain Megatron-Core.
+    """Runs one step of plain Megatron-Core.
 
     Args:
-        groups: The process groups; no context parallelism, which the local spec refuses.
-        model: A Llama-shaped architecture whose vocabulary divides by tp.
+        groups: Process groups of the ranks; without context parallelism, which the local spec refuses.
+        model: Llama-shaped architecture whose vocabulary divides by tp.
         parameters: Global arrays by name.
-        batch: The global batch.
-        micro_batch_size: Rows of a microbatch.
+        batch: Batch of the step.
+        micro_batch_size: Number of rows in a microbatch.
         passes_mask: Whether the model gets the loss mask, for multi-token prediction.
         **fields: Further fields of TransformerConfig.
     """
@@ -88,14 +87,14 @@ def plain_step(
 
 
 def plain_initial_weights(groups: Groups, model: ModelSection) -> Arrays:
-    """What megatron-core itself draws for a seed, by global name."""
+    """Returns what megatron-core itself draws for a seed, by global name."""
     config = plain_config(groups, model, {})
     chunks = [_chunk(config, groups, model, None, stage) for stage in range(groups.layout.vpp)]
     return {name: parameter.detach().numpy().copy() for chunk in chunks for name, parameter in _named(chunk.module)}
 
 
 def plain_config(groups: Groups, model: ModelSection, fields: Mapping[str, Any]) -> TransformerConfig:
-    """The model in megatron-core's words, with further fields."""
+    """Describes the model with megatron-core's fields, and further ones."""
     layout = groups.layout
     defaults: dict[str, Any] = {
         "num_layers": model.num_layers,
@@ -152,7 +151,7 @@ def _chunk(
 
 
 def _named(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by global name: layers are numbered through the whole model."""
+    """Yields parameters by global name: layers are numbered through the whole model."""
     for name, parameter in chunk.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:

@@ -1,4 +1,4 @@
-"""Faults of plain megatron-core beside what stands here instead; the functions for `Pool.run`."""
+"""Faults of plain megatron-core and our replacements; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SEQ, HIDDEN = 8, 16
 
 
 def fields(groups: Groups, **changes: Any) -> dict[str, Any]:
-    """A small model in megatron-core's words, under the layout of the groups."""
+    """Describes a small model with megatron-core's fields, under the layout of the groups."""
     layout = groups.layout
     small = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 2, "normalization": "RMSNorm"}
     without = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -55,7 +55,7 @@ def fields(groups: Groups, **changes: Any) -> dict[str, Any]:
 
 
 def plain_gpt(groups: Groups, vocab_size: int, parallel_output: bool = True, **changes: Any) -> GPTModel:
-    """megatron-core's own model on its local layers."""
+    """Builds megatron-core's own model on its local layers."""
     return GPTModel(
         TransformerConfig(**fields(groups, **changes)),
         get_gpt_layer_local_spec(normalization="RMSNorm"),
@@ -70,13 +70,13 @@ def plain_gpt(groups: Groups, vocab_size: int, parallel_output: bool = True, **c
 
 
 def vocab_parallel(local: Tensor, groups: Groups, vocab_size: int) -> VocabParallelLogits:
-    """The logits of this rank as losses here see them."""
+    """Wraps the logits of this rank as our losses take them."""
     group = groups.tp if groups.layout.tp > 1 else None
     return VocabParallelLogits(local, group, groups.tp_rank * local.shape[-1], vocab_size)
 
 
 def gathered_logits(groups: Groups) -> list[float]:
-    """Mean loss of one model: gathered logits, split logits, and split logits with the loss of here."""
+    """Returns the mean loss of one model: gathered logits, split logits, and split logits with our loss."""
     rows = torch.arange(SEQ).remainder(5).unsqueeze(0)
     losses = []
     for parallel_output in (False, True):
@@ -89,11 +89,12 @@ def gathered_logits(groups: Groups) -> list[float]:
 
 
 def summed_gradient(groups: Groups, with_hook: bool) -> list[float]:
-    """Gradient of a replicated input that is concatenated and then used by all ranks of TP, each with another factor.
+    """Returns the gradient of a replicated input that is concatenated and then used by all TP ranks, with other
+    factors.
 
     Args:
-        groups: The process groups.
-        with_hook: Whether it becomes contiguous, as in `LinearAdapter`.
+        groups: Process groups of the ranks.
+        with_hook: Whether the gradient becomes contiguous, as in `LinearAdapter`.
     """
     inputs = torch.ones(2, 3, requires_grad=True)
     copied = copy_to_tensor_model_parallel_region(inputs, group=groups.tp)
@@ -105,7 +106,7 @@ def summed_gradient(groups: Groups, with_hook: bool) -> list[float]:
 
 
 def padded_vocabulary(groups: Groups, logits: Any, labels: Any, vocab_size: int) -> tuple[float, float, float]:
-    """Mean loss: theirs, ours, and the softmax over real tokens alone."""
+    """Returns the mean loss: theirs, ours, and the softmax over real tokens alone."""
     local, targets = torch.as_tensor(logits), torch.as_tensor(labels)
     exact = nn.functional.cross_entropy(local[..., :vocab_size].flatten(0, 1), targets.flatten())
     theirs = vocab_parallel_cross_entropy(local.clone(), targets).mean()
@@ -114,7 +115,7 @@ def padded_vocabulary(groups: Groups, logits: Any, labels: Any, vocab_size: int)
 
 
 def fused_cross_entropy(groups: Groups, logits: Any, labels: Any) -> tuple[Any, Any, Any]:
-    """Gradients of float32 logits: theirs, ours, and torch's own."""
+    """Returns gradients of float32 logits: theirs, ours, and torch's own."""
     targets, gradients = torch.as_tensor(labels), []
     for number in range(3):
         local = torch.as_tensor(logits).clone().requires_grad_()
@@ -130,7 +131,7 @@ def fused_cross_entropy(groups: Groups, logits: Any, labels: Any) -> tuple[Any, 
 
 
 class Scale(nn.Module):
-    """The smallest model that megatron-core's schedules run: one weight."""
+    """Smallest model that megatron-core's schedules run: one weight."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -138,14 +139,14 @@ class Scale(nn.Module):
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, tensor: object) -> None:
-        """Part of the schedules' protocol."""
+        """Implements the schedules' protocol."""
 
     def forward(self, values: Tensor) -> Tensor:
         return self.weight * values
 
 
 def counted_tokens(groups: Groups, counts: Sequence[float], dtype: str) -> float | str:
-    """What their schedule makes of the token counts of microbatches: their total, or the error."""
+    """Returns the total that their schedule makes of the token counts of microbatches, or the error."""
     config = TransformerConfig(**fields(groups, calculate_per_token_loss=True))
     found: list[float] = []
     config.finalize_model_grads_func = lambda model, total, **_: found.append(total.item())
@@ -170,7 +171,7 @@ def counted_tokens(groups: Groups, counts: Sequence[float], dtype: str) -> float
 
 
 def pair_denominator(groups: Groups, counts: Sequence[float]) -> float:
-    """What the totals of here make of the same counts."""
+    """Returns the total that our sums make of the same counts."""
     pairs = PairAccumulator([MAIN_TERM], groups.device)
     for count in counts:
         pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(count, dtype=torch.float64))})
@@ -179,7 +180,7 @@ def pair_denominator(groups: Groups, counts: Sequence[float]) -> float:
 
 
 def gradients_without_tokens(groups: Groups, config: Config) -> tuple[float, float]:
-    """Largest gradient after a batch without loss tokens whose other terms left ones: theirs, ours."""
+    """Returns the largest gradient after a batch without loss tokens whose other terms left ones: theirs, ours."""
     largest = []
     for is_ours in (False, True):
         chunks = build_model(config, groups)
@@ -195,7 +196,7 @@ def gradients_without_tokens(groups: Groups, config: Config) -> tuple[float, flo
 
 
 def reduced_gradient(groups: Groups, per_token: bool, average_in_collective: bool) -> float:
-    """The gradient that their DDP reduces from rank + 1 on each rank."""
+    """Returns the gradient that their DDP reduces from rank + 1 on each rank."""
     config = TransformerConfig(**fields(groups, calculate_per_token_loss=per_token))
     options = DistributedDataParallelConfig(average_in_collective=average_in_collective)
     model = DistributedDataParallel(config, options, Scale(config), pg_collection=groups.collection)
@@ -206,24 +207,24 @@ def reduced_gradient(groups: Groups, per_token: bool, average_in_collective: boo
 
 
 def gradient_factors(groups: Groups, config: Config) -> set[float]:
-    """What the DDP of here multiplies gradients by before it sums them."""
+    """Returns the factors by which our DDP multiplies gradients before it sums them."""
     return {buffer.gradient_scaling_factor for chunk in build_model(config, groups) for buffer in chunk.buffers}
 
 
 def drawn_on_a_gpu(groups: Groups) -> Any:
-    """This rank's rows of the embedding, drawn by the code that runs where there is a GPU."""
+    """Returns this rank's rows of the embedding, drawn by the code that runs where there is a GPU."""
     model = plain_gpt(groups, vocab_size=8, use_cpu_initialization=False)
     return model.embedding.word_embeddings.weight.detach().numpy()
 
 
 def drawn_here(groups: Groups, config: Config) -> Any:
-    """The whole initial model by global name, on rank 0."""
+    """Returns our whole initial model by global name, on rank 0."""
     whole = gather_whole(parameter_shards(build_model(config, groups), groups))
     return None if whole is None else {name: values.numpy() for name, values in whole.items()}
 
 
 def sent_and_freed(groups: Groups, deallocates: bool, size: int) -> float:
-    """Rank 0 sends ones to rank 1, who is slow, and goes on: the smallest number that arrives."""
+    """Sends ones from rank 0, which goes on, to rank 1, which is slow; returns the smallest number that arrives."""
     values = torch.ones(size)
     if groups.rank == 0:
         request = dist.isend(values, 1)
@@ -239,7 +240,7 @@ def sent_and_freed(groups: Groups, deallocates: bool, size: int) -> float:
 
 
 def refusals_of_dot_product_attention(groups: Groups) -> list[str]:
-    """What their core attention says to packed rows and to context parallelism."""
+    """Returns the errors of their core attention for packed rows and for context parallelism."""
     said = []
     for cp, packed in ((1, PackedSeqParams()), (2, None)):
         try:
@@ -252,7 +253,7 @@ def refusals_of_dot_product_attention(groups: Groups) -> list[str]:
 
 
 def attention_over_documents(groups: Groups) -> float:
-    """How far attention here, on a row of two documents, is from attention on each of them alone."""
+    """Returns how far our attention on a row of two documents is from attention on each of them alone."""
     config = TransformerConfig(**fields(groups))
     attention = CoreAttention(config, 1, AttnMaskType.causal, "self", None, None, groups.collection)
     row, edge = torch.randn(3, SEQ, 1, 2, HIDDEN // 2), 3
@@ -262,7 +263,7 @@ def attention_over_documents(groups: Groups) -> float:
 
 
 def sinks_are_marked(groups: Groups) -> tuple[bool, bool]:
-    """Whether the norm of the gradients counts the attention sinks of this tensor-parallel rank: theirs, ours."""
+    """Says whether the gradient norm counts the attention sinks of this tensor-parallel rank: theirs, ours."""
     config = TransformerConfig(**fields(groups, softmax_type="learnable"))
     theirs = DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups.collection)
     ours = CoreAttention(config, 1, AttnMaskType.causal, "self", None, None, groups.collection)
@@ -274,7 +275,7 @@ def sinks_are_marked(groups: Groups) -> tuple[bool, bool]:
 
 
 def residual_types(groups: Groups) -> tuple[str, str]:
-    """What a first stage with a float32 residual hands on, and what the next one expects."""
+    """Returns the type that a first stage with a float32 residual sends, and the type that the next one expects."""
     half: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     model = plain_gpt(groups, vocab_size=8, fp32_residual_connection=True, **half)
     rows = torch.zeros(1, SEQ, dtype=torch.int64)
@@ -282,7 +283,7 @@ def residual_types(groups: Groups) -> tuple[str, str]:
 
 
 def recomputed_without_output(groups: Groups) -> str:
-    """How their recomputation of a norm ends."""
+    """Returns the error with which their recomputation of a norm ends."""
     try:
         CheckpointWithoutOutput().checkpoint(lambda values: values * 2, torch.ones(4, requires_grad=True))
     except NameError as error:
@@ -291,13 +292,13 @@ def recomputed_without_output(groups: Groups) -> str:
 
 
 def recomputed_modules(groups: Groups, config: Config) -> list[str] | None:
-    """What `train.recompute` makes megatron-core recompute."""
+    """Lists the modules that `train.recompute` makes megatron-core recompute."""
     modules: list[str] | None = transformer_config(config, groups.layout, groups.device).recompute_modules
     return modules
 
 
 def divided_gradient(groups: Groups, config: Config, gradient: float, denominator: float) -> float:
-    """What the one division of here makes of a gradient."""
+    """Returns the result of our one division of a gradient."""
     chunks = build_model(config, groups)
     for parameter in chunks[0].parameters():
         parameter.main_grad.fill_(gradient)
@@ -308,5 +309,5 @@ def divided_gradient(groups: Groups, config: Config, gradient: float, denominato
 
 
 def frees_outputs(groups: Groups, config: Config) -> bool:
-    """Whether pipeline outputs are freed here while they may still be on their way."""
+    """Says whether we free pipeline outputs while they may still be in transit."""
     return bool(transformer_config(config, groups.layout, groups.device).deallocate_pipeline_outputs)

@@ -1,4 +1,4 @@
-"""Faults of megatron-core's optimizer and checkpoints beside what stands here instead; the functions for `Pool.run`."""
+"""Faults of megatron-core's optimizer and checkpoints and our replacements; the functions for `Pool.run`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.mcore.state.whole_states import whole_states
 
 
 def save_by_megatron(groups: Groups, folder: Path) -> str:
-    """How their save ends in a process that may not start others."""
+    """Returns how their save ends in a process that may not start others."""
     shard = ShardedTensor.from_rank_offsets("weight", torch.ones(2))
     try:
         dist_checkpointing.save({"weight": shard}, str(folder))
@@ -35,7 +35,7 @@ def save_by_megatron(groups: Groups, folder: Path) -> str:
 
 
 def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
-    """Adam's count of updates of each parameter: after an update, a load and another update."""
+    """Returns Adam's count of updates of each parameter: after an update, a load and another update."""
     found = {}
     for name in ("theirs", "ours"):
         parts = build(groups, config)
@@ -51,7 +51,7 @@ def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
 
 
 def update(parts: Parts, groups: Groups, config: Config) -> float:
-    """One training step on the mock data; the norm of the gradients."""
+    """Runs one training step on the mock data; returns the norm of the gradients."""
     totals = parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
     done = parts.training.update(totals, config.optimizer.lr)
     assert done is not None
@@ -59,7 +59,7 @@ def update(parts: Parts, groups: Groups, config: Config) -> float:
 
 
 def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool, int]:
-    """Whether their optimizer can tell its state before it has stepped, and what Adam counts after a load here."""
+    """Says whether their optimizer can return its state before its first step, and what Adam counts after our load."""
     parts = build(groups, config)
     try:
         parts.model.optimizer.inner.chained_optimizers[0].state_dict()
@@ -75,12 +75,12 @@ def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool
 
 
 def updated_parameters(parts: Parts) -> list[Tensor]:
-    """The parameters that this rank updates."""
+    """Returns the parameters that this rank updates."""
     return [flat_slice.parameter for flat_slice in optimizer_state.flat_slices(parts.model.optimizer.inner)]
 
 
 def set_one_state(groups: Groups, config: Config) -> str:
-    """How their loop ends that puts what a checkpoint holds into torch's Adam."""
+    """Returns how their loop ends that loads a checkpoint's state into torch's Adam."""
     parts = build(groups, config)
     update(parts, groups, config)
     part = parts.model.optimizer.inner.chained_optimizers[0]
@@ -95,7 +95,7 @@ def set_one_state(groups: Groups, config: Config) -> str:
 
 
 def save_without_metadata(groups: Groups, config: Config) -> str:
-    """How their optimizer's own choice of a checkpoint form ends."""
+    """Returns how their optimizer's default form of a checkpoint ends."""
     parts = build(groups, config)
     update(parts, groups, config)
     part = parts.model.optimizer.inner.chained_optimizers[0]
@@ -107,7 +107,7 @@ def save_without_metadata(groups: Groups, config: Config) -> str:
 
 
 def shifted_states(groups: Groups, config: Config) -> tuple[int, int]:
-    """Parameters whose main weights are not those of the model when all are gathered: by them, by us."""
+    """Counts parameters whose gathered main weights differ from the model's: with theirs, with ours."""
     parts = build(groups, config)
     update(parts, groups, config)
     part, wrong = parts.model.optimizer.inner.chained_optimizers[0], 0
@@ -121,7 +121,7 @@ def shifted_states(groups: Groups, config: Config) -> tuple[int, int]:
 
 
 def norms_without_clipping(groups: Groups, config: Config) -> tuple[float | None, float]:
-    """The norm of the gradients that a bare optimizer of theirs tells, and that of here."""
+    """Returns the norm of the gradients that a bare optimizer of theirs reports, and ours."""
     parts = build(groups, config)
     ours = update(parts, groups, config)
     _, theirs, _ = parts.model.optimizer.inner.chained_optimizers[0].step()
@@ -129,21 +129,21 @@ def norms_without_clipping(groups: Groups, config: Config) -> tuple[float | None
 
 
 def clipped_norm(groups: Groups, config: Config) -> float:
-    """The norm of the gradients that Adam gets."""
+    """Returns the norm of the gradients that Adam gets."""
     parts = build(groups, config)
     update(parts, groups, config)
     return float(parts.model.optimizer.inner.get_grad_norm())
 
 
 def first_loss(groups: Groups, config: Config) -> float:
-    """The loss of the first step."""
+    """Returns the loss of the first step."""
     parts = build(groups, config)
     batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None
     return parts.training.forward_backward(batches).loss
 
 
 def said_at_the_start(groups: Groups, config: Config, folder: Path) -> str:
-    """What building a run prints on this rank."""
+    """Returns what building a run prints on this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         build_run(config, groups, RunFolder(folder))
     return said.getvalue()

@@ -1,4 +1,4 @@
-"""What plain Megatron-Core makes of balancing losses and biases; tests/parity/models/test_balance.py shows ours."""
+"""Faults of balancing losses and biases in plain Megatron-Core; tests/parity/models/test_balance.py shows ours."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def test_auxiliary_losses_weigh_tokens_without_a_loss_and_shrink_with_ranks_and_
     leaf = torch.as_tensor(logits).requires_grad_()
     (exact,) = torch.autograd.grad(leaf.logsumexp(-1).square().mean(), leaf)
     (whole,) = pool.run(ranks.gradients, Layout(), [logits], False, Z)[0]
-    # still to be divided by the tokens that have a loss: of 8 tokens with one of these it is 8 times too strong
+    # not divided yet by the tokens with a loss: with one such token of 8 it is 8 times too strong
     np.testing.assert_allclose(whole / 1, 8 * exact, rtol=1e-5)
     parts = [each[0] for each in pool.run(ranks.gradients, Layout(cp=2), [logits], True, Z)]
     np.testing.assert_allclose(np.concatenate(parts), whole / 2, rtol=1e-5)
@@ -44,7 +44,7 @@ def test_running_losses_shrink_with_data_parallel_ranks_and_follow_the_order(poo
 
 
 def test_masked_counts_of_a_rank_are_those_of_all_ranks(pool: Pool) -> None:
-    """Ranks of 1 and 2 tokens both believe that they have 3."""
+    """Has ranks of 1 and 2 tokens that both believe that they have 3."""
     assert pool.run(ranks.token_counts, Layout(dp=2)) == [(3.0, 3.0), (3.0, 3.0)]
 
 

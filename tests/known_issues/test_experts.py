@@ -13,7 +13,7 @@ from tests.pool import Pool
 
 
 def distance(found: Any, exact: Any) -> float:
-    """Largest difference / largest element."""
+    """Returns largest difference / largest element."""
     return float(np.abs(found - exact).max() / np.abs(exact).max())
 
 
@@ -29,7 +29,7 @@ def test_their_scores_are_float32_in_a_float64_model(pool: Pool) -> None:
 
 
 def test_gradients_of_experts_miss_their_sum_over_tp(pool: Pool) -> None:
-    """ep = 1, etp = 1, tp = 2: each rank has all experts and half of the sequence."""
+    """Has ep = 1, etp = 1, tp = 2: each rank has all experts and half of the sequence."""
     (whole,) = pool.run(expert_ranks.layer_run, Layout(), True)
     for is_ours in (False, True):
         runs = pool.run(expert_ranks.layer_run, Layout(tp=2, sp=True), is_ours)
@@ -43,7 +43,7 @@ def test_gradients_of_experts_miss_their_sum_over_tp(pool: Pool) -> None:
 
 
 def test_gradients_of_biases_of_several_experts_are_added(pool: Pool) -> None:
-    """ep = 2 over the two ranks of tp = 2: biases of other experts, taken for replicas of one."""
+    """Has ep = 2 over the two ranks of tp = 2: biases of different experts count as replicas of one."""
     (whole,) = pool.run(expert_ranks.layer_run, Layout(), True, True)
     for is_ours in (False, True):
         runs = pool.run(expert_ranks.layer_run, Layout(tp=2, sp=True, ep=2), is_ours, True)
@@ -54,7 +54,8 @@ def test_gradients_of_biases_of_several_experts_are_added(pool: Pool) -> None:
 
 
 def test_experts_miss_in_the_norm(pool: Pool) -> None:
-    """Weights without a mark, as they are without their initialisation: on tensor-parallel rank 1 they do not count."""
+    """Has weights without a mark, as they are without their initialisation: tensor-parallel rank 1 does not count
+    them."""
     (whole,) = pool.run(expert_ranks.layer_run, Layout(), True)
     missing = sum(np.square(each[2:]).sum() for each in whole.gradients.values())
     assert missing > 0.01 * whole.norm**2
@@ -76,7 +77,7 @@ def test_lists_of_several_sizes_travel_on_gloo(pool: Pool) -> None:
 
 
 def test_their_checkpoint_keys_of_expert_layers_are_dense_ones(pool: Pool) -> None:
-    """TransformerEngine's layers write pre_mlp_layernorm.weight; for ours see mcore/state/test_expert_state.py."""
+    """Compares with TransformerEngine's pre_mlp_layernorm.weight; for ours see mcore/state/test_expert_state.py."""
     (keys,) = pool.run(expert_ranks.their_keys, Layout())
     assert "mlp.linear_fc1.layer_norm_weight" in keys
     assert "pre_mlp_layernorm.weight" not in keys

@@ -1,6 +1,6 @@
-"""The table of known issues: each row's fault is shown in plain Megatron-Core, and is absent here.
+"""Tests of the table of known issues: each row's fault is shown in plain Megatron-Core, and is absent here.
 
-Where an upgrade fixes a fault, the test that shows it fails: then the row, and what it led to, can go.
+Where an upgrade fixes a fault, the test that shows it fails: then the row and its workaround can go.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from tests.known_issues.configs import assert_refused, megatron_core, small
 from tests.pool import Pool
 
 REPLICAS = Layout(dp=2)
-"""Without replicas the optimizer is not the distributed one."""
+"""Layout with replicas; without them the optimizer is not the distributed one."""
 
 
 def plain_loss(per_token: bool, loss: Any, num_microbatches: int = 1, cp: int = 1) -> tuple[Tensor, list[Any]]:
-    """What their last stage differentiates, and the reports it keeps."""
+    """Returns what their last stage differentiates, and the reports it keeps."""
     fields = TransformerConfig(
         num_layers=1,
         hidden_size=2,
@@ -59,7 +59,7 @@ def plain_loss(per_token: bool, loss: Any, num_microbatches: int = 1, cp: int = 
 
 
 def test_a_two_part_closure_is_scaled() -> None:
-    """That ours is not: tests/parity/layouts/test_layouts.py, whose layouts have cp > 1 and many microbatches."""
+    """Shows theirs; ours is in tests/parity/layouts/test_layouts.py, with cp > 1 and many microbatches."""
     two, _ = plain_loss(True, lambda output: (output.sum(), {}), num_microbatches=4, cp=2)
     three, _ = plain_loss(True, lambda output: (output.sum(), torch.tensor(0), {}), num_microbatches=4, cp=2)
     assert (two.item(), three.item()) == (1.0, 2.0)
@@ -111,7 +111,7 @@ def test_gathered_logits_add_log_tp(pool: Pool) -> None:
 
 
 def test_sums_of_tensors_with_gaps_are_lost(pool: Pool) -> None:
-    """A contiguous gradient is the sum 1 + 2 on both ranks; one with gaps stays each rank's own."""
+    """Sums a contiguous gradient to 1 + 2 on both ranks; one with gaps stays each rank's own."""
     assert pool.run(ranks.summed_gradient, Layout(tp=2), True) == [[3.0] * 6, [3.0] * 6]
     assert pool.run(ranks.summed_gradient, Layout(tp=2), False) == [[1.0] * 6, [2.0] * 6]
 
@@ -218,7 +218,7 @@ def test_fields_that_nothing_reads_are_refused() -> None:
 
 
 def test_fields_of_replaced_layers_are_refused() -> None:
-    """That only layers which are replaced here read them."""
+    """Checks that only layers which are replaced here read these fields."""
     replaced = {
         "apply_query_key_layer_scaling": "dot_product_attention.py",
         "qk_l2_norm": "gpt_layer_specs.py",
@@ -271,7 +271,7 @@ def test_states_are_loaded_before_the_first_update(pool: Pool) -> None:
 
 
 def test_loading_does_not_ask_for_adams_step(pool: Pool) -> None:
-    """That ours does not is shown by every resumed run of tests/mcore/state/test_save_and_load.py."""
+    """Shows theirs; every resumed run of tests/mcore/state/test_save_and_load.py shows ours."""
     assert pool.run(state_ranks.set_one_state, REPLICAS, small()) == ["'step'"] * 2
 
 
@@ -287,7 +287,7 @@ def test_the_default_checkpoint_form_cannot_be_saved(pool: Pool) -> None:
 
 
 def test_a_save_of_theirs_starts_processes(pool: Pool, tmp_path: Path) -> None:
-    """Ranks of the pool may start none, so it ends at once."""
+    """Ends at once, as ranks of the pool may start no processes."""
     assert "not allowed to have children" in pool.run(state_ranks.save_by_megatron, Layout(), tmp_path)[0]
 
 
@@ -298,7 +298,7 @@ def test_their_writer_needs_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MakesAFile:
-    """Runs code when it is unpickled."""
+    """Object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

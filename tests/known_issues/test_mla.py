@@ -11,7 +11,7 @@ from tests.parity.compare import tensor_deviation
 from tests.pool import Pool
 
 SHARED = SIZES.kv_lora_rank
-"""First row of the down-projection that makes the rotary key, which all heads share."""
+"""First row of the down-projection that produces the rotary key, which all heads share."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def weights() -> Gradients:
 
 @pytest.fixture(scope="module")
 def single(pool: Pool, weights: Gradients) -> Gradients:
-    """Of the plain module on one rank, where nothing is wrong."""
+    """Returns the gradients of the plain module on one rank, where nothing is wrong."""
     found: Gradients = pool.run(plain_gradients, Layout(), weights, False)[0]
     return found
 
 
 def whole(ranks: list[Gradients], name: str, shape: tuple[int, ...]) -> Any:
-    """A gradient put together from its shards; copies must be equal to the last bit."""
+    """Assembles a gradient from its shards; copies must be equal to the last bit."""
     parts = [rank[name] for rank in ranks]
     for dim, size in enumerate(shape):
         if parts[0].shape[dim] != size:
@@ -53,13 +53,13 @@ def deviations(ranks: list[Gradients], exact: Gradients) -> dict[str, float]:
 
 
 def test_it_cannot_be_built_without_transformer_engine(pool: Pool) -> None:
-    """Absent here: the module below is built on megatron-core's parallel linears alone."""
+    """Shows a fault that is absent here: the module below uses megatron-core's parallel linears alone."""
     assert "isinstance() arg 2 must be a type" in pool.run(error_of_plain, Layout(), True)[0]
     assert "k_channels" in pool.run(error_of_plain, Layout(), False)[0]
 
 
 def test_the_shared_rotary_key_misses_gradients_under_tp(pool: Pool, weights: Gradients, single: Gradients) -> None:
-    """Absent here, see below and tests/parity/models/test_latent_attention.py."""
+    """Shows a fault that is absent here, see below and tests/parity/models/test_latent_attention.py."""
     ranks = pool.run(plain_gradients, Layout(tp=2), weights, False)
     found = deviations(ranks, single)
     down = whole(ranks, "linear_kv_down_proj.weight", single["linear_kv_down_proj.weight"].shape)
@@ -72,7 +72,7 @@ def test_the_shared_rotary_key_misses_gradients_under_tp(pool: Pool, weights: Gr
 def test_the_flag_of_normalised_queries_sums_their_gradient_twice(
     pool: Pool, weights: Gradients, single: Gradients
 ) -> None:
-    """Absent here: config.qk_layernorm stays off, since latents are not heads."""
+    """Shows a fault that is absent here: config.qk_layernorm stays off, since latents are not heads."""
     ranks = pool.run(plain_gradients, Layout(tp=2), weights, True)
     np.testing.assert_allclose(ranks[0]["q_layernorm.weight"], 2 * single["q_layernorm.weight"], rtol=1e-4)
 

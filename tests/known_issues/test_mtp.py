@@ -1,5 +1,6 @@
-"""Faults of multi-token prediction in plain Megatron-Core 0.16.1; that they are absent here is shown by the tests that
-the rows of `tests/known_issues/rows/mtp.py` name beside these."""
+"""Faults of multi-token prediction in plain Megatron-Core 0.16.1.
+
+The tests that `tests/known_issues/rows/mtp.py` names besides these show that they are absent here."""
 
 from typing import Any
 
@@ -25,13 +26,13 @@ from tests.pool import Pool
 
 CHANGES = {**WHOLE_TABLE, "model__mtp_depths": 1}
 DEPTH = "mtp.layers.0.eh_proj.weight"
-"""A parameter that only the loss of the depth reaches."""
+"""Name of a parameter that only the loss of the depth reaches."""
 
 
 def step_with_depth(
     groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, options: dict[str, Any]
 ) -> PlainStep:
-    """`Pool.run` passes no keywords."""
+    """Runs `plain_step` without keywords, which `Pool.run` does not pass."""
     return plain_step(groups, model, parameters, batch, size, mtp_num_layers=1, **options)
 
 
@@ -88,7 +89,7 @@ def test_rolling_takes_tokens_of_other_places() -> None:
 
 
 def tied_stage(groups: Groups) -> tuple[bool, str]:
-    """Whether a stage of theirs has an output table, and what describing its parameters raises."""
+    """Says whether a stage of theirs has an output table, and what describing its parameters raises."""
     config, layers = (
         TransformerConfig(**fields(groups, mtp_num_layers=1)),
         get_gpt_layer_local_spec(normalization="RMSNorm"),

@@ -1,4 +1,4 @@
-"""The table of known issues itself: the code it quotes, its conditions, its tests, its page."""
+"""Checks of the table of known issues: the code it quotes, its conditions, its tests, its page."""
 
 from __future__ import annotations
 

@@ -22,17 +22,17 @@ from tests.parity.compare import deviation, initial_parameters, relative, run_ca
 from tests.pool import Pool
 
 WHOLE_TABLE = {"model__vocab_size": 64, "model__vocab_multiple": 8}
-"""Megatron-Core's softmax takes the padding of the vocabulary in, so these models have none."""
+"""Vocabulary without padding, which Megatron-Core's softmax would include."""
 INTERLEAVED = case(2, pp=2, vpp=2)
 
 
 OF_THEIRS = pytest.mark.nightly
-"""What megatron-core does, of the version that a test by day names (test_table.py); that it is absent here is shown by
-day by the parity of these layouts, and by the tests beside these that the rows name."""
+"""Mark of megatron-core's faults, of the version that a test by day names (test_table.py); the parity of these layouts,
+and the tests that the rows name besides these, show by day that they are absent here."""
 
 
 def run_plain(pool: Pool, one: Case, batch: GlobalBatch, *fields: dict[str, Any]) -> list[list[PlainStep]]:
-    """The steps of all ranks, with each of several fields."""
+    """Runs the steps of all ranks, with each of several sets of fields."""
     config = one.config(**WHOLE_TABLE)
     arguments = (config.model, initial_parameters(config), batch, one.micro_batch_size)
     ranks = pool.run(plain_steps_with, one.resolved(config), *arguments, fields)
@@ -42,7 +42,7 @@ def run_plain(pool: Pool, one: Case, batch: GlobalBatch, *fields: dict[str, Any]
 def plain_steps_with(
     groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, fields: Sequence[dict[str, Any]]
 ) -> list[PlainStep]:
-    """`Pool.run` passes no keywords."""
+    """Runs `plain_step` without keywords, which `Pool.run` does not pass."""
     return [plain_step(groups, model, parameters, batch, size, **each) for each in fields]
 
 
@@ -51,7 +51,7 @@ def oracle_of(one: Case, batch: GlobalBatch) -> StepResult:
 
 
 def worst_of_ranks(steps: list[PlainStep], exact: StepResult) -> float:
-    """The worst relative deviation of a gradient over pipeline ranks that hold whole tensors."""
+    """Returns the worst relative deviation of a gradient over pipeline ranks that hold whole tensors."""
     found = {name: value for step in steps for name, value in step.gradients.items()}
     assert found.keys() == exact.gradients.keys()
     return max(tensor_deviation(found[name], value.numpy()) for name, value in exact.gradients.items())
@@ -72,7 +72,7 @@ PER_TOKEN = {"calculate_per_token_loss": True}
     ids=str,
 )
 def test_plain_megatron_agrees_where_nothing_is_wrong(pool: Pool, one: Case) -> None:
-    """So the deviations below are those of the fault, not of the comparison."""
+    """Shows that the deviations below come from the fault, not from the comparison."""
     batch = three_steps()[0]
     (steps,) = run_plain(pool, one, batch, PER_TOKEN)
     assert worst_of_ranks(steps, oracle_of(one, batch)) < 1e-5
@@ -81,7 +81,8 @@ def test_plain_megatron_agrees_where_nothing_is_wrong(pool: Pool, one: Case) -> 
 
 @OF_THEIRS
 def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -> None:
-    """Absent here: `batch_p2p_comm` is off where virtual stages are on (mtrain/mcore/model/transformer_config.py)."""
+    """Shows a fault that is absent here: `batch_p2p_comm` is off with virtual stages
+    (mcore/model/transformer_config.py)."""
     batch = three_steps()[0]
     separate = {"batch_p2p_comm": False, "overlap_p2p_comm": True, "deallocate_pipeline_outputs": False}
     steps, fixed = run_plain(pool, INTERLEAVED, batch, PER_TOKEN, PER_TOKEN | separate)
@@ -92,9 +93,10 @@ def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -
 
 @OF_THEIRS
 def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
-    """What arrives then is a race (`test_freed_outputs_arrive_as_other_numbers` shows other numbers). Absent here:
-    `deallocate_pipeline_outputs` is off on CPUs (mtrain/mcore/model/transformer_config.py); on a GPU the stream keeps
-    the order."""
+    """Shows a race (`test_freed_outputs_arrive_as_other_numbers` shows other numbers).
+
+    It is absent here: `deallocate_pipeline_outputs` is off on CPUs (mtrain/mcore/model/transformer_config.py); on a GPU
+    the stream keeps the order."""
     config = INTERLEAVED.config(**WHOLE_TABLE)
     arguments = (config.model, initial_parameters(config), three_steps()[0], INTERLEAVED.micro_batch_size)
     ranks = pool.run(freed_and_kept, INTERLEAVED.resolved(config), *arguments)
@@ -103,7 +105,7 @@ def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
 
 
 def freed_and_kept(groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int) -> tuple[int, int]:
-    """Tensors freed in flight where outputs are deallocated, and where they are not."""
+    """Counts tensors freed in flight where outputs are deallocated, and where they are not."""
     given = (groups, model, parameters, batch, size)
     return freed_in_flight(*given, True), freed_in_flight(*given, False)
 
@@ -111,7 +113,7 @@ def freed_and_kept(groups: Groups, model: Any, parameters: Any, batch: GlobalBat
 def freed_in_flight(
     groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int, deallocates: bool
 ) -> int:
-    """How many tensors a plain step frees between the start of their transfer and the wait for its end."""
+    """Counts the tensors that a plain step frees between the start of their transfer and the wait for its end."""
     in_flight: list[int] = []
     freed = 0
     isend = torch.distributed.isend
@@ -145,7 +147,7 @@ def freed_in_flight(
 
 @OF_THEIRS
 def test_weights_without_their_initialisation_miss_in_the_norm(pool: Pool) -> None:
-    """Absent here: perform_initialization stays on, initialisers do nothing (mcore/model/transformer_config.py)."""
+    """Shows a fault that is absent here: perform_initialization stays on (mcore/model/transformer_config.py)."""
     batch, one = three_steps()[0], case(8, 2, tp=2)
     exact = oracle_of(one, batch).grad_norm
     each = ({**PER_TOKEN, "perform_initialization": initialised} for initialised in (True, False))
@@ -161,7 +163,7 @@ def test_weights_without_their_initialisation_miss_in_the_norm(pool: Pool) -> No
     ids=str,
 )
 def test_the_default_is_a_mean_of_means(pool: Pool, one: Case) -> None:
-    """Gradients depend on the split while the logged loss agrees. Absent here: sums, divided once."""
+    """Shows gradients that depend on the split while the logged loss agrees. Absent here: sums, divided once."""
     ragged, even = three_steps()[0], full_batch()
     (steps,), exact = run_plain(pool, one, ragged, {}), oracle_of(one, ragged)
     assert relative(steps[-1].loss, exact.loss) < 1e-5
@@ -173,7 +175,7 @@ def test_the_default_is_a_mean_of_means(pool: Pool, one: Case) -> None:
 
 @OF_THEIRS
 def test_initial_weights_depend_on_the_pipeline(pool: Pool) -> None:
-    """Absent here: tests/mcore/model/test_init_weights.py."""
+    """Shows a fault whose absence here is in tests/mcore/model/test_init_weights.py."""
     model = case(4).config(**WHOLE_TABLE).model
     whole, *_ = pool.run(plain_initial_weights, case(4).resolved(case(4).config()), model)
     two = case(4, pp=2)
@@ -183,7 +185,7 @@ def test_initial_weights_depend_on_the_pipeline(pool: Pool) -> None:
 
 
 def smoothed(groups: Groups, logits: Any, labels: Any) -> tuple[list[float], list[float]]:
-    """Label-smoothed losses by megatron-core and by torch on the whole vocabulary."""
+    """Returns label-smoothed losses by megatron-core and by torch on the whole vocabulary."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     whole: Tensor = torch.as_tensor(logits)
@@ -197,7 +199,7 @@ def smoothed(groups: Groups, logits: Any, labels: Any) -> tuple[list[float], lis
 
 @OF_THEIRS
 def test_label_smoothing_is_wrong_under_tensor_parallelism(pool: Pool) -> None:
-    """Absent here: losses come from mtrain/loss/vocab_parallel/logits.py."""
+    """Shows a fault that is absent here: losses come from mtrain/loss/vocab_parallel/logits.py."""
     rng = np.random.default_rng(0)
     logits, labels = (4 * rng.standard_normal((5, 3, 64))).astype(np.float32), rng.integers(0, 64, (5, 3))
     deviations = []

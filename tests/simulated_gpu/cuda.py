@@ -1,6 +1,6 @@
-"""torch.cuda and NCCL on a machine that has neither: one GPU for each rank, whose work is done at once.
+"""Imitation of torch.cuda and NCCL on a machine without either: one GPU for each rank, whose work is done at once.
 
-Import before torch: the library registers the device, which torch looks for when it is loaded.
+Import it before torch: the library registers the device, which torch looks for when it is loaded.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 _libraries: list[ctypes.CDLL] = []
-"""The one that is loaded."""
+"""Library that is loaded, as the only element."""
 _SOURCE = Path(__file__).with_name("gpu.cpp")
 
 
 def compiled(folder: Path) -> Path:
-    """The library, made in the folder; a few seconds."""
+    """Compiles the library into the folder, which takes a few seconds."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -31,7 +31,7 @@ def compiled(folder: Path) -> Path:
 
 
 def load(library: Path) -> None:
-    """Before torch is imported."""
+    """Loads the library; must be called before torch is imported."""
     import sys
 
     assert "torch" not in sys.modules
@@ -39,7 +39,7 @@ def load(library: Path) -> None:
 
 
 def install() -> None:
-    """After torch and before megatron-core is imported."""
+    """Replaces torch's functions; must be called after torch and before megatron-core is imported."""
     import torch
 
     from tests.simulated_gpu.tensors import DEVICE
@@ -47,11 +47,11 @@ def install() -> None:
     assert torch.device(0) == DEVICE, "the library was not loaded before torch"
     # so that torch.tensor(..., device=...) shows its copy to the device
     torch._C._set_only_lift_cpu_tensors(True)
-    # torch asks no driver whether memory is pinned before the device's first use; that of a rank is its model
+    # torch asks no driver whether memory is pinned before the device's first use; a rank's first use is its model
     torch.empty(1).pin_memory()
     _replace_cuda(torch)
     _replace_communication()
-    # megatron-core compiles small functions when it is imported; here they run as they are
+    # megatron-core compiles small functions when it is imported; here they run eagerly
     torchs: Any = torch
     torchs.compile = lambda function=None, *given, **options: (lambda inner: inner) if function is None else function
     _replace_bias()
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 class _Moment:
-    """Stands for a stream or an event: everything has already happened; that the host asks for it is noted."""
+    """Replacement of a stream or an event: everything has already happened; waits of the host are noted."""
 
     def __init__(self, *given: object, **options: object) -> None:
         pass
@@ -129,7 +129,7 @@ def _replace_cuda(torch: Any) -> None:
     cuda.stream, cuda.Stream, cuda.Event = lambda stream: now, later, later
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.manual_seed_all = cuda.manual_seed
-    # what is drawn is drawn on the CPU
+    # random numbers are drawn on the CPU
     cuda.get_rng_state = lambda *given, **options: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *given, **options: torch.set_rng_state(state)
     cuda.cudart = _returning(SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister))
@@ -146,7 +146,7 @@ def _unregister(address: int) -> int:
 
 
 def _replace_bias() -> None:
-    """Its tensor holds nothing: it only tells attention what is meant, and is not to become one of the GPU."""
+    """Keeps the tensor of a causal bias off the GPU: it holds nothing, and only tells attention which bias is meant."""
     import torch.nn.attention.bias as bias
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -161,9 +161,9 @@ def _replace_bias() -> None:
 
 
 def _replace_communication() -> None:
-    """gloo carries what NCCL would; tensors are looked at before they get there.
+    """Makes gloo carry what NCCL would; tensors are checked before they get there.
 
-    Groups that are asked of gloo by name are those of hosts.
+    Groups that are created for gloo by name are those of hosts.
     """
     import torch.distributed as dist
 
@@ -184,7 +184,7 @@ def _replace_communication() -> None:
 
     distributed.init_process_group = init_process_group
     distributed.new_group = distributed.distributed_c10d.new_group = noted
-    distributed.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"  # as of NCCL's groups
+    distributed.distributed_c10d._get_object_coll_device = lambda group=None: "cuda"  # as for NCCL's groups
 
 
 def _returning(value: object) -> Callable[..., Any]:

@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class _Segment(NamedTuple):
-    """Of `varlen_attn`: queries that see the same keys, the last query at the last key."""
+    """Segment of `varlen_attn`: queries that see the same keys, the last query at the last key."""
 
     queries: slice
     keys: slice
     repeats: int
-    """Heads of queries for one of keys."""
+    """Number of query heads per key head."""
     factor: float
-    """Of the scores."""
+    """Factor of the scores."""
     weights: Tensor
-    """[heads, queries, keys] float32."""
+    """Attention weights, [heads, queries, keys] float32."""
 
 
 def _segments(
@@ -63,7 +63,7 @@ def _varlen_attn(
     for each in _segments(query, key, query_ends, key_ends, scale, window):
         found = torch.einsum("hqk,khd->qhd", each.weights, _repeated(value[each.keys], each.repeats))
         output[each.queries] = found.to(query.dtype)
-    # the logarithms of the sums are for the backward kernel alone, which makes them anew here
+    # only the backward kernel needs the logarithms of the sums, and it computes them itself here
     return output, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -89,7 +89,7 @@ def _varlen_attn_backward(
         of_weights = torch.einsum("qhd,khd->hqk", out, _repeated(value[each.keys], each.repeats))
         of_scores = each.weights * (of_weights - (of_weights * each.weights).sum(-1, keepdim=True)) * each.factor
         of_query[each.queries] = torch.einsum("hqk,khd->qhd", of_scores, _repeated(key[each.keys], each.repeats))
-        # a head of keys gets what all its heads of queries give
+        # a key head's gradient is the sum over all its query heads
         heads = (key.shape[1], each.repeats)
         keys = torch.einsum("hqk,qhd->khd", of_scores, query[each.queries].float())
         of_key[each.keys] += keys.unflatten(1, heads).sum(2)
@@ -98,14 +98,14 @@ def _varlen_attn_backward(
 
 
 def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """As on a GPU: a product of half precision may leave the tensor cores in float32."""
+    """Multiplies as a GPU does: a product in half precision may leave the tensor cores in float32."""
     if out_dtype is not None:
         left, right = left.to(out_dtype), right.to(out_dtype)
     return torch.mm(left, right, **options)
 
 
 def _addmm(added: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """The same, added to a float32 tensor."""
+    """Multiplies in the same way and adds the result to a float32 tensor."""
     if out_dtype is not None:
         left, right = left.to(out_dtype), right.to(out_dtype)
     return torch.addmm(added, left, right, **options)
@@ -117,4 +117,4 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "torch_attn::_varlen_attn": _varlen_attn,
     "torch_attn::_varlen_attn_backward": _varlen_attn_backward,
 }
-"""Name of the operation -> what is done in its place, on the CPU's tensors."""
+"""Name of the operation -> function that replaces it, on the CPU's tensors."""

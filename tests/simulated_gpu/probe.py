@@ -1,4 +1,4 @@
-"""Operations of which it is known what a GPU makes of them: the test of the simulated device itself."""
+"""Operations with known behaviour on a GPU: the test of the simulated device itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP = 1
 
 
 def probed() -> dict[str, Any]:
-    """What was refused, and what was noted: kind and how often."""
+    """Returns the operations that were refused, and those that were noted: kind and number."""
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     with SimulatedGpu():
         values, host, hosts = torch.arange(6.0, device=DEVICE), torch.arange(6.0), dist.new_group(backend="gloo")
@@ -51,7 +51,7 @@ def _is_refused(call: Callable[[], Any]) -> bool:
 
 
 def _reads(values: torch.Tensor) -> None:
-    """Nine, and two waits."""
+    """Reads nine values, and waits twice."""
     values.sum().item()
     values.tolist()
     values.cpu()
@@ -72,11 +72,11 @@ def _reads(values: torch.Tensor) -> None:
 
 
 def _copies(values: torch.Tensor, host: torch.Tensor) -> None:
-    """Four that the host waits for, and three that it does not."""
+    """Makes four copies that the host waits for, and three that it does not."""
     torch.tensor([1.0, 2.0], device=DEVICE)
     host.to(DEVICE)
     host.to(DEVICE, non_blocking=True)
-    values[torch.tensor([0, 2])]  # the index is brought over
+    values[torch.tensor([0, 2])]  # the index is copied to the device
     host.pin_memory().to(DEVICE, non_blocking=True)
     host.pin_memory()[2:].to(DEVICE, non_blocking=True)
     values.to("cpu", non_blocking=True)

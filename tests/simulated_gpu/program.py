@@ -1,8 +1,8 @@
-"""Runs of the trainer on a simulated GPU, and what the host waited for in each of their steps.
+"""Runs the trainer on a simulated GPU, and lists what the host waited for in each step.
 
     python -m tests.simulated_gpu.program LIBRARY FOLDER < CASES
 
-CASES is JSON: name -> {"sections": a configuration, "ranks": how many}. Prints JSON: name -> one result for each rank.
+CASES is JSON: name -> {"sections": a configuration, "ranks": number}. Prints JSON: name -> one result for each rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.simulated_gpu.transfers import begin_step, found
 
 
 def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One rank of a run."""
+    """Runs one rank of a run."""
     make = StepTrial.make
 
     held, peaks = {}, {}
@@ -51,7 +51,7 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
     tried: Any = StepTrial
     tried.make = noted
     _hold_saves()
-    activations.SMALLEST_MOVED_BYTES = 2**10  # those of small models move, too
+    activations.SMALLEST_MOVED_BYTES = 2**10  # so that activations of small models move, too
     sections["run"] = {"dir": str(folder)}
     error = None
     try:
@@ -59,13 +59,13 @@ def train(sections: dict[str, Any], folder: Path) -> dict[str, Any]:
             trainer.train(Config.model_validate(sections))
     except MtrainError as refused:
         error = str(refused)
-    except Exception:  # whoever asked for the run shows it
+    except Exception:  # the program that asked for the run shows the error
         error = traceback.format_exc()
     return {"steps": found(), "held": held, "peaks": peaks, "error": error}
 
 
 def _hold_saves() -> None:
-    """Until the end of the run: so that one is in flight in every step behind it."""
+    """Holds saves until the end of the run, so that one is in flight in every later step."""
     is_over, saver, write, finish = threading.Event(), vars(save)["Saver"], Saver._write, Saver.finish
 
     def held(self: Saver, *given: Any) -> Any:
@@ -81,7 +81,7 @@ def _hold_saves() -> None:
 
 
 def run(name: str, sections: dict[str, Any], ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """All ranks, each in a process forked from this one."""
+    """Runs all ranks, each in a process forked from this one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     readers = []
@@ -112,7 +112,7 @@ def run(name: str, sections: dict[str, Any], ranks: int, folder: Path) -> list[d
 
 
 def main() -> None:
-    """All cases, one after the other."""
+    """Runs all cases, one after the other."""
     cases = json.load(sys.stdin)
     folder = Path(sys.argv[2])
     results: dict[str, Any] = {name: run(name, case["sections"], case["ranks"], folder) for name, case in cases.items()}

@@ -1,9 +1,8 @@
-"""Tensors that say they lie on a GPU; what they hold lies on the CPU.
+"""Tensors that claim to be on a GPU; their content is on the CPU.
 
 Every operation on them is seen and done on the CPU, so a whole step gives its numbers, with all that depends on them:
-routing, documents, the overflow of fp16. What a GPU would refuse is refused here (tensors of two devices in one
-operation, memory of the CPU in a collective of NCCL, of the GPU in one between hosts), and what the host would wait for
-is noted.
+routing, documents, the overflow of fp16. Operations that a GPU would refuse are refused here (tensors of two devices in
+one operation, CPU memory in a collective of NCCL, GPU memory in one between hosts), and waits of the host are noted.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ _SIZED_BY_VALUES = (
     "equal",
     "is_nonzero",
 )
-"""Operations whose output, or its size, the host has to know: a kernel's result is fetched in the middle of them."""
+"""Operations whose output, or its size, the host has to know: they fetch a kernel's result halfway."""
 
 
 MEMORY = LiveStorages()
-"""Of the GPU."""
+"""Live storages of the GPU."""
 HOST_GROUPS: set[str] = set()
-"""Names of the process groups that are gloo's; the others are NCCL's."""
+"""Names of the process groups of gloo; the others are NCCL's."""
 
 
 class SimulatedTensor(Tensor):
-    """A tensor of the GPU that is not there."""
+    """Tensor of the simulated GPU."""
 
     held: Tensor
-    """Its numbers, on the CPU."""
+    """Content, on the CPU."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Tensor) -> SimulatedTensor:
-        """Of a tensor on the CPU."""
+        """Makes a GPU tensor of a tensor on the CPU."""
         made: Any = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -73,7 +72,7 @@ class SimulatedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of every tensor; what is put there brings its numbers along."""
+        """Detached tensor, as `Tensor.data`; the setter also takes the content of the new value."""
         return self.detach()
 
     @data.setter
@@ -83,11 +82,11 @@ class SimulatedTensor(Tensor):
         self.held = value.held
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the numbers; views share it, as on a GPU."""
+        """Returns the storage of the content; views share it, as on a GPU."""
         return self.held.untyped_storage()
 
     def tolist(self) -> Any:
-        """torch refuses it for subclasses."""
+        """Converts the content to a list, which torch refuses for subclasses."""
         return self.cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -95,7 +94,7 @@ class SimulatedTensor(Tensor):
 
 
 class SimulatedGpu(TorchDispatchMode):
-    """Inside it factory functions, too, make tensors of the GPU."""
+    """Mode in which factory functions, too, make tensors of the GPU."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -119,7 +118,7 @@ def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     held_args, held_kwargs = tree_map(_held, (tuple(args), kwargs))
     result = KERNELS.get(function._schema.name, function)(*held_args, **held_kwargs)
     if not is_on_gpu and simulated and kwargs.get("non_blocking"):
-        return result.pin_memory()  # as torch makes what such a copy fills
+        return result.pin_memory()  # as torch pins the target of such a copy
     if not is_on_gpu:
         return tree_map(lambda each: simulated.get(id(each), each) if isinstance(each, Tensor) else each, result)
     return tree_map(lambda each: _wrapped(each, simulated), result)
@@ -142,10 +141,10 @@ def _held(value: Any) -> Any:
 def _wrapped(value: Any, simulated: Mapping[int, SimulatedTensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
-    same = simulated.get(id(value))  # of an operation in place
+    same = simulated.get(id(value))  # the output of an in-place operation
     if same is None:
         return SimulatedTensor(value)
-    if same.shape != value.shape:  # resized
+    if same.shape != value.shape:  # the tensor was resized
         same.data = SimulatedTensor(value)
     return same
 
@@ -165,7 +164,7 @@ def _look_at_collective(name: str, given: Sequence[Tensor], args: Sequence[Any])
 
 
 def _look_at_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_on_gpu: bool) -> bool:
-    """Whether the result is on the GPU."""
+    """Says whether the result is on the GPU."""
     if name == "copy_":
         target, source = args[:2]
         is_on_gpu, non_blocking = isinstance(target, SimulatedTensor), bool((args[2:] or [False])[0])
@@ -174,7 +173,7 @@ def _look_at_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_
     if is_on_gpu == isinstance(source, SimulatedTensor):
         return is_on_gpu
     if is_on_gpu:
-        if not (source.dim() == 0 and name == "copy_"):  # a number, which goes along with the kernel
+        if not (source.dim() == 0 and name == "copy_"):  # a number is passed with the kernel
             note(Kind.COPY if non_blocking and source.is_pinned() else Kind.WAITING_COPY, name)
     else:
         note(Kind.COPY if non_blocking and (target is None or target.is_pinned()) else Kind.READ, name)
@@ -190,7 +189,7 @@ def _look_at_operation(
         return
     for each in others:
         if is_indexing:
-            note(Kind.WAITING_COPY, name)  # torch brings indices over itself
+            note(Kind.WAITING_COPY, name)  # torch copies indices to the device itself
         elif each.dim() > 0:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {function} was given some on cuda:0 and one of "
@@ -204,7 +203,8 @@ def _look_at_operation(
 
 
 def _is_masked_fill(args: Sequence[Any]) -> bool:
-    """A number of the host to the places of one mask: torch then takes a kernel that needs no places."""
+    """Says whether a host number is written where a single mask says: torch then uses a kernel that needs no
+    indices."""
     indices, value = args[1], args[2]
     masks = [each for each in indices if each is not None]
     return len(masks) == 1 and masks[0].dtype == torch.bool and value.numel() == 1 and value.device.type == "cpu"

@@ -1,7 +1,7 @@
-"""Whole steps as on GPUs: no tensor of the CPU in a collective, and the host asks the device once a step.
+"""Whole steps as on GPUs: no CPU tensor in a collective, and the host reads from the device once per step.
 
-The trainer runs on a device that is not there (tensors.py), on one rank and on two. Every value that the host fetches
-and every copy is counted with its line of code; what a step may have of them is written beside each case.
+The trainer runs on a simulated device (tensors.py), on one rank and on two. Every value that the host fetches and every
+copy is counted with its line of code; each case states what a step may have of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PACKED: dict[str, Any] = {
     "train__tokens_per_micro_batch": 32,
     "train__global_batch_size": 16,
 }
-# Two answers each, whose scores the host compares between the two passes.
+# Two answers each; the host compares their scores between the two passes.
 PAIRS: dict[str, Any] = PACKED | {
     "data__train": [{"path": "PAIRS"}],
     "loss__function": "simpo",
@@ -65,16 +65,16 @@ PAIRS: dict[str, Any] = PACKED | {
 
 @dataclass(frozen=True)
 class Case:
-    """A run."""
+    """Run of one case."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     reads: int = 1
-    """What the host may fetch in a step, on the rank that fetches most: the totals of the step."""
+    """Number of values that the host may fetch in a step, on the rank that fetches most: the totals of the step."""
     waits: int = 0
-    """For events; those that have long happened when they are asked for count as well."""
+    """Number of waits for events, including events that have long happened."""
     step: int = 3
-    """The one that is looked at, the last one: what is made once is there by then."""
+    """Number of the step that is examined, the last one: one-time allocations are done by then."""
 
 
 LAYERS = {"model__num_layers": 4, "data__seq_length": 64}
@@ -126,18 +126,18 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def simulated_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of the device."""
+    """Returns the library of the device."""
     return cuda.compiled(tmp_path_factory.mktemp("simulated_gpu"))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they lie."""
+    """Returns the folder of the runs."""
     return tmp_path_factory.mktemp("runs")
 
 
 def sections(changes: dict[str, Any], runs: Path) -> dict[str, Any]:
-    """A configuration."""
+    """Makes a configuration."""
     text = json.dumps(content(**BASE | changes))
     for name, place in {
         "CORPUS": "corpus",
@@ -153,7 +153,7 @@ def sections(changes: dict[str, Any], runs: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(simulated_gpu: Path, runs: Path, word_tokenizer: Path) -> dict[str, Any]:
-    """Case -> what each rank says."""
+    """Returns what each rank reports for each case."""
     write_corpus(runs / "corpus", 0)
     (runs / "words").symlink_to(word_tokenizer)
     lines = [{"prompt": "a b", "response": " ".join("abcdefghij"[: 1 + number % 10])} for number in range(40)]
@@ -213,15 +213,15 @@ def test_it_gives_the_numbers_of_a_cpu(results: dict[str, Any], runs: Path, tmp_
 
 
 def test_moved_activations_are_not_on_the_device_between_their_passes(results: dict[str, Any], runs: Path) -> None:
-    """Of four layers the first three move, one at a time comes and one goes."""
+    """Moves the first three of four layers; one at a time comes back and one leaves."""
     kept, moved = (results[name][0] for name in ("four layers", "moved activations"))
-    # two layers in the place of four, and what both have beside them
+    # two layers instead of four, and what both hold besides
     assert moved["peaks"]["3"] < 0.6 * kept["peaks"]["3"]
     copies = [
         count for kind, where, count in moved["steps"]["3"] if kind == "copy" and "mtrain/mcore/offload/" in where
     ]
     assert len(copies) == 2  # the lines of both ways
-    assert copies[0] == copies[1] >= 4 * 3 * 10  # microbatches, layers, what one keeps at least
+    assert copies[0] == copies[1] >= 4 * 3 * 10  # microbatches, layers, tensors that a layer keeps at least
     plain, *others = (
         [record["loss"] for record in records(runs / name)]
         for name in ("four layers", "moved activations", "moved activations of stages")

@@ -1,4 +1,4 @@
-"""What the host waits for, and what it copies, by step and line of code."""
+"""Waits and copies of the host, by step and line of code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.paths import ROOT
 
 
 class Kind(StrEnum):
-    """What is noted."""
+    """Kind of a noted event."""
 
     READ = "read"
     """The host waits until a kernel is done: a value is fetched, or a size that depends on values."""
     WAITING_COPY = "waiting copy"
     """The host waits for a copy to the device: from memory that is not pinned, or without non_blocking."""
     COPY = "copy"
-    """Between the devices, beside what the host goes on with."""
+    """A copy between the devices runs while the host goes on."""
     WAIT = "wait"
-    """For a stream or an event."""
+    """The host waits for a stream or an event."""
     COLLECTIVE = "collective"
 
 
@@ -32,22 +32,22 @@ _step = [0]
 
 
 def begin_step(step: int) -> None:
-    """From now on what happens belongs to this step; to 0 belongs what comes before the first one."""
+    """Assigns later events to this step; events before the first step belong to 0."""
     _step[0] = step
 
 
 def note(kind: Kind, what: str) -> None:
-    """Counts one at the line that asked for it."""
+    """Counts one event at the line that caused it."""
     _found.setdefault(_step[0], Counter())[kind.value, f"{_line()} {what}"] += 1
 
 
 def found() -> dict[int, list[tuple[str, str, int]]]:
-    """Step -> (kind, where, how often)."""
+    """Returns step -> (kind, place, count)."""
     return {step: [(kind, where, count) for (kind, where), count in each.items()] for step, each in _found.items()}
 
 
 def _line() -> str:
-    """The innermost line of ours or of megatron-core's."""
+    """Returns the innermost line of ours or of megatron-core's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

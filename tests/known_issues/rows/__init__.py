@@ -1,4 +1,4 @@
-"""The silent faults of megatron-core 0.16.1, and what becomes of each here.
+"""Table of the silent faults of megatron-core 0.16.1, and what we do about each.
 
 A row names the fault, its place in the sources, the condition on a configuration, and the outcome: fixed by
 construction, refused, or noted in the log. docs/known-issues.md is written from this table.
@@ -24,11 +24,11 @@ GROUPS: dict[str, tuple[KnownIssue, ...]] = {
     "Checkpoints": checkpoint.ROWS,
     "Schedules that are not built": schedules.ROWS,
 }
-"""Rows by heading."""
+"""Rows of the table by heading."""
 
 TABLE: tuple[KnownIssue, ...] = tuple(row for rows in GROUPS.values() for row in rows)
 
 
 def applicable(config: Config, layout: Layout) -> list[KnownIssue]:
-    """The faults that this configuration would meet in plain Megatron-Core."""
+    """Returns the faults that this configuration would meet in plain Megatron-Core."""
     return [row for row in TABLE if row.applies(config, layout)]

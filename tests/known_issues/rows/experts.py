@@ -23,7 +23,8 @@ def _is_tensor_parallel(config: Config, layout: Layout) -> bool:
 
 
 def _is_apart(config: Config, layout: Layout) -> bool:
-    """Experts have other replicas than dense layers, but nothing that megatron-core would mark them by."""
+    """Says whether experts have other replicas than dense layers, without anything by which megatron-core marks
+    them."""
     return config.model.experts is not None and layout.ep == 1 and layout.etp != layout.tp
 
 

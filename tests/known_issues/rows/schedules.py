@@ -1,6 +1,6 @@
-"""Faults of schedules that are not built: their fields are refused.
+"""Faults of schedules that are not implemented: their fields are refused.
 
-When one is built, its rows get an outcome, and tests, of their own.
+When one is implemented, its rows get an outcome, and tests, of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",
 
 
 def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> KnownIssue:
-    """A row whose fields all belong to what is not built."""
+    """Makes a row whose fields all belong to something that is not implemented."""
     return KnownIssue(
         name,
         fault,
