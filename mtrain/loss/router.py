@@ -5,9 +5,8 @@ some set of tokens, the share of the choices that went to each expert with the m
 
     E x sum over e of (choices of e / all choices) x (mean over tokens of score_te)
 
-    It is 1 where the load is even. Choices are counted, not differentiated. The sum over experts is linear in the
-    scores, so each token has a loss of its own once the counts are known, and losses of tokens can be added up
-    anywhere.
+It is 1 where the load is even. Choices are counted, not differentiated. The sum over experts is linear in the scores,
+so each token has a loss of its own once the counts are known, and losses of tokens can be added up anywhere.
 
 Source: Switch Transformer (Fedus et al. 2021), section 2.2, and DeepSeek-V3 (2024), equations 17 to 20: the choices are
 the top k of the unbiased scores among all experts. ST-MoE (Zoph et al. 2022), section 3, for the z-loss.

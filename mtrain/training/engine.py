@@ -117,8 +117,7 @@ class Engine:
         return token_scores(batch, entropy, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
-        """Returns the scores that a preference loss compares, as `GroupMember.reference` needs them; no gradient, no
-        dropout.
+        """Returns the scores that a preference loss compares, for `GroupMember.reference`; no gradient, no dropout.
 
         Args:
             batch: Samples of the global batch, each with a `member`.
@@ -252,8 +251,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, max_sequences: int = 64
     ) -> list[Completion]:
-        """Generates an answer to each prompt with the current weights, and the log-probability of each token; no
-        dropout.
+        """Generates an answer to each prompt with the current weights, with its log-probabilities; no dropout.
 
         Neither the layout nor the other prompts change an answer: a token is drawn from the seed, the number of its
         prompt and its position. To draw several answers to one prompt, give it several times.
@@ -284,7 +282,7 @@ class Engine:
             run_dir: Run folder that all ranks can see; gets `checkpoints/` and `config.yaml`, like a run of `mtrain
                 train`, so that every command of mtrain can use it. None: `run.dir`. Nothing in it is deleted.
 
-            Returns:
+        Returns:
             Path of the checkpoint, such as `run_dir/checkpoints/step_00000010`.
 
         Raises:
@@ -330,8 +328,7 @@ class Engine:
     def named_hf_tensors(
         self, content: HfContent = "merged", everywhere: bool = True, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the current weights as whole tensors under Hugging Face's names, for an inference engine; no disk is
-        used.
+        """Yields the current weights whole, under Hugging Face's names, for an inference engine; uses no disk.
 
         The tensors are bit for bit those that `export_hf` writes, in the order of the model; a table that a folder
         holds under two names is yielded once. (With adapters on a GPU the sum with the frozen matrix is rounded on the

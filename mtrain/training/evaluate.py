@@ -56,7 +56,7 @@ def evaluate_all(
         step: Number of optimizer updates completed.
         teacher: Teacher; needed if a term compares with one.
 
-        Returns:
+    Returns:
         Record of the first set; if there are several, its `valid_sets` holds the losses of all.
     """
     records = {each.name: evaluate(model, objective, each, step, teacher) for each in sets}

@@ -159,7 +159,7 @@ class Exporter:
         Args:
             is_stopped: Function that is called while waiting and says whether to `stop`.
 
-            Returns:
+        Returns:
             Steps that are left to the next start; none unless the run was stopped.
 
         Raises:

@@ -91,8 +91,7 @@ def forward_totals(
 
 
 def num_microbatches(config: Config, groups: Groups) -> int | None:
-    """Returns the number of microbatches of a data-parallel rank in a step; None if rows are packed, where it
-    varies."""
+    """Returns the microbatches per data-parallel rank and step; None if rows are packed, where the number varies."""
     if config.data.packing is not None:
         return None
     return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)

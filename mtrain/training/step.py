@@ -100,7 +100,7 @@ class TrainingStep:
                 (tensor-parallel rank > 0).
             stop_requested: Whether this rank was asked to stop; `StepTotals.stop_requested` says whether any was.
 
-            Raises:
+        Raises:
             NumericError: A total cannot be right; see `reduce`.
         """
         step = self.open()
@@ -132,9 +132,8 @@ class TrainingStep:
             objective: Objective that is differentiated; with the same terms in all passes of a step.
             is_last: Whether no pass follows, so that the reduction of gradients may overlap the backward pass.
 
-            Raises:
-            ConfigError: This is a second pass, but terms of other denominators need the whole global batch in the first
-                one.
+        Raises:
+            ConfigError: This is a second pass, but terms of other denominators need the whole batch in the first one.
         """
         batches = self._compared(step, batches, num_microbatches, objective)
         # on the host and from whole rows, so before anything is sent to other ranks

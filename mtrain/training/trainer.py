@@ -197,8 +197,7 @@ def _origin(run: Run) -> Provenance:
 
 
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
-    """Returns all that can change the last digits of a run's numbers; nothing that reveals where or by whom it was
-    run."""
+    """Returns all that can change the last digits of a run; nothing that reveals where or by whom it was run."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
 
@@ -243,8 +242,7 @@ class _Course:
 def _with_rollbacks(
     course: _Course, folder: RunFolder, account: StartAccount, opened: contextlib.ExitStack, reopen: Reopen
 ) -> int | None:
-    """Runs `_loop` from the start step, and again from each checkpoint that a bad step rolls back to; waits for
-    saves."""
+    """Runs `_loop` from the start step and after each rollback to a checkpoint; waits for saves."""
     heartbeat, saver = course.heartbeat, course.saver
     while True:
         try:

@@ -1,1 +1,1 @@
-"""The promise, checked on the user's own configuration."""
+"""Checks of the promise on the user's own configuration."""

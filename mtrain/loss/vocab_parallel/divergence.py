@@ -63,8 +63,7 @@ def divergence_of_sums(sums: Tensor) -> Tensor:
 
 
 class Divergence(torch.autograd.Function):
-    """Autograd node (student's logits) -> KL(teacher || student), or KL(student || teacher) if `is_reverse`; [seq,
-    batch]."""
+    """Autograd node (student's logits) -> KL(teacher || student), or the reverse if `is_reverse`; [seq, batch]."""
 
     @staticmethod
     def forward(

@@ -115,8 +115,7 @@ class VocabParallelLogits:
         return self._entropy
 
     def kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
-        """Returns KL(teacher || self) at each token, both softmaxes at the temperature; no gradient reaches the
-        teacher.
+        """Returns KL(teacher || self) at each token at a temperature; no gradient reaches the teacher.
 
         Two all-reduces: the maxima of both, stacked, and three sums, stacked.
 
@@ -196,8 +195,7 @@ class VocabParallelLogits:
         return min(max(self.vocab_size - self.first_index, 0), self.local.shape[-1])
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each label's local column, 0 where another rank holds it, and whether this rank holds it; [seq,
-        batch]."""
+        """Returns each label's local column, 0 if another rank holds it, and whether this rank does; [seq, batch]."""
         # [seq, batch], like the logits
         return self._located(labels.t().contiguous())
 

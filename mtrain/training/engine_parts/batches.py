@@ -41,8 +41,7 @@ class GlobalBatches:
     def own(
         self, plan: RowPlan, samples: Given, has_first: bool, extras: Sequence[str] = ()
     ) -> list[Microbatch] | None:
-        """Returns the microbatches that this rank reads of a global batch; None if tensor-parallel rank 0 reads for
-        it."""
+        """Returns this rank's microbatches of a global batch; None if tensor-parallel rank 0 reads for it."""
         if self._groups.tp_rank > 0:
             return None
         # the loss function of the call determines the extras of a batch

@@ -145,8 +145,7 @@ class HfTensors:
                 assert_never(self._content)
 
     def _unit(self, filled: FilledSlice) -> _Unit:
-        """Plans a slice of a global tensor, such as one layer's fused projection, and the tensors that it consists
-        of."""
+        """Plans a slice of a global tensor, such as one layer's fused projection, and the tensors in it."""
         key, adapter = filled.key, self._config.adapter if self._content == "merged" else None
         names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
         merging = None if adapter is None else Merging(self._config, adapter)

@@ -62,8 +62,7 @@ class Guard:
 
     @property
     def may_go_on(self) -> bool:
-        """Says whether the run can go on after some kind of bad step, for which the state before a step has to be
-        kept."""
+        """Says whether the run can survive some kind of bad step, for which the state before a step has to be kept."""
         spike = self._train.on_spike
         return self._train.on_nonfinite != "stop" or (spike is not None and spike.action != "stop")
 

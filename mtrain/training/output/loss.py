@@ -249,8 +249,7 @@ def label_log_probs(
 
 @torch.no_grad()
 def head_values(logits: Logits, config: Config, groups: Groups) -> Tensor:
-    """Returns the number that a head of one label computes for each token, [batch, seq] float32; no communication over
-    TP."""
+    """Returns the number that a head of one label computes per token, [batch, seq] float32; no collective over TP."""
     return vocab_parallel(logits.main.whole(), config, groups).logsumexp()
 
 

@@ -28,8 +28,7 @@ def weighed(batch: Microbatch, terms: Sequence[str]) -> Tensor:
 
 
 class WeighedTokens:
-    """Number of tokens that some term counts in each microbatch of a pass, known on the host without waiting for
-    kernels."""
+    """Number of tokens that some term counts in each microbatch of a pass, known on the host without waiting."""
 
     def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups) -> None:
         """Counts the tokens, at once.
@@ -60,8 +59,7 @@ def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
 def _counts_of_reader(
     whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
 ) -> list[list[int]]:
-    """Returns the counts of batches on a device, counted by the rank that read them. One broadcast between TP's
-    hosts."""
+    """Returns counts of batches on a device, made by the rank that read them. One broadcast between TP's hosts."""
     own = None
     if whole is not None:  # slices of other context-parallel ranks differ, but belong to other groups of TP
         cut = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]

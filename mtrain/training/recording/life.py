@@ -47,8 +47,7 @@ class Life:
             self._log.write(EventKind.FINISH, self._step)
 
     def started(self, config: Config, environment: Mapping[str, str], check: Callable[[], None]) -> None:
-        """Records that the start has claimed the run folder, which holds as long as `check` does not raise. On rank
-        0."""
+        """Records that the start has claimed the run folder, as long as `check` does not raise. On rank 0."""
         self._check = check
         known: dict[str, Fact] = {"num_steps": config.train.num_steps, "name": config.run.name}
         known |= {key: environment[key] for key in ("mtrain", "device", "layout")}

@@ -101,8 +101,7 @@ def _with_something(sources: Mapping[str, Totals]) -> dict[str, Totals]:
 
 
 def _memory_bytes(device: torch.device) -> int | None:
-    """Returns the peak memory on a GPU since the last call, or the resident memory on a CPU; None if it is not
-    known."""
+    """Returns the peak memory on a GPU since the last call, or resident memory on a CPU; None if unknown."""
     if device.type != "cuda":
         try:
             return int(psutil.Process().memory_info().rss)

@@ -52,8 +52,7 @@ class Model(NamedTuple):
 
 
 def model_at(path: Path) -> Model:
-    """Finds the model of a run folder (its newest good checkpoint), a checkpoint, an import or a folder of Hugging
-    Face.
+    """Finds the model of a run folder (newest good checkpoint), a checkpoint, an import or a Hugging Face folder.
 
     Raises:
         ConfigError, DataError: Nothing at `path` says what model it is.
@@ -135,8 +134,7 @@ def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]
 
 
 def _for_generation(config: Config, world_size: int) -> Config:
-    """Returns the configuration for generation: layers with a cache, experts that drop no token, no layout on one
-    rank."""
+    """Returns the configuration for generation: layers with a cache, no dropped tokens, no layout on one rank."""
     model: dict[str, Any] = {"backend": "torch"}
     if config.model.experts is not None:
         model["experts"] = config.model.experts.model_copy(update={"capacity_factor": None})

@@ -1,1 +1,1 @@
-"""What every check shares: ranks, layouts, samples, tolerances, results."""
+"""Common parts of the checks: ranks, layouts, samples, tolerances, results."""

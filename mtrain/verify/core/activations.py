@@ -1,4 +1,4 @@
-"""Outputs of modules in forward order, put together over the ranks: where two forward passes part."""
+"""Outputs of modules in forward order, assembled from all ranks: they show where two forward passes diverge."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ _COLUMNS_OVER_TP = ("self_attention.core_attention", OUTPUT_LAYER)
 
 @dataclass(frozen=True)
 class RecordedOutput:
-    """A part of a module's output over the whole global batch."""
+    """Part of a module's output over the global batch that one rank holds."""
 
     module: str
     slots: NDArray[np.int64]
-    """[seq_local, batch]: the sample of the global batch at each position; -1 for none."""
+    """Slot of the sample at each position, [seq_local, batch]; -1 for none."""
     positions: NDArray[np.int64]
-    """[seq_local, batch]: its position in the sample."""
+    """Position in that sample, [seq_local, batch]."""
     first_column: int
     values: NDArray[Any]
-    """[seq_local, batch, columns]."""
+    """Values of the output, [seq_local, batch, columns]."""
 
 
 class ActivationRecorder:
     """Collects module outputs while it is open."""
 
     def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, places: Places | None) -> None:
-        """Args:
-        chunks: Of the model.
-        groups: The process groups.
-        config: Shape of rows.
-        places: Where the samples of the step lie; None records nothing.
+        """Chooses what to record; the `with` block registers the hooks.
+
+        Args:
+            chunks: Chunks of the model on this rank.
+            groups: Process groups.
+            config: Configuration with the shape of rows.
+            places: Positions of the step's samples; None records nothing.
         """
         self._groups, self._config, self._places = groups, config, places
         self._models = [] if places is None else [unwrap(chunk) for chunk in chunks]
@@ -86,7 +88,7 @@ class ActivationRecorder:
 
 
 class _ChunkHooks:
-    """Counts the forward passes of one model chunk; recomputation in backward is not one."""
+    """Hooks of one model chunk, which count its forward passes; recomputation in backward does not count."""
 
     def __init__(self, watch: ActivationRecorder, dp: int) -> None:
         self._watch, self._microbatch, self._is_forward = watch, -1, False
@@ -99,14 +101,14 @@ class _ChunkHooks:
 
     def end(self, module: nn.Module, inputs: object, output: object) -> None:
         self._is_forward = False
-        if isinstance(output, Logits):  # whoever computes the loss takes them a few at a time
+        if isinstance(output, Logits):  # deferred: the loss computes them a few tokens at a time
             with torch.no_grad():
                 self._watch.add(OUTPUT_LAYER, self._microbatch, output.main.whole())
 
     def hook(self, name: str) -> Callable[[nn.Module, object, Any], None]:
         def note(module: nn.Module, inputs: object, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
-            is_first = name not in self._noted  # depths of multi-token prediction use tables again
+            is_first = name not in self._noted  # depths of multi-token prediction use the tables again
             if self._is_forward and is_first and isinstance(value, Tensor) and value.ndim == 3:
                 self._noted.add(name)
                 self._watch.add(name, self._microbatch, value)
@@ -115,7 +117,7 @@ class _ChunkHooks:
 
 
 def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The watched modules of a chunk but the output layer, in forward order, under names of the whole model."""
+    """Yields the watched modules of a chunk except the output layer, in forward order, with their global names."""
     if model.pre_process:
         yield "embedding", model.embedding
     for layer in model.decoder.layers:
@@ -127,13 +129,13 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def module_order(num_layers: int) -> list[str]:
-    """Every watched module of a model, in forward order."""
+    """Returns the names of all watched modules of a model, in forward order."""
     layers = [f"layer {number}{name and ' '}{name}" for number in range(num_layers) for name in (*IN_LAYER, "")]
     return ["embedding", *layers, "final_layernorm", OUTPUT_LAYER]
 
 
 def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, NDArray[Any]]:
-    """Module -> [seq, global batch, columns]; nan where no rank had a part, columns of the padded vocabulary cut."""
+    """Assembles outputs by module, [seq, global batch, columns], without vocabulary padding; nan where missing."""
     held = list(pieces)
     whole: dict[str, NDArray[Any]] = {}
     columns = {piece.module: 0 for piece in held}

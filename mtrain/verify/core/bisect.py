@@ -1,4 +1,4 @@
-"""Where parity breaks: the axis that fails alone, the first step, the first quantity, the first module."""
+"""Diagnosis of a failed check: the axis that fails alone, the first step, the first quantity, the first module."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from mtrain.verify.report.text import BEFORE_FORWARD, IN_WORDS, ReportText
 EVERY_LAYOUT = "every layout"
 
 Watched = Callable[[LayoutResult, int], str | None]
-"""(layout, step from 1) -> the first module of the forward pass whose output deviates."""
+"""Function of a layout and a step, counted from 1, that returns the first module whose output deviates; None if none
+does."""
 
 
 def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportText) -> Diagnosis | None:
-    """The diagnosis; None where every layout passes.
+    """Returns the diagnosis; None if every layout passes.
 
     Args:
-        results: Of all layouts.
-        watched: Runs a layout again and watches its modules; asked once, for the smallest layout that fails.
-        text: Of the check.
+        results: Results of all layouts.
+        watched: Function that runs a layout again and watches its modules; called once, for the smallest layout that
+            fails.
+        text: Texts of the check.
     """
     judged = _telling(results)
     axis = failing_axis(judged)
@@ -49,17 +51,17 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
 
 
 def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Without one process that could not be run, where nothing passes and others could be run: it says nothing."""
+    """Returns the results that tell something: drops one process that could not run, if others ran and none passes."""
     if any(each.passed for each in results) or all(each.error is not None for each in results):
         return list(results)
     return [each for each in results if each.num_ranks > 1 or each.error is None]
 
 
 def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagnosis | None:
-    """The diagnosis with what a loss function of the user's own has to keep, where the run has one.
+    """Adds the contract of a loss function to the diagnosis if the run has one of the user's own.
 
     Args:
-        diagnosis: None where every layout passes.
+        diagnosis: Diagnosis; None if every layout passes.
         functions: Loss functions that do not belong to this program.
     """
     if diagnosis is None or not functions or diagnosis.axis == EVERY_LAYOUT:
@@ -73,10 +75,10 @@ def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagno
 
 
 def failing_axis(results: Sequence[LayoutResult]) -> str | None:
-    """What the layouts that fail have in common and the others do not: `cp`, `tp x pp`, `dp, cp`, `every layout`.
+    """Returns the axes that failing layouts share: `cp`, `tp x pp`, `dp, cp`, `every layout`; None if all pass.
 
-    A layout is a set of axes. Of every smallest failing set, what already passes in a part of it is innocent; what is
-    left is at fault. Several axes that each fail alone are separated by commas; those that fail only together by x.
+    A layout is a set of axes. Axes of a smallest failing set that pass in a subset of it are innocent; the others are
+    at fault. Axes that each fail alone are separated by commas; axes that fail only together are joined by x.
     """
     failures = _smallest_failures(results)
     if not failures:
@@ -93,7 +95,7 @@ def failing_axis(results: Sequence[LayoutResult]) -> str | None:
 
 
 def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Layouts that fail and have no failing part, the smallest first."""
+    """Returns the layouts that fail although no layout with fewer of their axes does, the smallest first."""
     failed = sorted((each for each in results if not each.passed), key=lambda each: (len(each.axes), each.num_ranks))
     return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
 
@@ -123,7 +125,7 @@ def _what(result: LayoutResult, first: Deviation | None, module: str | None, tex
 def first_deviating(
     found: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]], order: Sequence[str], tolerance: float
 ) -> str | None:
-    """The first module whose output is not within the tolerance of its largest exact element."""
+    """Returns the first module whose output is not within the tolerance of its largest exact element."""
     for module in order:
         if module not in found or module not in exact:
             continue

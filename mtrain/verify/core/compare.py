@@ -1,4 +1,4 @@
-"""A layout's outcome against the exact values: every denominator, term, gradient, norm and new weight of every step."""
+"""Comparison of a layout with the exact values: denominators, terms, gradients, norm and new weights of every step."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mtrain.verify.reference.model.adapters import is_trained
 from mtrain.verify.reference.optimizer import exact_optimizer
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
-"""Of normal float32 numbers; keeps 0 / 0 out of the comparison of weights."""
+"""Smallest normal float32 number; keeps 0 / 0 out of the comparison of weights."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What layouts are compared with, beside exact values at their own weights."""
+    """Expectations that are the same for all layouts; exact values depend on the weights of each."""
 
     tolerances: Sequence[Tolerance]
-    """Of all kinds."""
+    """Tolerances of all kinds."""
     tensors: Sequence[str]
-    """Names in the order of the forward pass."""
+    """Names of tensors in the order of the forward pass."""
     fields: Sequence[Fields]
-    """By step, the rows that are to be trained on."""
+    """Rows to train on, by step."""
     order_faults: Sequence[str]
-    """What is wrong with the order of samples."""
+    """Faults in the order of samples."""
 
 
 def compared(
@@ -47,14 +47,14 @@ def compared(
     expected: Expected,
     seconds: float,
 ) -> LayoutResult:
-    """The result of one layout.
+    """Returns the result of one layout.
 
     Args:
-        trial: The layout.
-        everyone: What its ranks report.
-        exact: The exact values at the layout's own weights, one a step.
-        expected: What is the same for all layouts.
-        seconds: What the layout took.
+        trial: Layout that was run.
+        everyone: Outcomes that its ranks report.
+        exact: Exact values of each step at the layout's own weights.
+        expected: Expectations that are the same for all layouts.
+        seconds: Time that the layout took.
     """
     first, config = everyone[0], trial.config
     guards = [f"step {step.values.step}: {step.guard}" for step in first.steps if step.guard is not None]
@@ -83,7 +83,7 @@ def _inputs(everyone: Sequence[Outcome], expected: Expected) -> Iterator[Deviati
 
 
 class StepComparison:
-    """Deviations in the order in which a step computes the quantities."""
+    """Comparison of steps; yields deviations in the order in which a step computes the quantities."""
 
     def __init__(
         self,
@@ -93,20 +93,21 @@ class StepComparison:
         rate: Callable[[int], float],
         start: Moments = Moments(0, {}, {}),  # noqa: B008
     ) -> None:
-        """
+        """Begins with the exact optimizer in its first state.
+
         Args:
-            config: Of the layout.
-            tolerances: Of all kinds.
-            tensors: Names in the order of the forward pass.
-            rate: Learning rate of a step, counted from 1.
-            start: The optimizer's state before the first step that is compared.
+            config: Configuration of the layout.
+            tolerances: Tolerances of all kinds.
+            tensors: Names of tensors in the order of the forward pass.
+            rate: Function that returns the learning rate of a step, counted from 1.
+            start: State of the optimizer before the first step that is compared.
         """
         self._config, self._tensors, self._rate = config, tensors, rate
         self._tolerance = {each.kind: each.value for each in tolerances}
         self._optimizer = exact_optimizer(config, start)
 
     def of(self, outcome: Outcome, exact: Sequence[Exact]) -> Iterator[Deviation]:
-        """All of them, step by step."""
+        """Yields the deviations of an outcome, step by step."""
         assert outcome.initial is not None, "rank 0 holds the gathered weights"
         before = outcome.initial.tensors
         for step, expected in zip(outcome.steps, exact):
@@ -130,13 +131,13 @@ class StepComparison:
             yield Deviation("loss", term, found.step, deviation, self._tolerance["loss"])
 
     def _gradients(self, step: int, found: Whole, exact: Arrays) -> Iterator[Deviation]:
-        """From the loss backwards, as they are computed."""
+        """Yields deviations of gradients in the order in which they are computed, from the loss backwards."""
         for name in reversed([name for name in self._tensors if name in exact]):
             value = self._tensor(name, found, exact[name])
             yield Deviation("gradient", name, step, value, self._tolerance["gradient"])
 
     def _tensor(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
-        """Largest difference, to the exact value or between ranks, over the largest exact element."""
+        """Returns the largest difference, to the exact value or between ranks, over the largest exact element."""
         own, padding = self._parts(name, found.tensors[name])
         exact = self._parts(name, exact)[0]
         if padding.any():
@@ -150,7 +151,7 @@ class StepComparison:
         return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
 
     def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
-        """The exact optimizer on the layout's own gradients, and exact biases; an empty step leaves all as it is."""
+        """Applies the exact optimizer to the layout's gradients, and adds exact biases; an empty step is a no-op."""
         scales = {name: np.abs(value) + 1e-30 for name, value in before.items()}
         if values.denominators["main"] == 0:
             return Updated(before, scales)
@@ -166,18 +167,18 @@ class StepComparison:
             excess = np.abs(own - expected) / scale
             spread = found.spread[name] / float(scale.max())
             value = math.inf if padding.any() else max(float(excess.max()), spread)
-            # What is frozen keeps its bits.
+            # frozen tensors keep their bits
             tolerance = update_tolerance(step) if is_trained(name, self._config) else 0.0
             yield Deviation("update", name, step, value, tolerance)
 
     def _parts(self, name: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """A tensor, and its rows of the padded vocabulary, which are exactly 0 in a sound run."""
+        """Splits a tensor into its real rows and those of the padded vocabulary, which are exactly 0 in a sound run."""
         size = self._config.model.vocab_size
         return (values[:size], values[size:]) if name in TABLES else (values, values[:0])
 
 
 def relative(found: float, exact: float) -> float:
-    """Difference / exact value; inf where that is 0 and the other is not."""
+    """Returns the difference relative to the exact value; inf if that is 0 and the other is not."""
     if exact == 0 or not math.isfinite(found):
         return 0.0 if found == exact else math.inf
     return abs(found - exact) / abs(exact)

@@ -1,4 +1,4 @@
-"""The exact values of steps, at weights that are given: the reference on this process, in float64."""
+"""Exact values of steps at given weights: the reference on this process, in float64."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from mtrain.verify.reference.text import Rows, Text, rows_of
 
 @dataclass(frozen=True)
 class Exact:
-    """One step."""
+    """Exact values of one step."""
 
     values: StepValues
     adds_exactly: frozenset[str]
     """Terms whose denominator is a sum that float64 does not round."""
     gradients: Arrays
-    """float64, of the normalised objective, before clipping."""
+    """Gradients of the normalised objective before clipping, float64."""
     biases: Arrays
-    """float64: the biases of the choice of experts after the step, where they move."""
+    """Biases of the choice of experts after the step, float64; empty if they are not updated."""
     outputs: dict[str, NDArray[Any]]
-    """Module -> [seq, batch, columns], where the step was watched; 0 where there is no text."""
+    """Outputs by module, [seq, batch, columns], 0 where there is no text; empty if the step was not watched."""
 
 
 @dataclass(frozen=True)
 class ExactJob:
-    """What is evaluated."""
+    """Steps to evaluate."""
 
     config: Config
     steps: Sequence[Sequence[Text]]
-    """The samples of each step by slot."""
+    """Samples of each step by slot."""
     first: int = 0
     """Index of the first of these steps in the run."""
     watches: bool = False
@@ -56,12 +56,12 @@ class ExactJob:
 
 
 def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> list[Exact]:
-    """Loss and gradients of each step at the weights that a layout had before it.
+    """Computes loss and gradients of each step at the weights that a layout had before it.
 
     Args:
-        groups: Of one process.
-        job: The steps.
-        weights: One set a step.
+        groups: Process groups of one process.
+        job: Steps to evaluate.
+        weights: Weights before each step.
     """
     evaluator = _Evaluator(groups.device, job.config)
     last = len(weights) - 1
@@ -72,20 +72,20 @@ def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> lis
 
 
 class ExactRun(NamedTuple):
-    """The reference's own run."""
+    """Outcome of the reference's own run."""
 
     values: list[StepValues]
     names: list[str]
     """Names of all tensors in model order."""
     clip_grad: float
-    """What gradients were clipped at; 0 where the user's run does not clip."""
+    """Norm to which gradients were clipped; 0 if the user's run does not clip."""
 
 
 def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
-    """The reference's own run of all steps with exact updates.
+    """Runs all steps of the reference with exact updates.
 
-    The user's `clip_grad` says nothing of the norms of a small model: it is replaced by a part of the first one, so
-    that gradients are clipped.
+    The user's `clip_grad` does not fit the norms of a small model: it is replaced by half of the first norm, so that
+    gradients are clipped.
     """
     config, weights = job.config, initial_weights(job.config)
     evaluator, optimizer = _Evaluator(groups.device, config), None
@@ -104,19 +104,19 @@ def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
 
 
 def clipping(config: Config, grad_norm: float) -> Config:
-    """The configuration with a `clip_grad` that clips gradients of this norm to a half, where it clips at all."""
+    """Returns the configuration with a `clip_grad` that halves gradients of this norm, if it clips at all."""
     if config.optimizer.clip_grad == 0 or grad_norm == 0:
         return config
     return with_clipping(config, grad_norm / 2)
 
 
 def with_clipping(config: Config, clip_grad: float) -> Config:
-    """The configuration with another `clip_grad`."""
+    """Returns the configuration with another `clip_grad`."""
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": clip_grad})})
 
 
 def initial_weights(config: Config, model: str = "trained") -> Arrays:
-    """What every layout starts from, in the order of the forward pass, without padding of the vocabulary."""
+    """Returns the weights that every layout starts from, in forward order, without vocabulary padding."""
     return {
         name: as_held(name, drawn(name, shape, config, model), config).numpy()
         for name, shape in all_shapes(config).items()
@@ -124,7 +124,7 @@ def initial_weights(config: Config, model: str = "trained") -> Arrays:
 
 
 class _Evaluator:
-    """One model, and its teacher."""
+    """Evaluates steps of one model, with its teacher."""
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device, self._config = device, config
@@ -134,7 +134,7 @@ class _Evaluator:
             self._teacher = Transformer(config.model, self._tensors(initial_weights(frozen, "teacher")))
 
     def step(self, number: int, weights: Mapping[str, NDArray[Any]], texts: Sequence[Text], watches: bool) -> Exact:
-        """Values and gradients at these weights of the step with this index."""
+        """Computes values and gradients of the step with this index at the given weights."""
         config = self._config
         rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, self._device)
         found = evaluated(config, self._tensors(weights), rows, self._teacher, self._user_term)
@@ -147,7 +147,7 @@ class _Evaluator:
         )
 
     def _tensors(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-        """Float64, without the padding of the vocabulary."""
+        """Converts weights to float64 tensors without the padding of the vocabulary."""
         return {
             name: torch.from_numpy(weights[name][: shape[0]] if name in TABLES else weights[name]).to(
                 self._device, torch.float64
@@ -157,7 +157,7 @@ class _Evaluator:
         }
 
     def _user_term(self, section: TermSection, scene: Scene) -> tuple[Tensor, float]:
-        """What a loss function of the user's says: its definition stands nowhere else."""
+        """Calls a loss function of the user's, which has no second definition; returns numerator and denominator."""
         inputs = TermInputs(
             self._distribution(scene.logits),
             scene.labels,
@@ -202,7 +202,7 @@ def _outputs(found: Evaluated, rows: Rows) -> dict[str, NDArray[Any]]:
 
 
 def text_places(texts: Sequence[Text], config: Config) -> NDArray[np.bool_]:
-    """[seq, batch]: positions that hold text."""
+    """Says which positions hold text, [seq, batch]."""
     rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
     is_text: NDArray[np.bool_] = rows.is_text.numpy().T
     return is_text

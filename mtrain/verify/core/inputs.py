@@ -1,6 +1,6 @@
-"""What a layout trained on and at which rates, against the raw samples and the published schedule.
+"""Comparison of a layout's samples and learning rates with the raw samples and the published schedule.
 
-Packed rows are taken apart first: what is compared is each sample as it would lie in a row of its own.
+Packed rows are split first: each sample is compared as if it had a row of its own.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mtrain.verify.reference.text import Rows, Text, rows_of
 _IDS, _EXTRA = "sequence ids", "extra "
 
 Fields = dict[str, NDArray[Any]]
-"""Name -> [rows, ...]."""
+"""Fields of rows by name, [rows, ...] each."""
 
 
 def rate_deviations(rates: Mapping[int, float], config: Config) -> Iterator[Deviation]:
-    """The run's own schedule, relative to its highest rate."""
+    """Yields the deviations of the run's learning rates, relative to the highest rate."""
     for number, found in rates.items():
         exact = published_rate(number, config.optimizer, config.train.num_steps)
         yield Deviation("lr", "lr", number + 1, abs(found - exact) / config.optimizer.lr, RATE_TOLERANCE)
 
 
 def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
-    """Rows of a global batch, by slot, from the raw samples."""
+    """Returns the rows of a global batch, by slot, made from the raw samples."""
     rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
     places = torch.arange(rows.tokens.shape[1])
     fields = {
@@ -61,12 +61,12 @@ def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
 
 
 def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
-    """Which share of the samples is another one, whatever rows, ranks and microbatches they are dealt out to.
+    """Yields the shares of samples that differ, however they are distributed over rows, ranks and microbatches.
 
     Args:
-        step: Counted from 1.
+        step: Number of the step, counted from 1.
         batches: All microbatches of the step, of all ranks.
-        expected: From `expected_fields`.
+        expected: Expected rows, from `expected_fields`.
     """
     length = expected["tokens"].shape[1]
     found = [alone for batch in batches for row in _rows(batch) for alone in _samples(row, batch, length)]
@@ -96,7 +96,7 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
 
 
 def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
-    """The samples of a row, each as if it lay alone in a row of this length; rows that only fill up are left out."""
+    """Yields the samples of a row, each as if alone in a row of this length; rows without samples are left out."""
     if batch.sequence_ids is None:
         yield row
         return
@@ -109,13 +109,13 @@ def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
 
 
 def _as_long(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
-    """Padded, or without what follows; that is padding, or the sample is none that is expected."""
+    """Pads or cuts values to a length; only padding is cut, unless the sample is not an expected one."""
     missing = max(0, length - len(values))
     return np.pad(values[:length], (0, missing), constant_values=fill)
 
 
 def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:
-    """(row, slot) of rows with the same tokens."""
+    """Returns the pairs (row, slot) of rows with the same tokens."""
     slots: dict[bytes, list[int]] = defaultdict(list)
     for slot in reversed(range(len(tokens))):
         slots[tokens[slot].tobytes()].append(slot)
@@ -127,9 +127,9 @@ def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, in
 
 
 def _is_alike(name: str, row: Fields, exact: NDArray[Any], expected: Fields, slot: int) -> bool:
-    """Where it matters: labels where they count, positions and documents where there is text."""
+    """Compares a field where it matters: labels where they count, positions and documents where there is text."""
     if name not in row:
-        return name == "padding"  # nobody asks for it
+        return name == "padding"  # not needed by this configuration
     own, is_text = row[name], ~expected["padding"][slot]
     if name.startswith("weights of "):
         return bool(np.all(np.abs(own - exact) <= 2 * UNIT_ROUNDOFF * np.abs(exact)))

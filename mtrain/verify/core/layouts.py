@@ -1,4 +1,4 @@
-"""Which layouts are compared: derived from the user's own, or named on the command line."""
+"""Layouts to compare: derived from the user's own, or named on the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.plan.layout import Layout
 
 MAX_STAGES = 8
-"""Pipeline stages, virtual ones counted, of a derived layout: each needs a layer."""
+"""Largest number of pipeline stages of a derived layout, virtual ones included: each needs a layer."""
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
@@ -29,7 +29,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout to try, independent of the sizes of the model."""
+    """Layout to try, independent of the sizes of the model."""
 
     tp: int = 1
     sp: bool = False
@@ -41,40 +41,43 @@ class Trial:
     ep: int = 1
     etp: int = 1
     micro_batch_size: int | None = 1
-    """None: a data-parallel rank's whole part of the global batch in one microbatch."""
+    """Samples per microbatch; None: a data-parallel rank's whole part of the global batch in one microbatch."""
     stage_shares: tuple[int, ...] | None = None
-    """How unevenly the layers are shared between the (virtual) stages; None: evenly."""
+    """Relative numbers of layers of the (virtual) stages; None: equal numbers."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes that it needs."""
+        """Returns the number of processes that the layout needs."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages, virtual ones counted."""
+        """Returns the number of pipeline stages, virtual ones included."""
         return self.pp * self.vpp
 
     @property
     def batch_divisor(self) -> int:
-        """What the global batch must be a multiple of."""
+        """Returns the number of which the global batch must be a multiple."""
         return self.dp * (self.micro_batch_size or 1) * (self.pp if self.vpp > 1 else 1)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A trial on a model: legal, with a name."""
+    """Trial that fits a model, with its name."""
 
     name: str
     axes: dict[str, str]
-    """What it uses beyond one process with one microbatch."""
+    """Axes that the layout uses beyond one process with one microbatch."""
     config: Config
     layout: Layout
 
 
 def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
-    """The default set: every degree that the user's layout has above 1, alone and together, over micro-batch sizes and
-    data parallelism, on at most `max_ranks` ranks; larger degrees are brought down to a divisor that fits."""
+    """Returns the default set of layouts.
+
+    Every degree above 1 of the user's layout is tried, alone and together, over micro-batch sizes and data parallelism,
+    on at most `max_ranks` ranks; larger degrees are reduced to a divisor that fits.
+    """
     parts = _parts(config, max_ranks)
     trials = [Trial(micro_batch_size=None), Trial(micro_batch_size=1), Trial(micro_batch_size=4)]
     trials += [Trial(dp=2, micro_batch_size=None), Trial(dp=4, micro_batch_size=2)]
@@ -92,7 +95,7 @@ def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
 
 
 def full_trial(config: Config, max_ranks: int) -> Trial:
-    """The user's layout with all of its axes, on two data-parallel ranks if these fit."""
+    """Returns the user's layout with all of its axes, on two data-parallel ranks if these fit."""
     fullest = tuple(variants[-1] for variants in _parts(config, max_ranks).values())
     joint = _together(fullest, max_ranks)
     while joint.num_ranks > max_ranks:
@@ -102,7 +105,7 @@ def full_trial(config: Config, max_ranks: int) -> Trial:
 
 
 def other_trials(config: Config, max_ranks: int) -> list[Trial]:
-    """Layouts that a run of the user's may go on with: one process, its axes alone, tensor and data parallelism."""
+    """Returns layouts on which a run is resumed: one process, each of its axes alone, tensor and data parallelism."""
     parts = _parts(config, max_ranks)
     has_routers = config.model.experts is not None
     alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {
@@ -113,22 +116,22 @@ def other_trials(config: Config, max_ranks: int) -> list[Trial]:
 
 
 def _doubled(trial: Trial) -> Trial:
-    """With twice the data parallelism."""
+    """Returns the trial with twice the data parallelism."""
     return replace(trial, dp=2 * trial.dp, micro_batch_size=2)
 
 
 def _parts(config: Config, max_ranks: int) -> dict[str, list[Trial]]:
-    """For each axis of the user's layout its trials alone, the one that uses most of it last."""
+    """Returns the trials of each axis of the user's layout alone, most fully used last."""
     section = config.layout
     tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
     parts: dict[str, list[Trial]] = {}
     if tp > 1:
-        kinds_of_tp = [False] if config.model.experts is None else []  # routers need sp beside tp
+        kinds_of_tp = [False] if config.model.experts is None else []  # routers need sp with tp
         parts["tp"] = [Trial(tp=tp, sp=sp, micro_batch_size=None) for sp in [*kinds_of_tp, *[True] * section.sp]]
     if pp > 1:
         parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
     if cp > 1:
-        # the user's own last
+        # the user's own kind last
         kinds = sorted(context_kinds(config), key=lambda kind: kind == section.cp_comm)
         parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
     if section.ep > 1:
@@ -141,7 +144,7 @@ def _parts(config: Config, max_ranks: int) -> dict[str, list[Trial]]:
 
 
 def _seated(trial: Trial) -> Trial:
-    """With so much data parallelism that every expert has a place."""
+    """Returns the trial with enough data parallelism for its expert ranks."""
     places = trial.ep * trial.etp
     return replace(trial, dp=math.lcm(trial.dp, places // math.gcd(places, trial.tp * trial.cp)))
 
@@ -157,7 +160,7 @@ def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
 
 
 def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
-    """The user's uneven stages as shares; what lies between named ends counts 2 a stage, an end 1."""
+    """Returns the user's uneven stages as shares; None if they are even. A named end counts 1, another stage 2."""
     num_stages = section.pp * section.vpp
     if num_stages > MAX_STAGES:
         return None
@@ -170,7 +173,7 @@ def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
 
 
 def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
-    """One layout that uses the axes of all of them, on at most `max_ranks` ranks where that is possible."""
+    """Combines the axes of all trials in one layout, on at most `max_ranks` ranks if possible."""
     joint = Trial(micro_batch_size=2)
     for trial in trials:
         changed = {name: value for name, value in vars(trial).items() if value != getattr(Trial(), name)}
@@ -180,7 +183,7 @@ def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
 
 
 def _limited(trial: Trial, max_ranks: int) -> Trial:
-    """With its largest degrees brought down, none of them to 1, until it fits or cannot be smaller."""
+    """Reduces the largest degrees of a trial, none of them to 1, until it fits or cannot be smaller."""
     while trial.num_ranks > max_ranks:
         degrees = {axis: getattr(trial, axis) for axis in ("tp", "pp", "cp", "ep")}
         axis = max(degrees, key=lambda name: degrees[name])
@@ -197,17 +200,17 @@ def _smallest_prime(number: int) -> int:
 
 
 def _divisor_below(degree: int, limit: int) -> int:
-    """The largest divisor of `degree` that is not above `limit`."""
+    """Returns the largest divisor of `degree` that is not above `limit`."""
     return next(divisor for divisor in range(min(degree, limit), 0, -1) if degree % divisor == 0)
 
 
 def parse_trials(text: str, config: Config, max_ranks: int) -> list[Trial]:
-    """`tp2cp2,pp4,...`: names as reports print them (`tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4`) or parts of them.
+    """Parses `tp2cp2,pp4,...`: names as in reports (`tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4`) or parts of them.
 
-    What is not named is 1, the microbatch too; cp_comm is the user's.
+    Sizes that are not named are 1, the microbatch included; cp_comm is the user's.
 
     Raises:
-        ConfigError: with a line for each name that is no layout or needs more than `max_ranks` ranks.
+        ConfigError: A name is no layout or needs more than `max_ranks` ranks; the message has a line for each.
     """
     trials, faults = [], []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -240,10 +243,10 @@ def _parsed(name: str, config: Config, max_ranks: int) -> Trial:
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """What a name says.
+    """Parses the fields of a name.
 
     Raises:
-        ConfigError: it says nothing that is known, or something twice.
+        ConfigError: The name has an unknown part, the same field twice, or none.
     """
     fields: dict[str, Any] = {}
     place = 0
@@ -276,15 +279,15 @@ def _meaning(match: re.Match[str]) -> Iterator[tuple[str, Any]]:
 
 
 def prepared(trial: Trial, shrunk: Config) -> Prepared:
-    """The trial on the shrunk model.
+    """Returns the trial on the shrunk model.
 
     Raises:
-        ConfigError: the model or the batch cannot be divided that way.
+        ConfigError: The model or the batch cannot be divided that way.
     """
     batch = shrunk.train.global_batch_size
     size = batch // trial.dp if trial.micro_batch_size is None else trial.micro_batch_size
     if shrunk.train.tokens_per_micro_batch is not None:
-        size = 1  # the width of rows is what a forward pass holds
+        size = 1  # the width of rows determines how much a forward pass holds
     layers = shared_layers(shrunk.model.num_layers, trial.stage_shares)
     section = _section(trial, layers, "layout")
     content = shrunk.model_dump() | {"layout": section.model_dump()}
@@ -299,10 +302,10 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
 
 
 def own_layout(config: Config, max_ranks: int) -> Prepared:
-    """The configuration's own layout as it is, on the fewest ranks that it runs on.
+    """Returns the configuration's own layout unchanged, on the fewest ranks that it can use.
 
     Raises:
-        ConfigError: it runs on no number of ranks up to `max_ranks`.
+        ConfigError: The layout cannot run on any number of ranks up to `max_ranks`.
     """
     fault: ConfigError | None = None
     for num_ranks in range(1, max_ranks + 1):
@@ -368,7 +371,7 @@ def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
 
 
 def shared_layers(num_layers: int, shares: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """`num_layers` over the stages in these shares, at least one a stage, and uneven wherever there is one to move."""
+    """Distributes layers over the stages in these shares, at least one per stage, and unevenly if possible."""
     if shares is None:
         return None
     spare, total = num_layers - len(shares), sum(shares)
@@ -384,5 +387,5 @@ def shared_layers(num_layers: int, shares: tuple[int, ...] | None) -> tuple[int,
 
 
 def common_multiple(numbers: Sequence[int]) -> int:
-    """The least common multiple; 1 for none."""
+    """Returns the least common multiple; 1 for none."""
     return math.lcm(*numbers) if numbers else 1

@@ -1,10 +1,10 @@
-"""Ranks on this machine: real processes that open a world, call one function and end.
+"""Ranks on this machine: real processes that open a process group, call one function and end.
 
-On CPUs a fork server imports megatron-core once, and every call forks fresh ranks on gloo from it: 20 ms a rank. So no
-call sees what another left behind, and a rank that raises or hangs takes only its own call down. (Kept ranks leak: the
-hooks of megatron-core's DDP tie each model to its process groups in a cycle through autograd that Python cannot
-collect, 6 threads and 12 open files a group.) On GPUs ranks are spawned, one a GPU on NCCL, because a process that has
-seen CUDA cannot be forked.
+On CPUs a fork server imports megatron-core once, and every call forks fresh ranks on gloo from it, in 20 ms each. So no
+call sees the state of another, and a rank that raises or hangs only affects its own call. (Reused ranks leak: the hooks
+of megatron-core's DDP tie each model to its process groups in a cycle through autograd that Python cannot collect, with
+6 threads and 12 open files per group.) On GPUs ranks are spawned, one per GPU on NCCL, because a process that has used
+CUDA cannot be forked.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _PRELOADED = (
 
 
 class RankFailedError(RuntimeError):
-    """A rank raised, died or hung; carries its traceback."""
+    """Failure of a rank that raised, died or hung; carries its traceback."""
 
 
 def environment_of(device: str) -> dict[str, str]:
-    """What ranks of a kind of device run on, for the reader of a report."""
+    """Returns versions, device and backend of the ranks, for a report."""
     return {**program_versions(), "device": device, "backend": "gloo" if device == "cpu" else "nccl"}
 
 
 def reason_of(fault: RankFailedError | MtrainError) -> str:
-    """What went wrong, in one line."""
+    """Returns the reason of a failure in one line."""
     lines = str(fault).strip().splitlines()
     return lines[-1] if isinstance(fault, RankFailedError) else lines[0]
 
@@ -58,11 +58,12 @@ class Pool:
     """Starts ranks; at most one call runs at a time."""
 
     def __init__(self, device: str = "cpu", preloaded: Sequence[str] = (), timeout_s: int = TIMEOUT_S) -> None:
-        """
+        """Chooses how ranks are started; starts none yet.
+
         Args:
-            device: cpu, or cuda for one GPU a rank.
+            device: Kind of device: cpu, or cuda for one GPU per rank.
             preloaded: Further modules that the fork server imports.
-            timeout_s: How long a call may take.
+            timeout_s: Longest time that a call may take, in seconds.
         """
         self.device, self._timeout_s = device, timeout_s
         self._context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
@@ -70,16 +71,16 @@ class Pool:
             self._context.set_forkserver_preload([*_PRELOADED, *preloaded])
 
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
-        """`function(groups, *arguments)` on each rank of the layout; results by rank.
+        """Calls `function(groups, *arguments)` on each rank of the layout, and returns the results by rank.
 
         Args:
-            function: Importable under its name.
-            layout: Decides the number of ranks.
-            *arguments: Pickled to every rank; tensors are better sent as numpy arrays.
-            seed: Of megatron-core's RNG tracker.
+            function: Function that can be imported under its name.
+            layout: Layout, which determines the number of ranks.
+            *arguments: Arguments, pickled for every rank; tensors are better sent as numpy arrays.
+            seed: Seed of megatron-core's RNG tracker.
 
         Raises:
-            MtrainError: A rank raised it.
+            MtrainError: A rank raised this error.
             RankFailedError: A rank raised something else, died or did not answer in time.
         """
         with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
@@ -90,7 +91,7 @@ class Pool:
 
 
 class _Ranks:
-    """The processes of one call; none survives the `with` block."""
+    """Processes of one call; none survives the `with` block."""
 
     def __init__(self) -> None:
         self._processes: list[BaseProcess] = []
@@ -111,14 +112,14 @@ class _Ranks:
     def start(self, context: Any, job: tuple[Any, ...]) -> None:
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there, job), daemon=True)
-        with interrupts_blocked():  # a terminal sends Ctrl-C to all; who called ends them
+        with interrupts_blocked():  # a terminal sends Ctrl-C to all processes; the caller ends the ranks
             process.start()
         there.close()
         self._processes.append(process)
         self._pipes.append(here)
 
     def results(self, timeout_s: int) -> list[Any]:
-        """One a rank; raises the first failure."""
+        """Waits for the results of all ranks; raises the first failure."""
         found: dict[int, Any] = {}
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout_s
@@ -147,15 +148,15 @@ class _Ranks:
 def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
     import torch
 
-    gc.freeze()  # what the fork server has imported is nobody's garbage: no collection looks through it
+    gc.freeze()  # modules that the fork server has imported are not garbage: collections need not scan them
     torch.set_num_threads(1)
     try:
         answer = (True, _call(*job))
     except MtrainError as error:
         answer = (False, error)
-    except BaseException:  # whatever it is, the caller has to show it
+    except BaseException:  # of any kind: the caller has to show it
         answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # by value: a tensor sent as multiprocessing does ends with its rank
+    pipe.send_bytes(pickle.dumps(answer))  # by value: multiprocessing would share a tensor's memory, which ends with us
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""What a check found, as data: the table, the JSON file and the page are made from this alone."""
+"""Results of a check as data, from which alone the table, the JSON file and the page are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain.base.errors import DataError
 from mtrain.verify.report.text import HF, PARITY, PREEMPT, RESUME, TENSOR_KINDS, TITLES, ReportText
 
 FORMAT = 1
-"""Of the JSON file; raised when a field changes its meaning."""
+"""Version of the JSON file; raised when a field changes its meaning."""
 
 KINDS = ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update")
 """Kinds that parity compares, in the order in which a step computes them: the first that deviates is nearest to the
@@ -22,43 +22,44 @@ _ORDER = {kind: number for number, kind in enumerate(TITLES)}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a quantity may be from the exact one, and why."""
+    """Largest deviation of a kind of quantity that is accepted, with its derivation."""
 
     kind: str
-    """One of KINDS."""
+    """Kind of quantity, one of KINDS."""
     value: float
     """Largest relative deviation that rounding can explain."""
     formula: str
-    """As text, such as `4 u sqrt(n) (1 + sqrt(d))`."""
+    """Formula of the value as text, such as `4 u sqrt(n) (1 + sqrt(d))`."""
     inputs: dict[str, float]
     """Value of every symbol of the formula."""
     meaning: str
-    """What is compared with what, and relative to what; one or two sentences."""
+    """Explanation of what is compared with what, and relative to what, in one or two sentences."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one quantity of one step is from the exact one."""
+    """Deviation of one quantity of one step from the exact one."""
 
     kind: str
-    """One of TITLES."""
+    """Kind of quantity, one of TITLES."""
     name: str
-    """denominator, loss: the term. Kinds of tensors: the parameter. samples: what of the rows. Others: the kind."""
+    """Name within the kind: the term of a denominator or loss, the parameter of a tensor, the field of samples, else
+    the kind itself."""
     step: int
-    """Counted from 1, as in metrics.jsonl."""
+    """Number of the step, counted from 1 as in metrics.jsonl."""
     value: float
-    """Relative; inf where the exact value is 0 and this one is not, nan where it is not a number. Of what is no number,
-    such as samples: the share that differs."""
+    """Relative deviation; inf if the exact value is 0 and this one is not, nan if it is not a number. For quantities
+    that are no numbers, such as samples: the share that differs."""
     tolerance: float
 
     @property
     def passed(self) -> bool:
-        """Whether rounding explains it; never for nan."""
+        """Says whether rounding explains it; never for nan."""
         return self.value <= self.tolerance
 
     @property
     def excess(self) -> float:
-        """In tolerances: 1 is the edge; inf for nan, and where a tolerance of 0 is exceeded."""
+        """Returns the deviation in units of its tolerance; inf for nan, and if a tolerance of 0 is exceeded."""
         if self.passed:
             return self.value / self.tolerance if self.tolerance > 0 else 0.0
         return self.value / self.tolerance if self.tolerance > 0 and not math.isnan(self.value) else math.inf
@@ -66,136 +67,136 @@ class Deviation:
 
 @dataclass(frozen=True)
 class StepValues:
-    """One optimizer step of one run."""
+    """Values of one optimizer step of one run."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     objective: float
-    """Sum over terms of coefficient x mean: what was differentiated."""
+    """Sum over terms of coefficient x mean, which was differentiated."""
     means: dict[str, float]
-    """Term -> numerator / denominator, in nats; 0 where the denominator is 0."""
+    """Mean of each term, numerator / denominator, in nats; 0 if the denominator is 0."""
     numerators: dict[str, float]
     denominators: dict[str, float]
     grad_norm: float
-    """Before clipping; 0 where the step was empty."""
+    """Gradient norm before clipping; 0 if the step was empty."""
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One layout against the reference."""
+    """Result of one layout compared with the reference."""
 
     name: str
-    """Such as `tp2sp-pp1-cp1-dp2-mbs1`."""
+    """Name of the layout, such as `tp2sp-pp1-cp1-dp2-mbs1`."""
     axes: dict[str, str]
-    """What it uses beyond one process with one microbatch: axis -> value, such as {"tp": "2", "sp": "on"}. Axes:
-    tp sp pp vpp stage_layers cp cp_comm ring dp microbatches."""
+    """Axes that the layout uses beyond one process with one microbatch, such as {"tp": "2", "sp": "on"}. Possible axes:
+    tp sp pp vpp stage_layers cp cp_comm ring dp ep etp microbatches."""
     num_ranks: int
     seconds: float
     steps: tuple[StepValues, ...] = ()
-    """What the layout reported."""
+    """Values that the layout reported."""
     expected: tuple[StepValues, ...] = ()
-    """The exact values of the same steps, each at the weights that the layout had before the step."""
+    """Exact values of the same steps, each at the weights that the layout had before the step."""
     deviations: tuple[Deviation, ...] = ()
-    """Of every step, kind and name."""
+    """Deviations of every step, kind and name."""
     guards: tuple[str, ...] = ()
-    """What the run's own checks said; a training run would have stopped there."""
+    """Messages of the run's own checks, at which a training run would have stopped."""
     error: str | None = None
-    """Why the layout could not be run to its end."""
+    """Reason why the layout could not be run to its end; None if it could."""
 
     @property
     def passed(self) -> bool:
-        """Whether every deviation is within its tolerance and nothing was refused."""
+        """Says whether every deviation is within its tolerance and nothing was refused."""
         return self.error is None and not self.guards and all(each.passed for each in self.deviations)
 
     def worst(self, *kinds: str) -> Deviation | None:
-        """The deviation of these kinds that exceeds its tolerance most; None where there is none of them."""
+        """Returns the deviation of these kinds that is largest relative to its tolerance; None if there is none."""
         return max((each for each in self.deviations if each.kind in kinds), key=badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
-        """The worst deviation of a tensor; None where every tensor is the same."""
+        """Returns the worst deviation of a tensor; None if no tensor deviates."""
         worst = self.worst(*TENSOR_KINDS)
         return None if worst is None or worst.value == 0 else worst
 
     def first_failure(self) -> Deviation | None:
-        """The first in time: by step, then by kind in the order of TITLES, then in the order of the forward pass."""
+        """Returns the first failure: by step, then by kind in the order of TITLES, then in forward order."""
         failed = (each for each in self.deviations if not each.passed)
         return min(failed, key=lambda each: (each.step, _ORDER[each.kind]), default=None)
 
 
 def summary(result: LayoutResult) -> str:
-    """One line of progress."""
+    """Returns a line of progress."""
     return f"{result.name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where parity breaks, as narrowly as the layouts that ran can tell."""
+    """Place where a check fails, as narrowly as the layouts that ran can tell."""
 
     axis: str
-    """The axis that fails alone, such as `cp`; `every layout`; or a combination such as `tp x pp`."""
+    """Axis that fails alone, such as `cp`, a combination such as `tp x pp`, or `every layout`."""
     layout: str
-    """The smallest layout that fails."""
+    """Smallest layout that fails."""
     step: int | None
     kind: str | None
-    """One of TITLES; None where the layout stopped with an error."""
+    """Kind of quantity, one of TITLES; None if the layout stopped with an error."""
     name: str | None
-    """Term or tensor."""
+    """Name of the term or tensor."""
     value: float | None
     tolerance: float | None
     module: str | None
-    """The first module of the forward pass whose output deviates; None where all of them agree."""
+    """First module of the forward pass whose output deviates; None if all agree."""
     lines: tuple[str, ...]
-    """To paste into a bug report."""
+    """Lines to paste into a bug report."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was compared."""
+    """Report of a check: everything that was compared."""
 
     text: ClassVar[ReportText]
-    """Of the check that this is a report of."""
+    """Texts of the check."""
 
     created: str
-    """ISO 8601, UTC."""
+    """Time of the report, ISO 8601, UTC."""
     command: str
     environment: dict[str, str]
-    """Versions, device, backend."""
+    """Versions, device and backend."""
     config: dict[str, Any]
-    """The shrunk configuration that ran, section by section."""
+    """Shrunk configuration that ran, section by section."""
     changes: tuple[str, ...]
-    """What shrinking changed, such as `model.hidden_size: 4096 -> 64`."""
+    """Changes made by shrinking, such as `model.hidden_size: 4096 -> 64`."""
     data: str
-    """Where the samples came from, in words, one phrase for each stretch of steps."""
+    """Source of the samples in words, one phrase for each range of steps."""
     num_steps: int
     tolerances: tuple[Tolerance, ...]
-    """One for each of KINDS."""
+    """Tolerances of the kinds that the check compares with one."""
     tensors: tuple[str, ...]
     """Names of all parameters in the order of the forward pass."""
     reference: LayoutResult
-    """What the others are compared with."""
+    """Result of the reference, with which the layouts are compared."""
     layouts: tuple[LayoutResult, ...]
     injected: str | None = None
-    """Name of the fault that was planted by `--inject`."""
+    """Name of the fault that was planted by `--inject`; None if none was."""
     diagnosis: Diagnosis | None = None
-    """Where something failed."""
+    """Diagnosis if something failed, else None."""
     format: int = field(default=FORMAT)
 
     @property
     def passed(self) -> bool:
-        """Whether every layout is the same run."""
+        """Says whether every layout passed."""
         return all(layout.passed for layout in self.layouts)
 
     def tolerance(self, kind: str) -> Tolerance:
-        """The tolerance of one of KINDS."""
+        """Returns the tolerance of one of KINDS."""
         return next(each for each in self.tolerances if each.kind == kind)
 
     def to_json(self) -> str:
-        """Strict JSON: numbers that are not finite become the texts "inf", "-inf" and "nan"."""
+        """Returns strict JSON: numbers that are not finite become the texts "inf", "-inf" and "nan"."""
         return json.dumps(_encoded(asdict(self)), allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The report that `to_json` wrote.
+        """Reads a report that `to_json` wrote.
 
         Raises:
             DataError: the text is no report, or one of another format.
@@ -213,30 +214,30 @@ class Report:
 
 @dataclass(frozen=True)
 class ParityReport(Report):
-    """Of `mtrain verify parity`; the reference is one process with one batch in float64, without pipeline schedule, DDP
-    or optimizer of Megatron-Core."""
+    """Report of `mtrain verify parity`; the reference is one process with one batch in float64, without pipeline
+    schedule, DDP or optimizer of Megatron-Core."""
 
     text = PARITY
 
 
 @dataclass(frozen=True)
 class ResumeReport(Report):
-    """Of `mtrain verify resume`; the reference is the run that never stopped."""
+    """Report of `mtrain verify resume`; the reference is the run that never stopped."""
 
     text = RESUME
 
 
 @dataclass(frozen=True)
 class PreemptReport(Report):
-    """Of `mtrain verify preempt`; the reference is the run that nothing stopped, and no tensor is compared but in
-    files."""
+    """Report of `mtrain verify preempt`; the reference is the run that nothing stopped. Tensors are compared in files
+    only."""
 
     text = PREEMPT
 
 
 @dataclass(frozen=True)
 class HfReport(Report):
-    """Of `mtrain verify hf`; the reference is the run in transformers, and no tensor is compared."""
+    """Report of `mtrain verify hf`; the reference is the run in transformers, and no tensor is compared."""
 
     text = HF
 
@@ -302,5 +303,5 @@ def _step(content: dict[str, Any]) -> StepValues:
 
 
 def badness(deviation: Deviation) -> tuple[float, float]:
-    """Orders deviations: by tolerances, then by value, nan above all."""
+    """Returns the key by which deviations are ordered: in units of the tolerance, then by value, with nan the worst."""
     return deviation.excess, math.inf if math.isnan(deviation.value) else deviation.value

@@ -1,4 +1,4 @@
-"""What the layouts are run on: the user's own batches, then batches that are hard on a loss."""
+"""Batches of a check: the user's own ones, then hard ones, which reveal faults of a loss."""
 
 from __future__ import annotations
 
@@ -27,57 +27,57 @@ from mtrain.verify.reference.text import Text
 
 NUM_HARD_KINDS = 3
 _LONGEST = 512
-"""Tokens to which rows grow in search of answers; more would take minutes."""
+"""Largest number of tokens to which rows grow in search of answers; more would take minutes."""
 _TOKEN_WEIGHTS = np.array([1.0, 0.5, 0.3, 0.125], np.float32).astype(np.float64)
-"""Records are kept in float32."""
+"""Weights of tokens, drawn from these; rounded to float32, in which records are kept."""
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
 _NUM_EDGES = 3
-"""Between documents of a row."""
+"""Number of edges between the documents of a row."""
 _EDGES_EVERY = 3
-"""Of so many rows one has several documents, where documents are isolated."""
+"""Interval of the rows that have several documents, if documents are isolated."""
 _PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
-"""Of a row's width that samples take, in turn, where rows are packed."""
+"""Shares of a row's width that samples take in turn, if rows are packed."""
 _SHORT_EVERY = 5
-"""Of so many rows one has a quarter of padding, but not one that is to have loss tokens at its end."""
+"""Interval of the rows that have a quarter of padding, except those with loss tokens at the end."""
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Which steps run on what."""
+    """Sources of the samples of each step."""
 
     own_steps: int
-    """The first steps, on the user's data."""
+    """Number of the first steps, on the user's data."""
     hard_steps: int
-    """The steps after them, on random tokens under random masks."""
+    """Number of the steps after them, on random tokens under random masks."""
     own_vocab_size: int = 0
-    """Of the user's data; larger than the model's where token ids are taken modulo the model's."""
+    """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
 
     @property
     def num_steps(self) -> int:
-        """All of them."""
+        """Returns the number of all steps."""
         return self.own_steps + self.hard_steps
 
     def describe(self) -> str:
-        """For the reader of a report."""
+        """Describes the plan for a report."""
         hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
         return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which sample stands where in the rows of a step."""
+    """Positions of the samples in the rows of a step."""
 
     plan: RowPlan
     samples: Slots
 
     def of(self, microbatch: int, dp_rank: int, width: int) -> NDArray[np.int64]:
-        """[2, rows, width]: the slot of the sample at each position, -1 for none, and its position in the sample."""
+        """Returns the slot of the sample at each position, -1 for none, and the position in it, [2, rows, width]."""
         rows = self.plan.rows(microbatch, dp_rank)
         found = np.full((2, len(rows), width), -1)
         for row, own in enumerate(rows):
             begin = 0
             for slot in own:
-                # padding behind the last sample belongs to none
+                # padding after the last sample belongs to none
                 end = begin + self.samples.width(slot)
                 found[0, row, begin:end], found[1, row, begin:end] = slot, np.arange(end - begin)
                 begin = end
@@ -85,14 +85,15 @@ class Places:
 
 
 class Batches:
-    """The microbatches of one data-parallel rank."""
+    """Microbatches of one data-parallel rank."""
 
     def __init__(
         self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int, made_of: Collaborators = SOUND
     ) -> None:
-        """
+        """Opens the user's data, if the plan uses them.
+
         Raises:
-            DataError: a file is damaged, too small, or does not fit the model.
+            DataError: A file is damaged, too small, or does not fit the model.
         """
         self._config, self._plan, self._made_of = config, plan, made_of
         self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, drawn_extras(config))
@@ -100,7 +101,7 @@ class Batches:
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
 
     def places(self, step: int) -> Places:
-        """Where each sample of a step lies; the same on every rank."""
+        """Returns the position of each sample of a step; the same on every rank."""
         if step < self._plan.own_steps:
             assert self._loader is not None
             samples, plan = self._loader.samples(step), self._loader.plan(step)
@@ -110,7 +111,7 @@ class Batches:
         return Places(plan, samples)
 
     def of_step(self, step: int) -> list[Microbatch]:
-        """Microbatches of a step, counted from 0."""
+        """Returns the microbatches of a step, counted from 0."""
         if step < self._plan.own_steps:
             assert self._loader is not None
             return [batch.with_vocabulary(self._config.model.vocab_size) for batch in self._loader.batches(step)]
@@ -123,25 +124,25 @@ class Batches:
 def own_loader(
     config: Config, own_vocab_size: int, dp_rank: int, dp_size: int, made_of: Collaborators = SOUND
 ) -> StepLoader:
-    """The user's data, by the user's vocabulary.
+    """Opens the user's data with the user's vocabulary.
 
     Raises:
-        DataError: a file is damaged, too small, or does not fit the model.
+        DataError: A file is damaged, too small, or does not fit the model.
     """
     model = config.model.model_copy(update={"vocab_size": own_vocab_size})
     return made_of.loader(config.model_copy(update={"model": model}), dp_rank, dp_size, made_of.collate)
 
 
 def hard_samples(config: Config, number: int, made_of: Collaborators = SOUND) -> list[Sample]:
-    """A global batch by slot, made by the trainer's own code; a pure function of the configuration and the number.
+    """Returns a hard global batch by slot, made by the trainer's own code from the configuration and the number alone.
 
-    A text comes as a program hands it over (`Datum`), or as a record of a file; one of several documents, which neither
-    can be, is shifted as a corpus is.
+    A text is passed like that of a user's program (`Datum`), or like a record of a file; a text of several documents,
+    which is possible in neither, is shifted like a corpus.
 
     Args:
-        config: Shrunk.
-        number: Of the hard batch, from 0.
-        made_of: Makes samples of them.
+        config: Shrunk configuration.
+        number: Number of the hard batch, from 0.
+        made_of: Collaborators that make samples of the texts.
     """
     return [_sample(text, slot, config, made_of) for slot, text in enumerate(hard_texts(config, number))]
 
@@ -151,7 +152,7 @@ def _sample(text: Text, slot: int, config: Config, made_of: Collaborators) -> Sa
         return _of_documents(text)
     if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
         return made_of.of_record(_record(text, config), 0, len(text.ids), tuple(text.extras))
-    # in turn one number a token and one a predicted token
+    # in turn one number per token and one per predicted token
     first = slot // 2 % 2
     extras = {name: each[first:].tolist() for name, each in text.extras.items()}
     datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras)
@@ -159,7 +160,7 @@ def _sample(text: Text, slot: int, config: Config, made_of: Collaborators) -> Sa
 
 
 def _record(text: Text, config: Config) -> TokenizedSample:
-    """What the reader of finetuning data makes of `input_ids`, `loss_mask` and `data.extras`."""
+    """Converts a text to a record, as the reader of finetuning data does with its columns."""
     record = {"input_ids": text.ids.tolist(), "loss_mask": text.counts.tolist(), "weight": text.weight}
     found = tokens_sample(record, frozenset(), config.model.vocab_size)
     if not text.extras:
@@ -175,17 +176,17 @@ def _of_documents(text: Text) -> Sample:
     starts = np.maximum.accumulate(starts)
     mask = text.counts[1:].copy()
     mask[edges - 1] = 0.0  # no token is predicted across an edge
-    # float32 holds these numbers as they are
+    # float32 holds these numbers exactly
     extras = {name: each[1:].astype(np.float32) for name, each in text.extras.items()}
     return shifted(text.ids, mask, text.weight, starts, extras)
 
 
 def hard_texts(config: Config, number: int) -> list[Text]:
-    """A global batch of random tokens by slot.
+    """Returns a global batch of random tokens by slot.
 
-    In turn: ragged masks, some samples without a loss token; fractional weights of tokens and samples; loss tokens in
-    two samples only, at one end of the row, so that ranks of data and of context parallelism have none. Some rows are
-    not full.
+    The batches take turns: ragged masks, with some samples without a loss token; fractional weights of tokens and
+    samples; loss tokens in two samples only, at one end of the row, so that some data-parallel and context-parallel
+    ranks have none. Some rows are not full.
     """
     rng = np.random.default_rng([key_of(config.train.seed, number) & 0xFFFFFFFF, number])
     batch, length = config.train.global_batch_size, config.data.seq_length
@@ -220,15 +221,18 @@ def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], k
 
 
 def drawn_extras(config: Config) -> tuple[str, ...]:
-    """What the loss functions read beside the weights, of what can be drawn."""
+    """Returns the extras that the loss functions read and that can be drawn."""
     terms = (config.loss, *config.loss.side_terms.values())
     read = {name for term in terms for name in extras_of(load_loss_function(term.function, term.options))}
     return tuple(name for name in EXTRAS if name in read)
 
 
 def _extras(config: Config, kind: int, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
-    """Of a sample's tokens: advantages of both signs; log-probabilities near those that a drawn model gives, so that
-    some ratios are beyond every bound and some within."""
+    """Draws the extras of a sample's tokens.
+
+    Advantages have both signs; log-probabilities are near those of a model with drawn weights, so that some ratios are
+    beyond every bound and some within.
+    """
     rng = np.random.default_rng([config.train.seed, kind, slot])
     usual = -math.log(config.model.vocab_size)
 
@@ -240,7 +244,7 @@ def _extras(config: Config, kind: int, slot: int, size: int) -> dict[str, NDArra
 
 
 def _size(slot: int, config: Config) -> int:
-    """Positions of a sample: where rows are packed, some are short enough that several share a row."""
+    """Returns the number of positions of a sample; if rows are packed, some samples are short enough to share a row."""
     length = config.data.seq_length
     if slot in (0, config.train.global_batch_size // 2):
         return length
@@ -250,26 +254,26 @@ def _size(slot: int, config: Config) -> int:
 
 
 def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
-    """Whether most samples of the user's first global batch have something to learn at this row length.
+    """Says whether most samples of the user's first global batch have loss tokens at this row length.
 
     Raises:
-        DataError: a file is damaged, too small, or does not fit the model.
+        DataError: A file is damaged, too small, or does not fit the model.
     """
     alone = config.model_copy(update={"data": config.data.model_copy(update={"packing": None})})
     try:
         (batch,) = own_loader(alone, own_vocab_size, 0, 1).batches(0)
-    except NothingToLearnError:  # every answer lies beyond rows of this length
+    except NothingToLearnError:  # every answer begins after the end of rows of this length
         return False
     learned = (batch.weights["main"] != 0).any(dim=1)
     return bool(learned.double().mean() > 0.5)
 
 
 def with_loss_tokens(made: Callable[[int], Shrunk], user: Config) -> Shrunk:
-    """The small configuration with rows long enough to hold loss tokens of the user's samples.
+    """Returns the small configuration with rows long enough to hold loss tokens of the user's samples.
 
     Args:
-        made: Shrinks to a row length.
-        user: The user's configuration.
+        made: Function that shrinks the configuration to a row length.
+        user: Configuration of the user.
     """
     length = SEQ_LENGTH
     shrunk = made(length)

@@ -1,8 +1,9 @@
-"""A small configuration with the structure of the user's: what is kept is what a layout could break.
+"""Small configuration with the structure of the user's: everything that a layout could break is kept.
 
 Kept: number of query heads for each key/value head, norms, biases, activation, rotary scaling, ties, window, recompute,
-distributed optimizer and overlaps, aggregation and side terms, documents, optimizer constants. Made small: layers (one
-for every pipeline stage at least), sizes, sequence, batch. Precision is float32, where a fault cannot hide in rounding.
+distributed optimizer and overlaps, aggregation and side terms, documents, optimizer constants. Made small: layers (at
+least one for every pipeline stage), sizes, sequence, batch. Precision is float32, where a fault cannot hide in
+rounding.
 """
 
 from __future__ import annotations
@@ -27,60 +28,61 @@ from mtrain.plan.logits import tokens_at_once
 from mtrain.verify.core.layouts import Trial, common_multiple
 
 VOCAB_SIZE = 97
-"""Of random tokens: prime, so that the table is padded under every layout."""
+"""Vocabulary size of random tokens: prime, so that the table is padded under every layout."""
 FOLDED_VOCAB_SIZE = 997
-"""Of the user's tokens where they are too many: larger tables would take minutes. Token ids are taken modulo this."""
+"""Vocabulary size, modulo which the user's token ids are taken if there are too many: larger tables would take
+minutes."""
 SEQ_LENGTH = 32
 BATCH_SIZE = 16
 FEW_SAMPLES = 4
-"""Of a step, where a run is stopped and goes on: what microbatches add up to is compared by `verify parity`."""
+"""Samples of a step in checks that stop and resume a run: `verify parity` checks the sums over microbatches."""
 CHUNK_TOKENS = 20
-"""Several chunks in the smallest microbatches, of unequal lengths."""
+"""Tokens of a chunk that give several chunks of unequal lengths even in the smallest microbatches."""
 _MAX_VOCAB = 16384
-"""Up to here the user's vocabulary is kept where the user's data are read."""
+"""Largest vocabulary that is kept if the user's data are read."""
 _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
 _MAX_RANK = 3
-"""Of adapters; odd, and no size of anything else."""
+"""Largest rank of adapters; odd, and different from all other sizes."""
 _MAX_WIDTH = 4
-"""Of packed rows, in samples of full length."""
+"""Largest width of packed rows, in samples of full length."""
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small configuration of one process, and how it came about."""
+    """Small configuration of one process, with what was changed."""
 
     config: Config
     changes: tuple[str, ...]
-    """Lines such as `model.hidden_size: 4096 -> 64`."""
+    """Changes as lines such as `model.hidden_size: 4096 -> 64`."""
     reads_files: bool
-    """Whether the samples come from the user's files; else they are random tokens."""
+    """Whether the samples come from the user's files; if not, they are random tokens."""
 
 
 def shrink(
     config: Config, trials: Sequence[Trial], seq_length: int = SEQ_LENGTH, batch_size: int = BATCH_SIZE
 ) -> Shrunk:
-    """The small configuration on which all trials are legal where the user's structure allows it, and comparable.
+    """Returns a small configuration on which the trials are comparable, and possible if the user's structure allows it.
 
     Args:
-        config: The user's.
-        trials: Layouts that the sizes must divide over.
-        seq_length: Wanted length of a row; made a multiple of what the trials need.
-        batch_size: Wanted samples of a step; made a multiple of what the trials need.
+        config: Configuration of the user.
+        trials: Layouts over which the sizes must divide.
+        seq_length: Wanted length of a row; raised to a multiple of what the trials need.
+        batch_size: Wanted samples of a step; raised to a multiple of what the trials need.
 
     Raises:
-        ConfigError: the model has dropout, or something that changes with the layout by definition.
+        ConfigError: The model has dropout, or something that changes with the layout by definition.
     """
     refuse_incomparable(config)
     also = in_float32(config)
     if config.data.packing is not None:
-        # the reference knows which samples a step holds where it counts samples
+        # the reference knows the samples of a step only if a step counts samples, not rows
         also["data"] = {"packing": {"batch": "sequences"}}
     return small(config, trials, seq_length, also, batch_size)
 
 
 def in_float32(config: Config) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value that make a run compute in float32, which TransformerEngine's layers do not."""
+    """Returns the changes, by section and key, for computing in float32, which TransformerEngine's layers do not do."""
     changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32", "fp8": None, "fp8_recipe": None}}
     if config.model.backend == "te":
         changed["model"] = {"backend": "auto"}
@@ -94,16 +96,16 @@ def small(
     also: Mapping[str, Mapping[str, Any]],
     batch_size: int = BATCH_SIZE,
 ) -> Shrunk:
-    """The small configuration; precision, dropout and schedule are the user's.
+    """Returns the small configuration; precision, dropout and schedule are the user's.
 
     Args:
-        config: The user's.
-        trials: As for `shrink`.
-        seq_length: As for `shrink`.
-        also: Section -> key -> value, of what else is changed.
-        batch_size: As for `shrink`.
+        config: Configuration of the user.
+        trials: Layouts over which the sizes must divide.
+        seq_length: Wanted length of a row; raised to a multiple of what the trials need.
+        also: Further changes by section and key.
+        batch_size: Wanted samples of a step; raised to a multiple of what the trials need.
     """
-    # extras of the user's samples are numbers of the large model, which say nothing of the small one
+    # extras of the user's samples are numbers of the large model, meaningless for the small one
     reads_files = has_files(config.data) and not config.data.extras
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = multiple_from(batch_size, [trial.batch_divisor for trial in trials])
@@ -117,7 +119,7 @@ def small(
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
     content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
-    for around in ("valid", "eval", "checkpoint", "metrics"):  # they decide nothing of a step, and name other places
+    for around in ("valid", "eval", "checkpoint", "metrics"):  # they do not affect a step, and contain paths
         content[around] = {}
     for section, values in also.items():
         content[section] |= values
@@ -137,7 +139,7 @@ def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: 
 
 
 def has_files(data: AnyData) -> bool:
-    """Whether the training data and the tokenizer that the configuration names are on this machine."""
+    """Says whether the training data and the tokenizer that the configuration names are on this machine."""
     match data:
         case MockSection():
             return False
@@ -154,10 +156,10 @@ def has_files(data: AnyData) -> bool:
 
 
 def refuse_incomparable(config: Config) -> None:
-    """Refuses what differs between runs by definition.
+    """Refuses a configuration whose runs differ by definition.
 
     Raises:
-        ConfigError: the model has dropout, or something that changes with the layout by definition.
+        ConfigError: The model has dropout, or something that changes with the layout by definition.
     """
     _refuse_dropout(config)
     _refuse_layout_dependent(config)
@@ -204,14 +206,14 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
 
 
 def _adapter(adapter: AdapterSection) -> dict[str, Any]:
-    """The same scale at a small rank, from drawn values."""
+    """Returns the section of an adapter of small rank with the same scale, and with drawn values."""
     rank = min(adapter.rank, _MAX_RANK)
     scale = adapter.model_copy(update={"rank": rank, "alpha": 1.0}).scale
     return adapter.model_dump() | {"rank": rank, "alpha": adapter.scale / scale, "path": None}
 
 
 def _chunk_tokens(config: Config) -> str | int:
-    """Small chunks where the user's run cuts its logits, which so few tokens would be too few for."""
+    """Returns a small chunk size if the user's run computes its logits in chunks, which few tokens would not need."""
     layout = config.layout
     tokens = config.train.micro_batch_size * config.row_width // layout.cp
     vocab_local = padded_vocab_size(config.model, layout.tp) // layout.tp
@@ -220,7 +222,7 @@ def _chunk_tokens(config: Config) -> str | int:
 
 
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
-    """What the features of the model change."""
+    """Returns the changes that the features of the model need."""
     return {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
 
 
@@ -231,7 +233,7 @@ def _vocab_size(model: ModelSection, reads_files: bool) -> int:
 
 
 def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
-    """(key/value heads, query heads): the user's ratio, the smallest numbers that every trial divides."""
+    """Returns the numbers of key/value and query heads in the user's ratio, the smallest that every trial divides."""
     ratio = model.num_attention_heads // model.query_groups
     while ratio > _MAX_HEADS_PER_GROUP:
         ratio = next(each for each in range(ratio // 2, 0, -1) if ratio % each == 0)
@@ -268,8 +270,10 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
 
 
 def _training_only(data: FilesSection) -> dict[str, Any]:
-    """Without held-out sets, where they are sets of their own; each blend of a curriculum gets a step at once, since a
-    check has few of them."""
+    """Returns changes that drop separate held-out sets and let each blend of a curriculum begin one step after another.
+
+    A check has few steps.
+    """
     near = [blend.model_copy(update={"from_step": number}) for number, blend in enumerate(data.curriculum, start=1)]
     only = {"curriculum": [blend.model_dump() for blend in near]}
     return only | ({"valid": (), "test": ()} if data.split is None else {})
@@ -279,7 +283,7 @@ def _changes(before: Config, after: Config) -> Iterator[str]:
     old, new = before.model_dump(), after.model_dump()
     for section in ("model", "adapter", "train", "optimizer", "data", "loss"):
         for key, value in (old[section] or {}).items():
-            if key in new[section] and new[section][key] != value:  # another kind of data lacks keys
+            if key in new[section] and new[section][key] != value:  # another kind of data may lack the key
                 folded = key == "vocab_size" and after.data.kind != "mock"
                 how = f" (token ids modulo {after.model.vocab_size})" if folded else ""
                 yield f"{section}.{key}: {_shown(key, value)} -> {_shown(key, new[section][key])}{how}"

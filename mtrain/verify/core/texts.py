@@ -1,6 +1,6 @@
-"""The raw samples of every step: what the layouts and the reference make their rows of, each in its own way.
+"""Raw samples of every step, from which the layouts and the reference make their rows, each in its own way.
 
-Only which sample comes when is taken from the trainer; that order is held to what an order has to be.
+Only the order of the samples is taken from the trainer, and it is checked against the rules of an order.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permuta
 from mtrain.verify.reference.text import Text
 
 _NUM_ORDERED = 4096
-"""Samples whose order is looked at, more than a few steps need."""
+"""Number of samples whose order is checked, more than a few steps need."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """All steps of a check."""
+    """Raw samples of all steps of a check."""
 
     steps: tuple[tuple[Text, ...], ...]
-    """By step and slot."""
+    """Samples by step and slot."""
     order_faults: tuple[str, ...] = ()
-    """What is wrong with the order of samples."""
+    """Faults in the order of samples."""
 
 
 def texts_of(config: Config, plan: SamplePlan) -> Texts:
-    """The samples of each step.
+    """Returns the samples of each step.
 
     Raises:
-        DataError: a file is damaged, too small, or does not fit the model.
+        DataError: A file is damaged, too small, or does not fit the model.
     """
     own, faults = _own_texts(config, plan) if plan.own_steps else ([], ())
     size = config.train.global_batch_size
@@ -81,7 +81,7 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
 
 
 def _shares(data: FilesSection, size: int) -> list[Shares]:
-    """What the configuration asks for, from the sample on with which each step begins."""
+    """Returns the shares of the sources in each blend of the configuration, with the first sample of the blend."""
     paths = [source.path for source in data.all_sources]
     first = Shares(0, {number: source.weight for number, source in enumerate(data.train)})
     later = [
@@ -92,7 +92,7 @@ def _shares(data: FilesSection, size: int) -> list[Shares]:
 
 
 def _random(samples: MockSamples, number: int) -> Text:
-    """Random tokens mean nothing, so there is nothing to read but what is drawn."""
+    """Returns a sample of random tokens, which has no raw form other than the trainer's."""
     sample = samples.sample(number)
     return Text(np.append(sample.tokens, sample.labels[-1]), np.ones(len(sample.tokens) + 1))
 
@@ -116,8 +116,10 @@ def _answers(
 
 
 def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, Any]:
-    """Records of a source by number. The reference reads JSON lines itself; that other forms hold the same records is
-    held by the tests of their readers."""
+    """Reads records of a source by number.
+
+    The reference reads JSON lines itself; the tests of the other readers show that these give the same records.
+    """
     if (path := _lone_lines(tokens)) is not None:
         return objects(path, numbers)
     found: dict[int, Any] = {}
@@ -138,8 +140,11 @@ def _lone_lines(tokens: TokenCache) -> Path | None:
 
 
 def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: RecordEncoder) -> Text:
-    """A record as a sample. The reference knows the plain forms; what a chat template makes of a record is its own
-    affair, and is held to what transformers makes of it by the tests."""
+    """Converts a record to a sample.
+
+    The reference converts the plain forms itself; for chat templates it uses the trainer's encoder, which the tests
+    compare with transformers.
+    """
     if _is_plain(found, data):
         return text_of(found, tokenizer, data.seq_length)
     sample, size = encoder.encode(found), data.seq_length + 1
@@ -171,5 +176,5 @@ def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Cal
 
 
 def _in_training(count: int, data: FilesSection) -> int:
-    """Documents or lines that are trained on: the first ones, where a split holds others out."""
+    """Counts the documents or lines to train on: all, or the first ones if a split holds others out."""
     return count if data.split is None else round(count * data.split[0])

@@ -1,8 +1,8 @@
-"""How far rounding can carry a float32 run from the exact one: derived from the precision and the number of summands.
+"""Bounds of the distance between a float32 run and the exact one, from the precision and the number of summands.
 
 u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
 
-- samples: rows are copied, not computed; they must be the same, weights of tokens to the one rounding to float32.
+- samples: rows are copied, not computed; they must be equal, weights of tokens up to one rounding to float32.
 - lr: a formula of a dozen operations in float64: within 8 u64 of the highest rate.
 - denominator: shares are added in float64. Shares that are whole multiples of a power of two, such as counts and
   halves, add without rounding while the sum is below 2^53 multiples, so sums must be equal. Any other sum of n shares
@@ -11,25 +11,25 @@ u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
 - loss, gradient, grad_norm: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
   products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
   theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. Independent errors of sums that feed each other
-  add as squares: a quantity behind sums of n1, n2, ... summands is within s u sqrt(N), N = n1 + n2 + ... A loss is
-  behind the forward pass (N), a gradient behind twice as many sums and its own sum over all T tokens of the batch, the
-  gradient norm behind these and the sum over all P parameters. Cancellation makes a sum smaller than what was added, so
-  gradients are compared with the largest element of their tensor and not element by element. This is a model and not
-  a worst case: the worst case, u N, assumes that all errors have one sign and would be a thousand times too lax to see
-  a fault.
+  add as squares: a quantity after sums of n1, n2, ... summands is within s u sqrt(N), N = n1 + n2 + ... A loss comes
+  after the forward pass (N), a gradient after twice as many sums and its own sum over all T tokens of the batch, the
+  gradient norm after these and the sum over all P parameters. Cancellation makes a sum smaller than what was added, so
+  gradients are compared with the largest element of their tensor and not element by element. This is a model and not a
+  worst case: the worst case, u N, assumes that all errors have one sign and would be a thousand times too lax to see a
+  fault.
 - update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
-  that no error of a gradient is amplified by the division by sqrt(v). What is left are the roundings of a dozen
-  operations on each element and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k,
-  relative to |w| + lr m / (sqrt(v) + epsilon), where m is the moving mean of |gradient|. This bound is elementwise and
-  holds whatever the epsilon. Muon's iteration carries the rounding of a matrix on, in directions of small singular
-  values by up to 3.4445 a step, and into all of its elements. How far depends on the matrix, so the reference measures
-  it: it computes the update in float32, too, and D is the largest distance between the two. The new weights of the
-  matrix are within the same u (16 + 8 k) relative to |w| + lr (largest element of the update + D / u), which lets the
-  trainer be as far from exact as one float32 process, times 16 + 8 k; measured: another order of the operations is
-  at most 1.9 D from exact.
+  that no error of a gradient is amplified by the division by sqrt(v). The roundings of a dozen operations on each
+  element remain, and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k, relative to
+  |w| + lr m / (sqrt(v) + epsilon), where m is the moving mean of |gradient|. This bound is elementwise and holds for
+  every epsilon. Muon's iteration amplifies the rounding of a matrix, by up to 3.4445 per step in directions of small
+  singular values, and spreads it to all elements. The factor depends on the matrix, so the reference measures it: it
+  computes the update in float32 too, and D is the largest distance between the two. The new weights of the matrix are
+  within the same u (16 + 8 k) relative to |w| + lr (largest element of the update + D / u), which lets the trainer be
+  as far from exact as one float32 process, times 16 + 8 k; measured: another order of the operations is at most 1.9 D
+  from exact.
 
-Each step of a layout is compared with the exact values AT THE LAYOUT'S OWN WEIGHTS before that step, so nothing is
-carried from step to step: if every step is the exact function of the weights before it, the runs are the same run.
+Each step of a layout is compared with the exact values AT THE LAYOUT'S OWN WEIGHTS before that step, so that no
+deviation carries over to the next: if every step is the exact function of the weights before it, the runs are the same.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ UNIT_ROUNDOFF = 2.0**-24
 UNIT_ROUNDOFF_64 = 2.0**-53
 _CONFIDENCE = 4.0
 RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
-"""Of the learning rate, relative to the highest one."""
+"""Tolerance of the learning rate, relative to the highest one."""
 
 
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
-    """One for each kind of quantity of some steps of a shrunk configuration, in their order."""
+    """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order."""
     return (*_inputs(), denominator_tolerance(config), *_values(config), _update(config, num_steps))
 
 
 def update_tolerance(step: int) -> float:
-    """Of new weights in a step, counted from 1."""
+    """Returns the tolerance of new weights in a step, counted from 1."""
     return UNIT_ROUNDOFF * (16 + 8 * step)
 
 
 def forward_tolerance(config: Config) -> float:
-    """Of module outputs, relative to the module's largest."""
+    """Returns the tolerance of module outputs, relative to the module's largest."""
     return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(_num_summands(config))
 
 
 def _num_summands(config: Config) -> int:
-    """Of all sums that lie behind each other in a forward pass."""
+    """Counts the summands of all consecutive sums in a forward pass."""
     model, length = config.model, config.data.seq_length
     heads = model.num_attention_heads * model.head_size
     attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
@@ -93,7 +93,7 @@ def _inputs() -> tuple[Tolerance, Tolerance]:
 
 
 def denominator_tolerance(config: Config) -> Tolerance:
-    """Of sums of shares."""
+    """Returns the tolerance of sums of shares."""
     num_shares = config.train.global_batch_size * config.data.seq_length
     return Tolerance(
         kind="denominator",

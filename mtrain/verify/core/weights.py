@@ -1,4 +1,4 @@
-"""Whole tensors in and out of a model's shards, whatever the layout."""
+"""Conversion between whole tensors and a model's shards under any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
 
 Arrays = dict[str, NDArray[Any]]
-"""Global tensors by name, tables of the vocabulary with their padding rows."""
+"""Global tensors by name; vocabulary tables include their padding rows."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 TABLES = (
@@ -30,16 +30,16 @@ TABLES = (
     "embedding.word_embeddings_adapter.embedding_lora_a",
     "output_layer_adapter.output_lora_b",
 )
-"""What has a row for each token; rows of the padded vocabulary are 0."""
+"""Tensors with a row for each token; rows of the padded vocabulary are 0."""
 _DEVIATION = 0.1
-"""Of matrices of up to 64 columns, and of what is added to the norms' ones and the biases' zeros. Wider matrices get
-less, by the square root of their columns: larger values make the attention of an untrained model so sharp that it
-amplifies rounding."""
+"""Standard deviation of matrices of up to 64 columns, and of what is added to the ones of norms and the zeros of
+biases. It shrinks with the square root of the columns of wider matrices: larger values make the attention of an
+untrained model so sharp that it amplifies rounding."""
 _COLUMNS = 64
 
 
 class Whole(NamedTuple):
-    """Tensors put together from all ranks."""
+    """Tensors assembled from all ranks."""
 
     tensors: Arrays
     spread: dict[str, float]
@@ -47,13 +47,13 @@ class Whole(NamedTuple):
 
 
 def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained") -> Tensor:
-    """Values of a parameter by its global name: every element is drawn, so that no gradient is 0 by accident.
+    """Draws the values of a parameter from its global name: every element, so that no gradient is 0 by accident.
 
     Args:
-        name: Global name; tied tables share the embedding's.
-        shape: Of the whole tensor; rows of the padded vocabulary are 0.
-        config: Seed and real size of the vocabulary.
-        model: Which of several models of the run; each has values of its own.
+        name: Global name; tied tables share the values of the embedding.
+        shape: Shape of the whole tensor; rows of the padded vocabulary are 0.
+        config: Configuration with the seed and the real size of the vocabulary.
+        model: Name of one of several models of the run; each has its own values.
     """
     source = EMBEDDING if name == OUTPUT and config.model.tied_embeddings else name
     digest = hashlib.sha256(f"{config.train.seed}:{model}:{source}".encode()).digest()
@@ -72,12 +72,12 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
 def set_weights(
     modules: Iterable[nn.Module], groups: Groups, whole_of: Callable[[str, Sequence[int]], Tensor | None]
 ) -> None:
-    """Cuts this rank's shards out of whole tensors; before the optimizer copies the weights.
+    """Copies this rank's shards from whole tensors; must be called before the optimizer copies the weights.
 
     Args:
-        modules: Model chunks.
-        groups: The process groups.
-        whole_of: (global name, global shape) -> the whole tensor; None leaves this rank's part as it is.
+        modules: Chunks of the model on this rank.
+        groups: Process groups.
+        whole_of: Function of the global name and shape that returns the whole tensor; None leaves the shard unchanged.
     """
     for module in modules:
         for part in sharded_tensors(unwrap(module), groups):
@@ -90,7 +90,7 @@ def set_weights(
 
 
 def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]], Tensor | None]:
-    """For `set_weights`: tables are cut or padded to the rows that are needed; buffers, which have no weight, stay."""
+    """Makes the `whole_of` of `set_weights` from weights; tables are cut or padded, buffers are left unchanged."""
 
     def whole_of(name: str, shape: Sequence[int]) -> Tensor | None:
         if name not in weights and name != OUTPUT:
@@ -105,7 +105,7 @@ def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]],
 
 
 def gathered(shards: Sequence[Shard]) -> Whole | None:
-    """Whole tensors on rank 0, None elsewhere. One gather of objects to rank 0 over the world."""
+    """Gathers whole tensors on rank 0; returns None elsewhere. One gather of objects to rank 0 over the world."""
     # numpy has no bfloat16, which float32 holds exactly
     widened = (shard.data.float() if shard.data.dtype == torch.bfloat16 else shard.data for shard in shards)
     own = [shard._replace(data=values.numpy()) for shard, values in zip(shards, widened, strict=True)]  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def gathered(shards: Sequence[Shard]) -> Whole | None:
 
 
 def assembled(shards: Iterable[Any]) -> Whole:
-    """Puts shards with numpy values together; the first rank's value counts where several hold an element."""
+    """Assembles shards with numpy values; if several ranks hold an element, the value of the first one counts."""
     tensors: Arrays = {}
     filled: dict[str, NDArray[np.bool_]] = {}
     spread: dict[str, float] = {}
@@ -133,7 +133,7 @@ def assembled(shards: Iterable[Any]) -> Whole:
 
 
 def forward_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """The names in the order of the forward pass: embedding, layers by number, final norm, output."""
+    """Sorts names in the order of the forward pass: embedding, layers by number, final norm, output."""
     return sorted(names, key=lambda name: _place(name, order))
 
 

@@ -1,4 +1,4 @@
-"""What every rank does for one layout."""
+"""Work of every rank for one layout."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from mtrain.verify.reference.schedule import telling_steps
 
 @dataclass(frozen=True)
 class Job:
-    """One layout's work."""
+    """Work of one layout."""
 
     config: Config
-    """Shrunk, with the layout and its micro-batch size."""
+    """Shrunk configuration with the layout and its micro-batch size."""
     plan: SamplePlan
     fault: str | None = None
-    """Name of the fault to plant."""
+    """Name of the fault to plant; None: none."""
     watched_step: int | None = None
-    """Index of the step, from 0, whose module outputs are wanted; the run ends after it."""
+    """Index of the step, from 0, whose module outputs are wanted; the run ends after it. None: no step."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimizer step as a rank reports it."""
+    """Outcome of one optimizer step on a rank."""
 
     values: StepValues
     guard: str | None
-    """What the run's own checks said."""
+    """Message of the run's own checks; None if they passed."""
     gradients: Whole | None
-    """Normalised, before clipping; on rank 0."""
+    """Normalised gradients before clipping; on rank 0."""
     weights: Whole | None
-    """After the update; on rank 0."""
+    """Weights after the update; on rank 0."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of a few steps."""
+    """Outcome of a run of a few steps on a rank."""
 
     initial: Whole | None
     """Weights before the first step; on rank 0."""
@@ -64,13 +64,13 @@ class Outcome:
     pieces: list[RecordedOutput]
     """Module outputs of the watched step that this rank holds."""
     batches: list[list[Microbatch]] = field(default_factory=list)
-    """By step, the full rows that a rank trained on; empty but on one rank for each part of the data."""
+    """Full rows that the rank trained on, by step; empty except on one rank for each part of the data."""
     rates: dict[int, float] = field(default_factory=dict)
-    """Learning rate of the run's own schedule by update, counted from 0, at updates that tell."""
+    """Learning rate of the run's own schedule by update, counted from 0, at the updates of `telling_steps`."""
 
 
 class _WatchedStep(TrainingStep):
-    """Notes what the check of the totals says, and goes on so that everything else can be compared too."""
+    """Training step that notes a failed check of the totals and goes on, so that all else can be compared too."""
 
     said: str | None = None
 
@@ -88,14 +88,14 @@ def run_layout(groups: Groups, job: Job) -> Outcome:
 
 
 def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
-    """That of the run.
+    """Returns the objective of the run.
 
     Args:
-        config: Of the run.
-        drawn_extras: What is drawn for the samples of a check.
+        config: Configuration of the run.
+        drawn_extras: Names of the extras that are drawn for the samples of a check.
 
     Raises:
-        ConfigError: It reads what only the user's data have.
+        ConfigError: The objective reads extras that only the user's data have.
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     if missing := [name for name in objective.extras if name not in drawn_extras]:
@@ -109,13 +109,13 @@ def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objecti
 
 
 class _Runner:
-    """One model on this rank."""
+    """Trains one model on this rank."""
 
     def __init__(self, groups: Groups, job: Job, made_of: Collaborators) -> None:
         config = made_of.config(job.config)
         self._groups, self._job, self._config, self._rate = groups, job, config, made_of.rate
         self._seen: list[list[Microbatch]] = []
-        # where modules are watched, every rank has to know which sample stands where
+        # if modules are watched, every rank has to know the positions of the samples
         reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
         self._chunks = build_model(config, groups, weights_follow=True)
@@ -127,7 +127,7 @@ class _Runner:
         self._training = _WatchedStep(model, objective, teacher, made_of.step(groups))
 
     def run(self) -> Outcome:
-        """All steps, or those up to the watched one."""
+        """Trains all steps, or those up to the watched one."""
         initial = gathered(parameter_shards(self._chunks, self._groups))
         watched = self._job.watched_step
         steps: list[StepOutcome] = []
@@ -156,8 +156,10 @@ class _Runner:
         return StepOutcome(step_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
 
     def _update(self, totals: StepTotals) -> tuple[float, str | None]:
-        """The gradient norm, and what was said against it. The few steps are made at the highest rate, where an update
-        shows: the schedule is compared by itself."""
+        """Makes the update, and returns the gradient norm and the message of a failed check.
+
+        The steps use the highest learning rate, where an update is visible: the schedule is compared separately.
+        """
         try:
             update = self._training.update(totals, self._config.optimizer.lr)
         except NumericError as error:
@@ -166,17 +168,17 @@ class _Runner:
 
 
 def small_teacher(config: Config, groups: Groups) -> Teacher | None:
-    """In the place of the user's teacher one of the size of the shrunk model, with weights of its own."""
+    """Returns a teacher of the shrunk model's size, with its own weights; None if the run has no teacher."""
     if config.loss.teacher is None:
         return None
-    config = config.model_copy(update={"adapter": None})  # the student's alone
+    config = config.model_copy(update={"adapter": None})  # adapters are the student's alone
     chunks = build_frozen_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
     return Teacher(config, chunks, groups)
 
 
 def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
-    """What is reported of the step with this index."""
+    """Returns the values to report of the step with this index."""
     return StepValues(
         step=number + 1,
         objective=totals.objective,
@@ -188,12 +190,12 @@ def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues
 
 
 def disagreement(everyone: Sequence[Outcome]) -> str | None:
-    """Says which ranks report other numbers than rank 0; None where all agree to the last bit."""
+    """Says which ranks report other numbers than rank 0; returns None if all agree to the last bit."""
     first = [repr(step.values) for step in everyone[0].steps]
     others = [rank for rank, outcome in enumerate(everyone) if [repr(step.values) for step in outcome.steps] != first]
     return f"ranks {others} report another loss, denominator or gradient norm than rank 0" if others else None
 
 
 def pieces_of(everyone: Sequence[Any]) -> list[RecordedOutput]:
-    """Module outputs of all ranks."""
+    """Returns the recorded module outputs of all ranks."""
     return [piece for outcome in everyone for piece in outcome.pieces]

@@ -1,1 +1,1 @@
-"""`mtrain verify hf`: steps here against the same steps in transformers."""
+"""Check `mtrain verify hf`: compares steps with the same steps in transformers."""

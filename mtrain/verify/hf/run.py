@@ -1,7 +1,7 @@
-"""`mtrain verify hf`: the first steps of the user's run from a folder of Hugging Face, against transformers.
+"""Check `mtrain verify hf`: compares the first steps of a run from a folder of Hugging Face with transformers.
 
-Nothing is made smaller. transformers, torch's AdamW, the sums of losses in mtrain/hf/io/training.py and the reference's
-rows, weights and learning rates are one side; the trainer's step under the layouts is the other. Both read the same
+The model is not shrunk. One side is transformers, torch's AdamW, the sums of losses in mtrain/hf/io/training.py and the
+reference's rows, weights and learning rates; the other is the trainer's step under the layouts. Both read the same
 samples and start from the same weights, in float32.
 """
 
@@ -41,25 +41,25 @@ from mtrain.verify.reference.text import Rows, Text, rows_of
 
 PRELOADED = ("mtrain.verify.hf.worker", "mtrain.verify.planted.faults")
 TIMEOUT_S = 6 * 3600
-"""Of a layout: models are as large as they are."""
+"""Time limit of a layout in seconds; long, since models have their full size."""
 TOLERANCE = 1e-4
-"""Relative, of loss and gradient norm. Roundings of both sides are amplified by every update, since Adam divides
-gradients by their own size; what is not the same computation is wrong in the first digits."""
+"""Relative tolerance of loss and gradient norm. Every update amplifies the rounding of both sides, since Adam divides
+gradients by their own size; a different computation differs in the first digits."""
 
 
 def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> HfReport:
-    """Runs everything.
+    """Runs the check and returns its report.
 
     Args:
-        config: The user's, with `model.hf`.
-        request: The command line; without layouts the configuration's own.
-        progress: Called with a line for every finished run.
-        pool: Ranks that are at hand; None starts its own.
+        config: Configuration of the user, with `model.hf`.
+        request: Arguments of the command line; without layouts, the configuration's own is used.
+        progress: Function that is called with a line for every finished run.
+        pool: Pool of ranks to use; None starts one.
 
     Raises:
         ConfigError: transformers does not compute what the configuration asks for, or a layout is not possible.
-        DataError: the weights or the data cannot be read.
-        MachineError: the device that was asked for is not there.
+        DataError: The weights or the data cannot be read.
+        MachineError: The device that was asked for does not exist.
     """
     refuse_without_reference(config)
     device, max_ranks = device_for(config, request.max_ranks)
@@ -90,10 +90,10 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
 
 
 def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The configuration in float32 and without what transformers does not compute, and what that changed.
+    """Returns the configuration in float32, without features that transformers lacks, and the changes as lines.
 
     Raises:
-        ConfigError: it cannot be compared.
+        ConfigError: The configuration cannot be compared.
     """
     refuse_incomparable(config)
     plain, experts = LossSection(), config.model.experts
@@ -142,7 +142,7 @@ def _tolerances(config: Config) -> tuple[Tolerance, ...]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What transformers trains on, from the raw samples."""
+    """Input of a step in transformers, made from the raw samples."""
 
     step: StepInput
     adds_exactly: bool
@@ -165,7 +165,7 @@ def _step_inputs(config: Config, number: int, texts: Sequence[Text]) -> _Inputs:
 
 
 def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
-    """Every document by itself, without padding."""
+    """Yields each document as a row of its own, without padding."""
     for row, documents in enumerate(rows.documents):
         for number in range(int(documents.max()) + 1):
             own = documents == number
@@ -173,7 +173,7 @@ def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
 
 
 def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> tuple[LayoutResult, tuple[str, ...]]:
-    """The run in transformers, and what was changed there."""
+    """Runs the steps in transformers; returns the result, and a note if the model was changed there."""
     assert config.model.hf is not None, "the command line names it"
     assert isinstance(config.optimizer, AdamWSection), "made so to be comparable"
     began = time.monotonic()
@@ -199,7 +199,7 @@ def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) ->
 
 
 class _Runs:
-    """The layouts, each from the weights of the folder."""
+    """Runs the layouts, each from the weights of the folder."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Runs:
         self._tolerance = {each.kind: each.value for each in tolerances}
 
     def all(self, trials: Sequence[Prepared], config: Config, progress: Progress) -> list[LayoutResult]:
-        """Every layout; where one fails and none was one process, that too: else nobody knows whose fault it is."""
+        """Runs all layouts; if one fails, also runs one process, to see whether the layout is at fault."""
         results = [self._layout(trial, progress) for trial in trials]
         if all(each.passed for each in results) or any(trial.layout.world_size == 1 for trial in trials):
             return results

@@ -1,4 +1,4 @@
-"""What every rank does to be compared with transformers."""
+"""Work of every rank in the comparison with transformers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mtrain.verify.planted.faults import PLANTS
 
 
 def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> list[StepValues]:
-    """The first steps of the run, from the weights of `model.hf`. Collective.
+    """Trains the first steps of the run from the weights of `model.hf`, and returns their values. Collective.
 
     Args:
-        groups: The process groups.
-        config: Of the run, with the layout.
-        num_steps: How many.
-        fault: Name of the one to plant.
+        groups: Process groups.
+        config: Configuration of the run, with the layout.
+        num_steps: Number of steps.
+        fault: Name of the fault to plant; None: none.
 
     Raises:
         DataError: The weights or the training data cannot be read.

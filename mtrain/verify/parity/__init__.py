@@ -1,1 +1,1 @@
-"""`mtrain verify parity`: every layout against one process and the reference."""
+"""Check `mtrain verify parity`: compares layouts with one process in float64."""

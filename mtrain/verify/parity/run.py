@@ -1,4 +1,4 @@
-"""`mtrain verify parity`: the user's configuration, made small, under many layouts against one process in float64."""
+"""Check `mtrain verify parity`: compares a small copy of the run under many layouts with one process in float64."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """Arguments of the command line."""
 
     layouts: str | None
-    """Names; None derives the set."""
+    """Names of layouts; None derives the set."""
     num_steps: int
     max_ranks: int
     fault: str | None
@@ -52,19 +52,19 @@ class Request:
 def verify_parity(
     config: Config, request: Request, progress: Progress, pool: Pool | None = None, batch_size: int = BATCH_SIZE
 ) -> ParityReport:
-    """Runs everything.
+    """Runs the check and returns its report.
 
     Args:
-        config: The user's.
-        request: The command line.
-        progress: Called with a line for every finished layout.
-        pool: Ranks that are at hand; None starts its own.
+        config: Configuration of the user.
+        request: Arguments of the command line.
+        progress: Function that is called with a line for every finished layout.
+        pool: Pool of ranks to use; None starts one.
         batch_size: Wanted samples of a step.
 
     Raises:
-        ConfigError: the configuration, a layout or a fault cannot be checked.
-        DataError: the user's data cannot be read.
-        MachineError: the device that was asked for is not there.
+        ConfigError: The configuration, a layout or a fault cannot be checked.
+        DataError: The user's data cannot be read.
+        MachineError: The device that was asked for does not exist.
     """
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config, request.max_ranks)
@@ -92,14 +92,15 @@ def verify_parity(
 
 
 def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ()) -> None:
-    """Refuses what `mtrain verify` has no second definition of.
+    """Refuses a configuration for which `mtrain verify` has no second definition.
 
     Args:
-        config: The user's.
-        drawn_extras: What is drawn for the samples of the check.
+        config: Configuration of the user.
+        drawn_extras: Names of the extras that are drawn for the samples of the check.
 
     Raises:
-        ConfigError: The loss compares whole sequences, or reads what only the user's data bring along.
+        ConfigError: The model has a head, the loss compares whole sequences, or it reads extras that only the user's
+            data have.
     """
     if config.model.num_labels is not None:
         raise ConfigError(
@@ -113,11 +114,11 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
             "sequences; verify the same configuration with loss.function=next_token and data of another format, and "
             "see docs/preference.md for what holds the loss itself"
         )
-    own_objective(config, drawn_extras)  # here, since a rank would report it as a run that fails
+    own_objective(config, drawn_extras)  # refused here, since an error of a rank counts as a failed run
 
 
 def device_for(config: Config, max_ranks: int) -> tuple[str, int]:
-    """Where ranks run, and how many at most."""
+    """Returns the device of the ranks, and their largest number."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         if config.train.device == "cuda":
             raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use auto")
@@ -126,7 +127,7 @@ def device_for(config: Config, max_ranks: int) -> tuple[str, int]:
 
 
 def _small(config: Config, request: Request, max_ranks: int, batch_size: int) -> tuple[Shrunk, list[Prepared]]:
-    """The shrunk configuration and the layouts on it, first of all one process with one microbatch."""
+    """Returns the shrunk configuration and its layouts; the first is one process with one microbatch."""
     base = Trial(micro_batch_size=None)
     if request.layouts is not None:
         named = parse_trials(request.layouts, config, max_ranks)
@@ -138,13 +139,13 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
     for trial in derived:
         try:
             legal.append(prepared(trial, shrunk.config))
-        except ConfigError:  # a variant that the user did not ask for, such as another cp_comm
+        except ConfigError:  # a derived variant, such as another cp_comm, which the user did not ask for
             continue
     return shrunk, _distinct(legal)
 
 
 def _distinct(trials: Iterable[Prepared]) -> list[Prepared]:
-    """Each once: trials of several micro-batch sizes are one where the width of packed rows decides."""
+    """Drops duplicates: trials that differ in micro-batch size are the same if the width of packed rows decides."""
     return list({trial.name: trial for trial in trials}.values())
 
 
@@ -153,7 +154,7 @@ def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
 
 
 def _plan(shrunk: Shrunk, config: Config, request: Request, progress: Progress) -> SamplePlan:
-    """The user's data where they are there, and hard batches in any case; so many that a planted fault can show."""
+    """Plans steps on the user's data, if available, then on hard batches, as many as a planted fault needs to show."""
     if shrunk.reads_files:
         return SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size)
     needed = next((each.shown_by for each in FAULTS if each.name == request.fault), 1)
@@ -163,7 +164,7 @@ def _plan(shrunk: Shrunk, config: Config, request: Request, progress: Progress) 
 
 
 class _Check:
-    """All runs of one check."""
+    """Runs of one check."""
 
     def __init__(self, trials: list[Prepared], plan: SamplePlan, fault: str | None, pool: Pool) -> None:
         self._trials, self._pool, self._fault, self.plan = trials, pool, fault, plan
@@ -177,13 +178,13 @@ class _Check:
         self._weights: dict[str, list[Arrays]] = {}
         self._lock = threading.Lock()
         self.changes: tuple[str, ...] = ()
-        """Lines of what the reference made of the configuration."""
+        """Changes that the reference made to the configuration, as lines."""
         self.reference, self.tensors = self._reference()
         fields = [expected_fields(step, self.config) for step in texts.steps]
         self._expected = Expected(self.tolerances, self.tensors, fields, texts.order_faults)
 
     def run(self, progress: Progress) -> list[LayoutResult]:
-        """Every layout; two at a time on CPUs, where the ranks of one often wait for each other."""
+        """Runs all layouts; two at a time on CPUs, where the ranks of one often wait for each other."""
         threads = ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1)
         try:
             return list(threads.map(lambda trial: self._layout(trial, progress), self._trials))
@@ -199,7 +200,7 @@ class _Check:
         return result, tuple(forward_order(found.names, found.names))
 
     def _clip_at(self, clip_grad: float) -> None:
-        """Lets every layout clip as the reference did."""
+        """Sets the `clip_grad` of the reference in every layout."""
         before = self.config.optimizer.clip_grad
         if clip_grad == before:
             return
@@ -247,7 +248,7 @@ class _Check:
 
 
 def _before_each_step(outcome: Outcome) -> list[Arrays]:
-    """The weights that each step started from."""
+    """Returns the weights that each step started from."""
     assert outcome.initial is not None, "rank 0 holds what was gathered"
     after = [step.weights.tensors for step in outcome.steps if step.weights is not None]
     return [outcome.initial.tensors, *after[:-1]]

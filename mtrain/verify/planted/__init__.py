@@ -1,1 +1,1 @@
-"""Known faults, planted on purpose: a check is trusted once it has found them."""
+"""Known faults, planted on purpose to prove that a check finds them."""

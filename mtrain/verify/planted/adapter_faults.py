@@ -1,4 +1,4 @@
-"""How each fault of adapters is planted: as another collaborator of the run."""
+"""Implementation of the faults of adapters, each as a collaborator of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _NormsOfRank(LinearAdapter):
 def _all_become(kind: type[LinearAdapter]) -> Callable[[Sequence[nn.Module]], None]:
     def change(chunks: Sequence[nn.Module]) -> None:
         for adapter in modules(chunks, LinearAdapter):
-            if type(adapter) is LinearAdapter:  # not one that gives a matrix
+            if type(adapter) is LinearAdapter:  # no subclass, such as one that returns a matrix
                 become(adapter, kind)
 
     return change

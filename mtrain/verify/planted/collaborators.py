@@ -1,4 +1,4 @@
-"""What a checked run is made of: a fault is planted by handing it another one of these, never by changing a module."""
+"""Collaborators of a checked run: a fault is planted by replacing one of them, never by changing a module."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def _sound_parts(groups: Groups) -> StepParts:
 
 @dataclass(frozen=True)
 class Collaborators:
-    """In the order in which a run takes them up. The reference has none of them."""
+    """Parts of a run that a fault can replace, in the order in which the run uses them; the reference uses none."""
 
     config: Callable[[Config], Config] = _as_it_is
-    """What the ranks take for the user's configuration."""
+    """Function that returns the configuration that the ranks use, from the user's."""
     loader: type[StepLoader] = StepLoader
     of_datum: Callable[[Datum, str, Config, Sequence[str]], Sample] = sample_of
-    """What a program hands over as a sample."""
+    """Function that makes a sample of a program's `Datum`."""
     of_record: Callable[[TokenizedSample, int, int, Sequence[str]], Sample] = sample_of_record
-    """The tokens of a record of a file as a sample."""
+    """Function that makes a sample of the tokens of a record."""
     collate: Collate = collate
-    """Samples to microbatches, of the run's own data and of others."""
+    """Function that makes microbatches of samples, for the run's own data and others."""
     change_model: Callable[[Sequence[nn.Module]], None] = _unchanged
-    """Of the chunks as they are built, before they have weights and an optimizer."""
+    """Function that changes the chunks after they are built, before they have weights and an optimizer."""
     optimizer: type[Optimizer] = Optimizer
     step: Callable[[Groups], StepParts] = _sound_parts
     rate: LearningRate = learning_rate
@@ -63,24 +63,24 @@ SOUND = Collaborators()
 
 
 def become(thing: _T, kind: type[_T]) -> None:
-    """Makes an object one of a subclass that has no state of its own: what it holds stays, what it does changes."""
+    """Changes the class of an object to a subclass without state of its own; its attributes stay."""
     assert issubclass(kind, type(thing))
     thing.__class__ = kind
 
 
 def modules(chunks: Sequence[nn.Module], kind: type[_M]) -> Iterator[_M]:
-    """All of a kind."""
+    """Yields all modules of a kind."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, kind))
 
 
 def with_values(section: _S, values: Mapping[str, Any]) -> _S:
-    """A section with other values, which no rule looks at."""
+    """Returns a section with other values, which are not validated."""
     assert values.keys() <= type(section).model_fields.keys(), f"{type(section).__name__} has no such keys: {values}"
     return section.model_copy(update=values)
 
 
 def configured(name: str, change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Config], Config]:
-    """A configuration with other values in the section of this name, which follow from those that it has."""
+    """Returns a function that sets other values in a section of a configuration; `change` maps the section to them."""
 
     def changed(config: Config) -> Config:
         section = getattr(config, name)
@@ -90,9 +90,9 @@ def configured(name: str, change: Callable[[Any], Mapping[str, Any]]) -> Callabl
 
 
 def step_of(**parts: Any) -> Callable[[Groups], StepParts]:
-    """A step with some other parts, whatever the groups."""
+    """Returns a function of the groups that makes a step with some other parts."""
     return lambda groups: StepParts(**parts)
 
 
 ALONE = torch.distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]
-"""A group of this rank alone, which never communicates."""
+"""Process group of this rank alone, which never communicates."""

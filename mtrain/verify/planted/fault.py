@@ -1,4 +1,4 @@
-"""What a known fault is; `mtrain.verify.planted.inject` lists them."""
+"""Description of a known fault; `mtrain.verify.planted.inject` lists them all."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ def _anything(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and what it takes to happen."""
+    """Known fault, with the conditions under which it shows."""
 
     name: str
     text: str
-    """What the faulty trainer does."""
+    """Description of what the faulty trainer does."""
     axis: str | None
-    """The axis of the layout that it needs; None: one process with one microbatch shows it."""
+    """Axis of the layout that the fault needs; None: one process with one microbatch shows it."""
     condition: Callable[[Config], bool] = _anything
-    """Whether a configuration gives it a chance."""
+    """Function that says whether the fault can show under a configuration."""
     condition_text: str = ""
     shown_by: int = 1
-    """The step on random batches that betrays it: weights other than 0 and 1 come second, few loss tokens third."""
+    """Step on random batches that reveals the fault: the second has weights other than 0 and 1, the third few loss
+    tokens."""
 
 
 def isolates_documents(config: Config) -> bool:
-    """Whether rows hold documents that do not see each other."""
+    """Says whether rows hold documents that do not attend to each other."""
     return config.data.isolate_documents
 
 
 def packs_sequences(config: Config) -> bool:
-    """Whether a term is a mean over sequences of which a row may hold several."""
+    """Says whether a term is a mean over sequences of which a row may hold several."""
     terms = (config.loss, *config.loss.side_terms.values())
     return config.data.packing is not None and any(term.aggregation.startswith("seq-mean") for term in terms)
 
 
 def packs(config: Config) -> bool:
-    """Whether a row may hold several samples."""
+    """Says whether a row may hold several samples."""
     return config.data.packing is not None
 
 
 def side_terms_differ(config: Config) -> bool:
-    """Whether a side term is divided by something else than the main one."""
+    """Says whether a side term has another denominator than the main term."""
     main, sides = config.loss, config.loss.side_terms.values()
     return any((side.aggregation, side.empty_sequences) != (main.aggregation, main.empty_sequences) for side in sides)

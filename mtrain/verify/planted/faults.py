@@ -1,4 +1,5 @@
-"""How each fault of `inject` is planted: as another collaborator of the run (`mtrain.verify.planted.collaborators`)."""
+"""Implementation of the faults of `inject`, each as a collaborator of the run
+(`mtrain.verify.planted.collaborators`)."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _Factor = Callable[[Microbatch], float]
 
 
 def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], LossOfLogits]) -> Collaborators:
-    """Another loss of the microbatches of a step."""
+    """Replaces the loss of the microbatches of a step."""
 
     def parts(groups: Groups) -> StepParts:
         def faulty(
@@ -61,7 +62,7 @@ def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], Lo
 
 
 def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Collaborators:
-    """Multiplies what each microbatch back-propagates; reported sums stay right."""
+    """Multiplies the objective of each microbatch by a factor; reported sums stay right."""
 
     def change(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
         factor = factors(batches, groups)
@@ -113,7 +114,7 @@ def _times(pair: LossPair, factor: float) -> LossPair:
 
 
 def _denominator(change: Callable[[Tensor], Tensor]) -> Collaborators:
-    """Changes the denominator of every microbatch as it is added up."""
+    """Changes the denominator of every microbatch before it is added up."""
 
     def faulty(loss: LossOfLogits, batches: Sequence[Microbatch], groups: Groups) -> LossOfLogits:
         def changed(logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
@@ -128,7 +129,7 @@ def _denominator(change: Callable[[Tensor], Tensor]) -> Collaborators:
 
 
 def _sliced(change: Callable[[Microbatch, Microbatch, int], dict[str, Any]]) -> Collaborators:
-    """Changes fields of (full rows, their cut, cp_rank) where rows are cut over context parallelism."""
+    """Changes fields of rows sliced for context parallelism, from the full rows, their slice and cp_rank."""
 
     def faulty(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
         cuts = slice_for_rank(batches, groups)
@@ -156,14 +157,14 @@ def _consecutive_positions(rows: Microbatch, cut: Microbatch, cp_rank: int) -> d
 
 
 def _one_row_one_document(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
-    """Positions stay those of documents; only attention reads where these begin."""
+    """Drops the document boundaries that attention reads; positions stay those of documents."""
     cuts = slice_for_rank(batches, groups)
     starts = [None if each.document_starts is None else torch.zeros_like(each.document_starts) for each in cuts]
     return [replace(cut, document_starts=start) for cut, start in zip(cuts, starts, strict=True)]
 
 
 def _norm_parameters(**marks: bool) -> Collaborators:
-    """Marks the norms' parameters as something that they are not."""
+    """Sets wrong marks on the parameters of norms."""
 
     def change(chunks: Sequence[nn.Module]) -> None:
         for parameter in (each for norm in modules(chunks, Norm) for each in norm.parameters()):
@@ -174,7 +175,7 @@ def _norm_parameters(**marks: bool) -> Collaborators:
 
 
 def _finalized(change: Callable[[Groups], Groups]) -> Collaborators:
-    """Reduces the gradients and sums of a step by other groups."""
+    """Reduces the gradients and sums of a step over other groups."""
 
     def faulty(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
         return finalize_gradients(chunks, sums, change(groups), *others)
@@ -262,7 +263,7 @@ def _hops_left_out(chunks: Sequence[nn.Module]) -> None:
 
 class _NormOfRank(FullWidthNorm):
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        tp, self.tp = self.tp, ALONE  # elsewhere the group says where the weights lie
+        tp, self.tp = self.tp, ALONE  # only here: elsewhere the group says how the weights are sharded
         try:
             return super().forward(query, key)
         finally:

@@ -1,6 +1,6 @@
-"""Known faults, each planted in one place on the ranks of a layout, to show that the check finds it.
+"""Known faults, each planted in one place on the ranks of a layout to show that the check finds it.
 
-Every one of them has been made by a real trainer. The reference never carries one. `--inject NAME` is the only way in.
+Each has occurred in a real trainer. The reference never has one. `--inject NAME` is the only way to plant one.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ LAYOUT_FAULTS = (
         "optimizer.kind=muon",
     ),
 )
-"""By the order of loss, layout, data, engine."""
+"""Faults of layouts, in the order of loss, layout, data, engine."""
 
 
 def _adapts(config: Config) -> bool:
@@ -187,16 +187,16 @@ NAMES = tuple(fault.name for fault in FAULTS)
 
 
 def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Fault] = FAULTS) -> Fault:
-    """The fault of this name.
+    """Returns the fault of this name.
 
     Args:
-        name: From the command line.
-        config: The shrunk configuration.
-        axes: Every axis that the layouts use.
-        faults: That there are.
+        name: Name from the command line.
+        config: Shrunk configuration.
+        axes: Axes that the layouts use.
+        faults: All faults of the check.
 
     Raises:
-        ConfigError: there is no such fault, or nothing here could show it.
+        ConfigError: There is no such fault, or it cannot show here.
     """
     fault = next((each for each in faults if each.name == name), None)
     if fault is None:

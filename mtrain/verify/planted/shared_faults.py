@@ -1,7 +1,7 @@
-"""How each fault of `shared_inject` is planted: as another collaborator of the run.
+"""Implementation of the faults of `shared_inject`, each as a collaborator of the run.
 
-Each is planted where all layouts pass: in the data, in the definition of a loss, in a module, in the optimizer. What is
-a number of the configuration is another number there, which the reference does not see.
+Each is planted in code that all layouts run: in the data, the definition of a loss, a module, the optimizer. A wrong
+number is planted in the configuration of the ranks, which the reference does not see.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Rows = Sequence[Sequence[Sample]]
 
 
 def _collated(change: Callable[[_Rows], _Rows]) -> Collaborators:
-    """Microbatches of other samples."""
+    """Changes the samples of microbatches."""
 
     def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
         return collate(change(rows), form, first_of_step)
@@ -76,7 +76,7 @@ def _extras_not_shifted(sample: Sample) -> Sample:
 
 
 def _datum(change: Callable[[Datum], Datum]) -> Collaborators:
-    """Samples of other data than a program hands over."""
+    """Changes the data of a program before they become samples."""
 
     def faulty(datum: Datum, *others: Any) -> Sample:
         return sample_of(change(datum), *others)
@@ -85,7 +85,7 @@ def _datum(change: Callable[[Datum], Datum]) -> Collaborators:
 
 
 def _record(change: Callable[[TokenizedSample], TokenizedSample]) -> Collaborators:
-    """Samples of other records than a file holds."""
+    """Changes the records of a file before they become samples."""
 
     def faulty(found: TokenizedSample, *others: Any) -> Sample:
         return sample_of_record(change(found), *others)
@@ -127,7 +127,7 @@ def _rows_as_sequences(rows: _Rows, form: RowForm, first_of_step: Place | None) 
 
 
 def _joined(row: Sequence[Sample]) -> Sample:
-    """All samples of a row as one, their weights among those of its tokens."""
+    """Joins all samples of a row into one, whose token weights include their sample weights."""
     filled = [sample for sample in row if len(sample.tokens)]
     begins = itertools.accumulate((sample.width for sample in filled), initial=0)
     starts = [
@@ -176,7 +176,7 @@ def _positions_of_rows(batch: Microbatch) -> dict[str, Any]:
 
 
 def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
-    """Multiplies the weights of a sample's tokens by a factor that follows from the sum of its mask."""
+    """Multiplies the weights of a sample's tokens by a factor computed from the sum of its mask."""
 
     def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
         batch = collate(rows, form, first_of_step)
@@ -192,7 +192,7 @@ def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
 
 
 def _terms(change: Callable[[TermSection], dict[str, Any]]) -> Collaborators:
-    """Another main term and other side terms in the configuration."""
+    """Changes the main term and the side terms in the configuration."""
 
     def changed(loss: Any) -> dict[str, Any]:
         sides = {name: with_values(side, change(side)) for name, side in loss.side_terms.items()}
@@ -245,7 +245,7 @@ def _smoothed_over_padding(config: Config) -> Config:
 
 
 class _ChunksDropped(OutputLoss):
-    """Every second chunk sees the table without its gradient."""
+    """Loss whose every second chunk adds nothing to the gradient of the table."""
 
     def _sum_over_chunks(
         self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
@@ -271,7 +271,7 @@ def _softmax_scale(chunks: Sequence[nn.Module]) -> None:
 
 
 class _ScaledPairs(PairAccumulator):
-    """Sums of which those of routers are multiplied."""
+    """Accumulator that multiplies the sums of routers."""
 
     factors: Tensor
 
@@ -299,7 +299,7 @@ def _experts(**values: Any) -> Collaborators:
 
 
 class _NoBiasCorrection(Optimizer):
-    """lr m / (sqrt(v) + epsilon), as another rate, epsilon and decay of the sound update."""
+    """Update lr m / (sqrt(v) + epsilon), made by another rate, epsilon and decay of the sound update."""
 
     _num_updates = 0
 

@@ -1,7 +1,7 @@
-"""Known faults that every layout has alike, one process with one microbatch among them.
+"""Known faults that every layout shares, one process with one microbatch included.
 
-Comparing layouts with each other cannot find these; the reference does, because it shares no code with the trainer.
-`mtrain.verify.planted.inject` says what a fault is and lists them all.
+Comparing layouts with each other cannot find them; the reference does, because it shares no code with the trainer.
+`mtrain.verify.planted.inject` explains faults and lists them all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mtrain.config.schema.loss import NORM_AGGREGATIONS
 from mtrain.verify.planted.fault import Fault, isolates_documents, packs, packs_sequences, side_terms_differ
 
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "kl")
-"""Those of `mtrain.verify.reference.policy`, which takes torch to import."""
+"""Losses of `mtrain.verify.reference.policy`, repeated here because that module imports torch."""
 
 
 def _aggregates(*names: str) -> Callable[[Config], bool]:
-    """Whether a term is aggregated in one of these ways."""
+    """Returns a condition: whether a term has one of these aggregations."""
     return lambda config: any(term.aggregation in names for term in (config.loss, *config.loss.side_terms.values()))
 
 
@@ -205,4 +205,4 @@ SHARED_FAULTS = (
         shown_by=2,
     ),
 )
-"""By the order of data, loss, model, optimizer."""
+"""Faults that every layout shares, in the order of data, loss, model, optimizer."""

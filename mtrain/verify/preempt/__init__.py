@@ -1,1 +1,1 @@
-"""`mtrain verify preempt`: a small copy of the run, started by the real launcher and stopped by real signals."""
+"""Check `mtrain verify preempt`: starts a small copy of the run by the real launcher and stops it by real signals."""

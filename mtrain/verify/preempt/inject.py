@@ -21,10 +21,10 @@ def plant(name: str | None, stop: Stop, run_dir: Path, config: Path) -> None:
     """Does to a stopped run what a faulty trainer would have done.
 
     Args:
-        name: Of one of PREEMPT_FAULTS; None: nothing.
-        stop: The stop that the run has just made.
-        run_dir: Of the run.
-        config: Its configuration, which the next start reads.
+        name: Name of one of PREEMPT_FAULTS; None: nothing.
+        stop: Stop that the run has just made.
+        run_dir: Run folder.
+        config: Configuration file of the run, which the next start reads.
     """
     if name is not None and stop.phase is Phase.FORWARD_BACKWARD:
         _PLANTS[name](run_dir / "metrics.jsonl", config)
@@ -52,4 +52,4 @@ _PLANTS: dict[str, Callable[[Path, Path], None]] = {
     "record-repeated": _repeat_record,
     "rate-changed": _change_rate,
 }
-"""Name -> what happens to (metrics.jsonl, the configuration's file)."""
+"""Functions by the name of the fault, called with metrics.jsonl and the configuration file."""

@@ -1,8 +1,8 @@
-"""`mtrain verify preempt`: the user's configuration, made small, stopped by a signal in one phase after the other.
+"""Check `mtrain verify preempt`: stops a small copy of the run by a signal in one phase after the other.
 
-One run is started again and again by the real launcher. Each start is asked to stop somewhere else; the last one runs
-to the end. Afterwards its records and the files of its last checkpoint have to be those of a run that nothing stopped,
-bit for bit.
+The real launcher starts one run again and again. Each start is asked to stop in another phase; the last one runs to the
+end. Afterwards its records and the files of its last checkpoint have to equal those of a run that nothing stopped, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from mtrain.verify.preempt.start import (
 from mtrain.verify.resume.compare import recorded, records_of, step_values
 
 LEAST_STEPS = 6
-"""A stop in a validation or a save is heard at the end of the step behind it, which must not be the last one."""
+"""Smallest number of steps: a stop during validation or a save takes effect after the next step, which must not be the
+last one."""
 _VALID_SAMPLES = 4
 
 
 def verify_preempt(
     config: Config, request: Request, progress: Progress, program: Program = new_process
 ) -> PreemptReport:
-    """Runs everything.
+    """Runs the check and returns its report.
 
     Args:
-        config: The user's.
-        request: The command line.
-        progress: Called with a line for every finished stop.
-        program: Starts the launcher.
+        config: Configuration of the user.
+        request: Arguments of the command line.
+        progress: Function that is called with a line for every finished stop.
+        program: Function that starts the launcher.
 
     Raises:
-        ConfigError: The configuration, the layout, the steps or a fault cannot be drilled.
-        MachineError: The device that was asked for is not there.
-        StopFailedError: The run that nothing stops does not come to its end.
+        ConfigError: The configuration, the layout, the steps or a fault cannot be checked.
+        MachineError: The device that was asked for does not exist.
+        StopFailedError: The run that nothing stops does not reach its end.
     """
     if request.num_steps < LEAST_STEPS:
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
@@ -89,7 +90,7 @@ def verify_preempt(
 
 
 def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
-    """The small configuration on the layout of the drill, with the user's precision, dropout, schedule, vocabulary."""
+    """Returns the small configuration, with the user's precision, dropout, schedule, vocabulary, and its layout."""
     trial = full_trial(config, max_ranks)
     if request.layouts is not None:
         named = parse_trials(request.layouts, config, max_ranks)
@@ -110,7 +111,7 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
 
 
 def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, dict[str, Any]]) -> Shrunk:
-    """Real ranks read the tokens as they are, so nothing folds them: the vocabulary stays whole."""
+    """Shrinks all but the vocabulary, since real ranks do not take token ids modulo a smaller one."""
     shrunk = small(config, [trial], length, also, FEW_SAMPLES)
     if not shrunk.reads_files:
         return shrunk
@@ -126,7 +127,7 @@ def _can_validate(config: Config) -> bool:
 
 
 def stops(config: Config) -> Iterator[Stop]:
-    """Where a run of this configuration is stopped, in the order of time."""
+    """Yields the stops of a run of this configuration, in the order of time."""
     steps = config.train.num_steps
     yield Stop(None, 0)
     yield Stop(Phase.START, 0)
@@ -139,34 +140,35 @@ def stops(config: Config) -> Iterator[Stop]:
 
 @dataclass(frozen=True)
 class _Done:
-    """What came of one start."""
+    """Outcome of one start."""
 
     stop: Stop
     seconds: float
     last_step: int
-    """Newest step on record when the ranks had ended."""
+    """Newest recorded step after the ranks have ended."""
     error: str | None = None
 
 
 class Drill:
-    """One run that nothing stops, and one that is stopped again and again."""
+    """Runs one run that nothing stops, and one that is stopped again and again."""
 
     def __init__(self, base: Prepared, folder: Path, request: Request, program: Program) -> None:
-        """
+        """Keeps the arguments; starts nothing yet.
+
         Args:
-            base: The small configuration on its layout.
-            folder: For both runs; empty.
-            request: The command line.
-            program: Starts the launcher.
+            base: Small configuration on its layout.
+            folder: Empty folder for both runs.
+            request: Arguments of the command line.
+            program: Function that starts the launcher.
         """
         self._base, self._folder, self._fault, self._program = base, folder, request.fault, program
         self._num_ranks = base.layout.world_size
 
     def run(self, progress: Progress) -> list[LayoutResult]:
-        """All stops, each with what the steps behind it are worth.
+        """Makes all stops; returns the result of each, with the deviations of the steps after it.
 
         Raises:
-            StopFailedError: The run that nothing stops does not come to its end.
+            StopFailedError: The run that nothing stops does not reach its end.
         """
         run_to_end(self._program, launcher(self._config("straight"), self._num_ranks), self._folder / "straight.log")
         expected = records_of(self._folder / "straight")
@@ -178,7 +180,7 @@ class Drill:
         return results
 
     def _starts(self) -> Iterator[_Done]:
-        """Every start that is stopped, and then the last one."""
+        """Makes every start, also the last one, which is not stopped; yields the outcomes of those that are."""
         config, run_dir = self._config("stopped"), self._folder / "stopped"
         log = self._folder / "stopped.log"
         failed = None
@@ -204,7 +206,7 @@ class Drill:
     _last_error: str | None = None
 
     def _results(self, done: Sequence[_Done], expected: Sequence[StepRecord]) -> list[LayoutResult]:
-        """The steps between two stops belong to the first of them: it is what they went on from."""
+        """Returns the results of the stops; steps between two stops belong to the first, from which they continued."""
         records = records_of(self._folder / "stopped")
         found = list(recorded(records, expected))
         if self._last_error is None and done[-1].error is None:
@@ -229,7 +231,7 @@ class Drill:
         return results
 
     def _files(self) -> Iterator[Deviation]:
-        """The last checkpoint: weights, optimizer and random states, by the digests of its files."""
+        """Yields the deviations of the last checkpoint (weights, optimizer, random states), by file digests."""
         last = self._base.config.train.num_steps
         own, other = (_digests(self._folder / run, last) for run in ("stopped", "straight"))
         for name in sorted(own.keys() | other.keys()):
@@ -250,7 +252,7 @@ def _newest(run_dir: Path) -> int:
 
 
 def _digests(run_dir: Path, step: int) -> dict[str, str]:
-    """Of the files that hold tensors."""
+    """Returns the digests of the checkpoint files that hold tensors."""
     folder = RunFolder(run_dir).checkpoints / f"step_{step:08d}"
     files = json.loads((folder / "mtrain.json").read_text())["files"]
     return {name: each["blake3"] for name, each in files.items() if name.endswith(".distcp")}

@@ -1,4 +1,4 @@
-"""One start of the drill: real ranks under `mtrain launch local`, and a real signal when they have come far enough."""
+"""One start of the drill: real ranks under `mtrain launch local`, and a real signal when they reach the phase."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _LOG_LINES = 15
 
 @dataclass(frozen=True)
 class Stop:
-    """Where the ranks are when the signal comes."""
+    """Phase and step of the ranks when the signal comes."""
 
     phase: Phase | None
-    """None: while programs load."""
+    """Phase of the ranks; None: while programs load."""
     step: int
-    """0 before the first one."""
+    """Step of the ranks; 0 before the first one."""
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Returns the stop in words."""
         if self.phase is None:
             return "while programs load"
         return f"in {self.phase}" + (f" of step {self.step}" if self.step else "")
 
 
 class Process(Protocol):
-    """A running launcher; `subprocess.Popen` is one."""
+    """Running launcher; `subprocess.Popen` is one."""
 
     pid: int
 
@@ -54,11 +54,11 @@ class Process(Protocol):
 
 
 Program = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Starts a command that appends its output to a file, with these variables beside those of the environment."""
+"""Function that starts a command, appends its output to a file, and adds variables to the environment."""
 
 
 def new_process(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
-    """An interpreter of its own, as a user would start it."""
+    """Starts a separate process, as a user would."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command, env={**os.environ, **more}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -66,19 +66,19 @@ def new_process(command: Sequence[str], log: Path, more: Mapping[str, str]) -> P
 
 
 class StopFailedError(NumericError):
-    """A run that was asked to stop did something else."""
+    """Failure of a run that was asked to stop but did something else."""
 
 
 def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
-    """A start that nothing stops.
+    """Starts the run and waits for its end.
 
     Args:
-        program: Starts it.
-        command: Of the launcher.
-        log: Gets all output.
+        program: Function that starts the launcher.
+        command: Command of the launcher.
+        log: File that gets all output.
 
     Raises:
-        StopFailedError: It did not end with 0.
+        StopFailedError: The run did not end with 0.
     """
     with _started(program(command, log, {})) as process:
         code = process.wait()
@@ -88,21 +88,21 @@ def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
 def run_until_stopped(
     program: Program, command: Sequence[str], run_dir: Path, stop: Stop, last_rank: int, log: Path
 ) -> float:
-    """A start that is asked to stop, and has to leave everything that the next one needs.
+    """Starts the run and asks it to stop; it has to leave everything that the next start needs.
 
     Args:
-        program: Starts it.
-        command: Of the launcher.
-        run_dir: Where the run is.
-        stop: When the signal is sent.
-        last_rank: The rank that has to be there; the others are where they are.
-        log: Gets all output.
+        program: Function that starts the launcher.
+        command: Command of the launcher.
+        run_dir: Run folder.
+        stop: Phase and step in which the signal is sent.
+        last_rank: Rank that has to reach the phase; the others may be anywhere.
+        log: File that gets all output.
 
     Returns:
         Seconds from the signal to the end of the launcher.
 
     Raises:
-        StopFailedError: The run did not get there, did not end with 0, or left no marker.
+        StopFailedError: The run did not reach the phase, did not end with 0, or left no marker.
     """
     reached = run_dir.parent / "reached"
     reached.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def run_until_stopped(
         fault = InjectedFault("await_stop", rank=last_rank, step=stop.step, phase=stop.phase)
         environment = {VARIABLE: str(fault), REACHED: str(reached)}
     with _started(program(command, log, environment)) as process:
-        # a launcher with ranks has its handlers
+        # a launcher that has started ranks has installed its signal handlers
         while not (reached.exists() if stop.phase is not None else psutil.Process(process.pid).children()):
             _require(process.poll() is None, f"the run ended with {process.poll()} before it got there", log)
             time.sleep(_POLL_S)
@@ -126,7 +126,7 @@ def run_until_stopped(
 
 @contextlib.contextmanager
 def _started(process: Process) -> Iterator[Process]:
-    """The launcher; it takes its ranks with it, however this ends."""
+    """Yields the launcher and kills it if it is still running at the end; its ranks end with it."""
     try:
         yield process
     finally:
@@ -136,7 +136,7 @@ def _started(process: Process) -> Iterator[Process]:
 
 
 def launcher(config: Path, num_ranks: int) -> list[str]:
-    """The command that starts a configuration here."""
+    """Returns the command that starts a configuration here."""
     return [sys.executable, "-m", "mtrain", "launch", "local", "--num-ranks", str(num_ranks), str(config)]
 
 

@@ -1,7 +1,7 @@
-"""What a step has to be, from its definitions alone, in float64.
+"""Reference for a training step, in float64, from definitions alone.
 
-Nothing of the trainer is imported here but the configuration, the tokenizer and the errors: masks, positions, labels,
-weights, denominators, losses, the model, AdamW, clipping and the learning rate are written a second time, in plain
-torch, from the law of losses (docs/same-loss-on-any-layout.md) and from what was published. So a fault of the trainer
-that every layout shares is a difference here. `tests/test_architecture.py` holds the imports.
+Of the trainer only the configuration, the tokenizer and the errors are imported: masks, positions, labels, weights,
+denominators, losses, the model, AdamW, clipping and the learning rate are written a second time, in plain torch, from
+the law of losses (docs/same-loss-on-any-layout.md) and from publications. So a fault of the trainer that every layout
+shares shows as a difference. `tests/test_architecture.py` checks the imports.
 """

@@ -1,4 +1,4 @@
-"""AdamW in float64 from its definition, and how large its rounding in float32 can be."""
+"""AdamW in float64 from its definition, and the scale of its rounding in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain.config.schema.train import AdamWConstants
 Arrays = dict[str, NDArray[Any]]
 
 _CLIPPING_OFFSET = 1e-6
-"""Added to the norm before clip_grad is divided by it, as torch and Megatron-LM do."""
+"""Summand added to the norm before clip_grad is divided by it, as in torch and Megatron-LM."""
 
 
 class Updated(NamedTuple):
@@ -21,11 +21,11 @@ class Updated(NamedTuple):
 
     weights: Arrays
     scales: Arrays
-    """By element: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon), the size of what float32 adds up."""
+    """Size of what float32 adds up for each element: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon)."""
 
 
 class Moments(NamedTuple):
-    """Adam's state after some updates."""
+    """State of Adam after some updates."""
 
     num_updates: int
     first: Arrays
@@ -33,7 +33,7 @@ class Moments(NamedTuple):
 
 
 class AdamW:
-    """Decoupled weight decay and clipping by a given global norm.
+    """AdamW with clipping by a given global norm.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
     """
@@ -46,13 +46,13 @@ class AdamW:
         self._magnitude = {name: np.abs(value) for name, value in self._first.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
-        """One step of everything that has a gradient.
+        """Makes one step for all tensors that have a gradient, and returns the new weights.
 
         Args:
-            weights: Before the step.
-            gradients: Normalised, before clipping.
-            grad_norm: What the gradients are clipped by.
-            lr: Of this step.
+            weights: Weights before the step.
+            gradients: Normalised gradients before clipping.
+            grad_norm: Norm by which the gradients are clipped.
+            lr: Learning rate of this step.
         """
         self._num_updates += 1
         factor = clipping_factor(self._section.clip_grad, grad_norm)
@@ -78,5 +78,5 @@ class AdamW:
 
 
 def clipping_factor(clip_grad: float, grad_norm: float) -> float:
-    """What gradients of this global norm are multiplied by; clip_grad = 0 leaves them."""
+    """Returns the factor that clips gradients of this global norm; 1 if clip_grad = 0."""
     return min(1.0, clip_grad / (grad_norm + _CLIPPING_OFFSET)) if clip_grad > 0 else 1.0

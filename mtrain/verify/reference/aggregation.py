@@ -1,7 +1,7 @@
-"""Aggregations: what each sequence adds to a term and to what the term is divided by.
+"""Aggregations: what each sequence adds to the numerator and the denominator of a term.
 
-With w_t the weight of a token, n the sum of them over the sequence, v the weight of the sample, l_t the loss of a token
-and L and p constants, sums and means over all sequences of the global batch:
+Where w_t is the weight of a token, n the sum of w_t over the sequence, v the weight of the sample, l_t the loss of a
+token, and L and p are constants, with sums over all sequences of the global batch:
 
     token-mean               sum v w l          / sum v w
     seq-mean-token-sum       sum v (sum w l)    / sum v
@@ -29,34 +29,34 @@ from mtrain.config.schema.loss import TermSection
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a term is divided by."""
+    """Denominator of a term."""
 
     shares: tuple[float, ...]
-    """What tokens or sequences add to it."""
+    """Shares that tokens or sequences add to it."""
 
     @property
     def value(self) -> float:
-        """The sum, rounded once."""
+        """Returns the sum of the shares, rounded once."""
         return math.fsum(self.shares)
 
     @property
     def is_exact(self) -> bool:
-        """Whether float64 adds the shares without rounding in every order and grouping.
+        """Says whether float64 adds the shares without rounding in every order and grouping.
 
-        Each is a whole multiple of some power of two, and their sum is below 2^53 such multiples: so is every part of
-        the sum, and all of these are float64 numbers.
+        This holds if all are whole multiples of a power of two and their sum is below 2^53 such multiples: every
+        partial sum is then such a multiple too, and a float64 number.
         """
         finest = max((share.as_integer_ratio()[1] for share in self.shares), default=1)
         return finest < 2**52 and sum(int(share * finest) for share in self.shares) < 2**53
 
 
 def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Tensor:
-    """What each token's loss is multiplied by: [batch, seq] float64.
+    """Returns the factor of each token's loss, [batch, seq] float64.
 
     Args:
-        weights: [batch, seq] w_t.
-        sample_weights: [batch] v.
-        term: The aggregation and its constant.
+        weights: Weights w_t of the tokens, [batch, seq].
+        sample_weights: Weights v of the samples, [batch].
+        term: Section with the aggregation and its constant.
     """
     totals = weights.sum(1)
     ones = torch.ones_like(totals)
@@ -79,7 +79,7 @@ def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) ->
 
 
 def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divisor:
-    """What the term is divided by; arguments as of `token_weights`."""
+    """Returns the denominator of the term; the arguments are those of `token_weights`."""
     samples = sample_weights.tolist()
     rows = [math.fsum(row) for row in weights.tolist()]
     match term.aggregation:

@@ -1,10 +1,10 @@
-"""Rows from JSONL: which tokens there are, and which of them are learned.
+"""Samples from JSONL: their tokens, and which of them are learned.
 
     prompt/response:  bos? + prompt + response + eos             learned: response, eos
     messages:         bos? + for each message header + content   learned: content and eos of the assistant's messages
                       + (eos if it is the assistant's)
 
-The header is "### role\\n", with "\\n\\n" before it from the second message on; each piece is tokenised by itself.
+The header is "### role\\n", with "\\n\\n" before it from the second message on; each piece is tokenised separately.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mtrain.verify.reference.text import Text
 
 
 def objects(path: Path, numbers: Collection[int]) -> dict[int, Any]:
-    """The lines of these numbers, counted from 0."""
+    """Reads the JSON objects of the lines with these numbers, counted from 0."""
     with path.open("rb") as file:
         return {number: json.loads(line) for number, line in enumerate(file) if number in numbers}
 
 
 def num_lines(path: Path) -> int:
-    """Of the file."""
+    """Counts the lines of the file."""
     with path.open("rb") as file:
         return sum(1 for _ in file)
 
 
 def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Text:
-    """A line as a sample, cut at the end where it is too long."""
+    """Converts a line to a sample, cut at the end if it is too long."""
     ids: list[int] = list(tokenizer.begin_ids)
     counts = [0.0] * len(ids)
 

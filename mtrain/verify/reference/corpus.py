@@ -1,8 +1,8 @@
-"""PretrainDataset of a tokenised corpus, read from the two files by themselves.
+"""Windows of a tokenised corpus, read from its two files directly.
 
-`.idx`: 9 bytes of magic, version (u64), element type (u8), number of sequences n (u64) and of document edges d (u64),
-n lengths (i32), n byte offsets (i64), d edges (i64). A document is the sequences between two edges. In an epoch the
-documents are laid end to end in some order, and window w holds tokens w s ... w s + s of that stream.
+`.idx`: 9 bytes of magic, version (u64), element type (u8), number of sequences n (u64) and of document edges d (u64), n
+lengths (i32), n byte offsets (i64), d edges (i64). A document is the sequences between two edges. In an epoch the
+documents are concatenated in some order, and window w holds tokens w s ... w s + s of that stream.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _HEADER_BYTES = 34
 
 @dataclass(frozen=True)
 class RawCorpus:
-    """The documents of one `.bin/.idx` pair."""
+    """Documents of one `.bin/.idx` pair."""
 
     tokens: NDArray[np.integer]
-    """All of them, in file order; not in memory."""
+    """All tokens in file order, memory-mapped."""
     begins: NDArray[np.int64]
-    """[documents + 1]: where each begins."""
+    """Position in `tokens` where each document begins, and the end of the last one, [documents + 1]."""
 
     @classmethod
     def open(cls, prefix: str) -> RawCorpus:
-        """Reads the index; both files were checked before."""
+        """Opens both files and reads the index; they were checked before."""
         content = np.memmap(f"{prefix}.idx", np.uint8, "r")
         num_sequences, num_edges = content[18:_HEADER_BYTES].view("<u8").tolist()
         lengths_end = _HEADER_BYTES + 4 * num_sequences
@@ -41,17 +41,17 @@ class RawCorpus:
 
     @property
     def num_documents(self) -> int:
-        """Of both files."""
+        """Returns the number of documents."""
         return len(self.begins) - 1
 
     def window(self, order: NDArray[np.int64], index: int, seq_length: int, isolate: bool) -> Text:
-        """Window `index` of the stream of documents in an order.
+        """Returns a window of the stream of documents in an order.
 
         Args:
-            order: Numbers of documents.
-            index: Of the window.
-            seq_length: Tokens that it predicts.
-            isolate: Whether the places where documents begin matter.
+            order: Numbers of the documents in the order of the stream.
+            index: Index of the window.
+            seq_length: Number of tokens that the window predicts.
+            isolate: Whether the edges between documents are kept.
         """
         lengths = np.diff(self.begins)[order]
         ends = np.cumsum(lengths)

@@ -1,14 +1,14 @@
-"""Muon in float64 from its definition, AdamW beside it, and how far float32 can be from it.
+"""Muon in float64 from its definition, with AdamW for other tensors, and the scale of its rounding in float32.
 
-With G the clipped gradient of a matrix of R rows and C columns, m its moving mean, and mu the momentum:
+Where G is the clipped gradient of a matrix of R rows and C columns, m its moving mean, and mu the momentum:
 
     m <- mu m + (1 - mu) G        U = (1 - mu) G + mu m, or m without Nesterov
     X <- U / |U|                  |U|: the root of the sum of squares; 0 for 0
-    X <- a X + b (X X^T) X + c (X X^T)^2 X    so many times, a = 3.4445, b = -4.7750, c = 2.0315
+    X <- a X + b (X X^T) X + c (X X^T)^2 X    newton_schulz_steps times, a = 3.4445, b = -4.7750, c = 2.0315
     W <- W - lr (rms sqrt(max(R, C)) X + decay W)
 
-A matrix is one of the model and not of the file: queries, keys and values, gates and what they let through, and the
-parts of latent attention with and without positions, keys and values, are matrices of their own.
+Matrices are those of the model, not of the file: queries, keys and values, gate and up projections, and the parts of
+latent attention with and without positions, are separate matrices.
 
 Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Scale and decay: Liu et al. 2025, arXiv 2502.16982,
 equations 2 to 4. Matrices of latent attention: DeepSeek-V2, arXiv 2405.04434, equations 9 to 16.
@@ -32,19 +32,20 @@ from mtrain.verify.reference.model.attention import kinds_of
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _UNIT_ROUNDOFF = 2.0**-24
-"""Of float32."""
+"""Unit roundoff of float32."""
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class ExactMuon:
-    """One run; updates of matrices, and AdamW's of everything else."""
+    """Optimizer of one run: Muon for matrices, AdamW for all other tensors."""
 
     def __init__(self, section: MuonSection, model: ModelSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
-        """
+        """Begins with a state.
+
         Args:
-            section: Constants.
-            model: By which rows of fused tensors are matrices.
-            start: State after some updates; `first` holds the moving means of matrices, too.
+            section: Section with the constants.
+            model: Architecture, which says which rows of fused tensors are matrices.
+            start: State after some updates; `first` holds the moving means of matrices too.
         """
         self._section, self._model = section, model
         self._adamw = AdamW(section, start)
@@ -53,7 +54,7 @@ class ExactMuon:
         self._rounded = {name: value.float() for name, value in matrices.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
-        """One step of everything that has a gradient; arguments as of `AdamW.updated`."""
+        """Makes one step for all tensors that have a gradient; the arguments are those of `AdamW.updated`."""
         others = {name: value for name, value in gradients.items() if not _is_matrix(name, value)}
         new, scales = self._adamw.updated(weights, others, grad_norm, lr)
         factor = clipping_factor(self._section.clip_grad, grad_norm)
@@ -63,11 +64,11 @@ class ExactMuon:
         return Updated(new, scales)
 
     def _one(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
-        """New weights of a tensor, and the size of what float32 adds up.
+        """Returns the new weights of a tensor, and the size of what float32 adds up.
 
-        An iteration carries rounding on by up to 3.4445 in directions of small singular values, so the size follows
-        from the reference itself: a second one in float32, one operation after the other on one process, shows how far
-        its rounding takes a matrix. That distance over the unit roundoff stands beside the matrix's largest element.
+        Each iteration amplifies rounding by up to 3.4445 in directions of small singular values, so the size is
+        measured: a second computation in float32, one operation after the other on one process, shows how far rounding
+        moves a matrix. That distance over the unit roundoff is added to the matrix's largest element.
         """
         exact = self._direction(self._means, name, gradient)
         single = self._direction(self._rounded, name, gradient.float())
@@ -99,12 +100,12 @@ class ExactMuon:
 
 
 def _is_matrix(name: str, value: NDArray[Any]) -> bool:
-    """Whether Muon updates a tensor: tables and routers, whose rows are tokens and experts, are AdamW's."""
+    """Says whether Muon updates a tensor; AdamW updates tables and routers, whose rows are tokens and experts."""
     return value.ndim == 2 and name not in _TABLES and not name.endswith("router.weight")
 
 
 def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
-    """Row numbers of each matrix in a tensor."""
+    """Returns the row numbers of each matrix in a tensor."""
     rows = torch.arange(num_rows)
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "linear_fc1" and model.is_gated:

@@ -1,4 +1,4 @@
-"""One step's terms, gradients and norm, at given weights."""
+"""Terms, gradients and gradient norm of one step at given weights."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from mtrain.verify.reference.text import Rows
 
 @dataclass(frozen=True)
 class Scene:
-    """What a user's own loss function may look at; [batch, seq, ...]."""
+    """Input of a user's own loss function; [batch, seq, ...]."""
 
     logits: Tensor
     labels: Tensor
     tokens: Tensor
     documents: Tensor
     weights: Tensor
-    """What each token's loss is multiplied by."""
+    """Factor of each token's loss."""
     token_shares: Tensor
-    """Each token's share of the divisor; a sequence's stands at its first token."""
+    """Share of each token in the denominator; the share of a sequence belongs to its first token."""
     teacher: Tensor | None
     extras: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the objective."""
+    """Term of the objective."""
 
     numerator: Tensor
     denominator: float
@@ -48,29 +48,29 @@ class Term:
 
     @property
     def mean(self) -> Tensor:
-        """0 where there is nothing to divide by."""
+        """Returns the mean; 0 if the denominator is 0."""
         return self.numerator / self.denominator if self.denominator else self.numerator * 0.0
 
 
 UserTerm = Callable[[TermSection, Scene], tuple[Tensor, float]]
-"""Evaluates a loss function of the user's: its numerator and its denominator."""
+"""Function that evaluates a loss function of the user's and returns its numerator and its denominator."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One step."""
+    """Values of one step."""
 
     terms: dict[str, Term]
     objective: float
     gradients: dict[str, Tensor]
-    """Of the objective, by name, before clipping; 0 where the main term has nothing to divide by."""
+    """Gradients of the objective by name, before clipping; 0 if the main term's denominator is 0."""
     biases: dict[str, Tensor]
-    """The biases of the choice of experts after the step, where they move."""
+    """Biases of the choice of experts after the step; empty if they are not updated."""
     forward: Forward
 
     @property
     def grad_norm(self) -> float:
-        """Of all gradients as one vector."""
+        """Returns the norm of all gradients as one vector."""
         return math.sqrt(math.fsum(float((each**2).sum()) for each in self.gradients.values()))
 
 
@@ -81,14 +81,14 @@ def evaluated(
     teacher: Transformer | None,
     user_term: UserTerm,
 ) -> Evaluated:
-    """Loss and gradients of a global batch.
+    """Computes loss and gradients of a global batch.
 
     Args:
-        config: Model and loss.
-        tensors: The weights by name, float64.
-        rows: The batch.
-        teacher: Where a term compares with one.
-        user_term: For functions that are not the package's own.
+        config: Configuration with model and loss.
+        tensors: Weights by name, float64.
+        rows: Rows of the global batch.
+        teacher: Teacher; needed if a term compares with one.
+        user_term: Function that evaluates losses that are not the package's own.
     """
     learns = {name: is_trained(name, config) and not name.endswith(EXPERT_BIAS) for name in tensors}
     leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
@@ -111,7 +111,7 @@ def evaluated(
 
 
 def term_coefficients(loss: LossSection, mtp_depths: int) -> dict[str, float]:
-    """What the mean of each term is multiplied by; the depths share theirs evenly."""
+    """Returns the coefficient of each term; each depth has an equal part of `mtp_coefficient`."""
     depths = {f"mtp_{depth}": loss.mtp_coefficient / mtp_depths for depth in range(1, mtp_depths + 1)}
     sides = {name: side.coefficient for name, side in loss.side_terms.items()}
     return {"main": 1.0, **sides, **depths, **coefficients(loss.router)}
@@ -148,7 +148,7 @@ def _term(
     scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught, rows.extras)
     numerator, measured = user_term(section, scene)
     if config.loss.denominator == "measured":
-        return Term(numerator, measured, adds_exactly=False)  # of what it is a sum, the function alone knows
+        return Term(numerator, measured, adds_exactly=False)  # only the function knows which numbers are summed
     return _planned(numerator, planned)
 
 
@@ -157,13 +157,15 @@ def _planned(numerator: Tensor, denominator: Divisor) -> Term:
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Sum of weight x loss, without what has the weight 0."""
+    """Sums weight x loss over the tokens whose weight is not 0."""
     return torch.where(weights != 0, losses * weights, 0.0).sum()
 
 
 def token_shares(rows: Rows, section: TermSection) -> Tensor:
-    """[batch, seq]: the divisor's shares by token; those of sequences stand at the first token, that of a whole step
-    at the first of all."""
+    """Returns the share of each token in the denominator, [batch, seq].
+
+    The share of a sequence belongs to its first token, that of a whole step to the first token of all.
+    """
     if section.aggregation == "token-mean":
         return rows.weights * rows.sample_weights.unsqueeze(1)
     shares = torch.zeros_like(rows.weights)

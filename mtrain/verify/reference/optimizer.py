@@ -1,4 +1,4 @@
-"""Which optimizer a configuration means."""
+"""Exact optimizer of a configuration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mtrain.verify.reference.muon import ExactMuon
 
 
 def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW | ExactMuon:  # noqa: B008
-    """In float64.
+    """Makes the optimizer of a configuration in float64.
 
     Args:
-        config: Kind and constants of the optimizer, and the model.
+        config: Configuration with kind and constants of the optimizer, and the model.
         start: State after some updates.
     """
     match config.optimizer:

@@ -1,4 +1,4 @@
-"""What an order of samples has to be, whatever it is: each sample once an epoch, sources in their shares."""
+"""Rules of any order of samples: each sample once per epoch, sources in their shares."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Draw:
-    """Where a sample of the run comes from."""
+    """Origin of a sample of the run."""
 
     source: int
     epoch: int
     index: int
-    """In the source."""
+    """Index of the sample in the source."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of sources, from a sample of the run on."""
+    """Shares of sources, from a sample of the run on."""
 
     first: int
-    """Number of the sample, counted from 0."""
+    """Number of the first sample, counted from 0."""
     weights: dict[int, float]
-    """Source -> its share, relative to the others; those that have none are left out."""
+    """Relative share of each source; those without a share are left out."""
 
 
 def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[Shares]) -> Iterator[str]:
     """Says what is wrong with the first samples of a run.
 
     Args:
-        turns: Of samples 0, 1, 2, ...
-        sizes: Samples of each source in an epoch.
-        shares: One after the other, the first from sample 0 on.
+        turns: Origins of samples 0, 1, 2, ...
+        sizes: Number of samples of each source in an epoch.
+        shares: Consecutive shares, the first from sample 0 on.
     """
     for number, blend in enumerate(shares):
         last = number + 1 == len(shares)
         yield from _broken_shares(turns[blend.first : None if last else shares[number + 1].first], len(sizes), blend)
     for source, size in enumerate(sizes):
-        # over all blends: an epoch goes on where another share of the source begins
+        # over all blends: an epoch continues when the share of the source changes
         own = [turn for turn in turns if turn.source == source]
         if any(not 0 <= turn.index < size for turn in own):
             yield f"source {source} has {size} samples, but others are asked for"
@@ -63,5 +63,5 @@ def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> It
 
 
 def is_permutation(order: NDArray[np.int64], count: int) -> bool:
-    """Whether each of so many documents comes once."""
+    """Says whether an order contains each of `count` documents once."""
     return len(order) == count and bool((np.bincount(order, minlength=count) == 1).all())

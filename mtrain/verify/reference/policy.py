@@ -1,6 +1,6 @@
-"""Losses of drawn tokens, from the equations of their papers; one row a sequence, [batch, seq] float64.
+"""Losses of sampled tokens from the equations of their papers; one row per sequence, [batch, seq] float64.
 
-With p the log-probability of a token, o that of the old policy, A its advantage and r = exp(p - o):
+Where p is the log-probability of a token, o that of the old policy, A its advantage and r = exp(p - o):
 
     ppo    -min(r A, clip(r, 1 - low, 1 + high) A); dual clip c: for A < 0 at most -c A   Schulman 2017, 7; Ye 2020, 5
     gspo   the same with s = exp(mean of p - o over the sequence), whose gradient each
@@ -8,7 +8,7 @@ With p the log-probability of a token, o that of the old policy, A its advantage
     cispo  -sg(clip(r)) A p                                                               MiniMax 2025, 4
     kl     k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d with d = p - log pi_ref                   Schulman 2020
 
-Tokens that other numbers than o drew count min(exp(o - rollout), cap) times (Yao 2025).
+Tokens that were sampled with other numbers than o count min(exp(o - rollout), cap) times (Yao 2025).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 PolicyLosses = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-"""(log-probabilities of the labels, which tokens count, extras) -> [batch, seq]; anything where a token counts not."""
+"""Function of the labels' log-probabilities, of which tokens count, and of extras that returns losses, [batch, seq];
+arbitrary where a token does not count."""
 
 EXTRAS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
-"""What is read."""
+"""Names of the extras that are read."""
 
 
 def policy_losses(function: str, options: Mapping[str, Any]) -> PolicyLosses | None:
-    """What a name in the configuration stands for; None where it is no loss of these."""
+    """Returns the losses that a name in the configuration stands for; None if it is none of these."""
     return functools.partial(POLICY_LOSSES[function], **options) if function in POLICY_LOSSES else None
 
 
@@ -90,7 +91,7 @@ def _divergence(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor], estimat
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
-    """By cases: a token stops counting where it has gone far enough the way that its advantage pulls."""
+    """Computes the clipped surrogate by cases: a token has no gradient once it is beyond the clip in its direction."""
     bounds = torch.where(advantages > 0, 1 + high, 1 - low)
     is_far = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
     losses = -advantages * torch.where(is_far, bounds.to(ratio.dtype), ratio)
@@ -110,4 +111,4 @@ POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
     "cispo": _of_constants,
     "kl": _divergence,
 }
-"""By their names in the configuration."""
+"""Losses by their names in the configuration."""

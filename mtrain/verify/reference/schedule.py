@@ -1,7 +1,7 @@
-"""The learning rate as Megatron-LM and Hugging Face publish it, for every update of a run.
+"""Learning rate of every update of a run, as Megatron-LM and Hugging Face publish it.
 
-With k updates completed (one more in runs whose `optimizer.schedule_convention` is one_ahead), the update about to be
-made has
+After k completed updates (one more in runs whose `optimizer.schedule_convention` is one_ahead), the rate of the next
+update is
 
     lr k / warmup                      while k < warmup
     min_lr + (lr - min_lr) h           after it, with h of the schedule
@@ -23,12 +23,12 @@ from mtrain.config.schema.train import OptimizerSection
 
 
 def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) -> float:
-    """Learning rate of the update after `completed` ones.
+    """Returns the learning rate of the next update.
 
     Args:
-        completed: Updates so far, from 0.
-        optimizer: The schedule.
-        num_steps: Updates of the whole run.
+        completed: Number of updates so far.
+        optimizer: Section with the schedule.
+        num_steps: Number of updates of the whole run.
     """
     match optimizer.schedule_convention:
         case "megatron":
@@ -69,7 +69,7 @@ def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
 
 
 def telling_steps(optimizer: OptimizerSection, num_steps: int) -> list[int]:
-    """Updates, counted from 0, at which a wrong schedule shows: around every turn, and some between."""
+    """Returns the updates, counted from 0, where a wrong schedule shows: around its phase changes, and some between."""
     ends = [0, optimizer.warmup_steps, num_steps - 1, *_decay(optimizer, num_steps)]
     around = [end + offset for end in ends for offset in range(-3, 4)]
     between = [num_steps * part // 64 for part in range(64)]

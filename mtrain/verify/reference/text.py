@@ -1,4 +1,4 @@
-"""Rows of a global batch from raw token ids and the edges between documents."""
+"""Rows of a global batch, made from raw token ids and the edges between documents."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Text:
-    """One sample as it was read: nothing is shifted, masked or padded."""
+    """Sample as it was read, not shifted, masked or padded."""
 
     ids: NDArray[np.int64]
-    """[n], 1 <= n <= seq_length + 1."""
+    """Token ids, [n], 1 <= n <= seq_length + 1."""
     counts: NDArray[np.float64]
-    """[n]: what it counts to predict each of these tokens; the first one is never predicted."""
+    """Weight of the prediction of each token, [n]; the first one is never predicted."""
     weight: float = 1.0
-    """v_i of the sample."""
+    """Weight v_i of the sample."""
     edges: tuple[int, ...] = ()
-    """Ascending places in `ids`, never 0, where an isolated document begins."""
+    """Positions in `ids` where an isolated document begins, ascending, never 0."""
     extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Name -> [n]: numbers that a loss reads of each token; the first is not used."""
+    """Extras of each token by name, [n]; the first number is not used."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A global batch, one row a sample; [batch, seq] but `sample_weights`."""
+    """Rows of a global batch, one per sample; [batch, seq] except `sample_weights`."""
 
     tokens: Tensor
     labels: Tensor
-    """0 where the next token is not there or counts nothing."""
+    """Labels; 0 where there is no next token or it does not count."""
     weights: Tensor
-    """w_it, float64: what the prediction at each position counts."""
+    """Weight w_it of the prediction at each position, float64."""
     documents: Tensor
     """Number of the document in the row; -1 where there is no text."""
     positions: Tensor
-    """Inside the document."""
+    """Position in the document."""
     sample_weights: Tensor
-    """[batch] v_i, float64."""
+    """Weights v_i of the samples, [batch] float64."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> of the token that is predicted, float64."""
+    """Extras of the token that is predicted, by name, float64."""
 
     @property
     def is_text(self) -> Tensor:
-        """[batch, seq] bool."""
+        """Says which positions hold text, [batch, seq] bool."""
         return self.documents >= 0
 
     def ahead(self, depth: int) -> Ahead:
-        """What lies `depth` tokens further in the same document."""
+        """Returns the rows shifted by `depth` tokens within the same document."""
         missing = torch.full((len(self.tokens), depth), -1, device=self.documents.device)
         there = torch.cat([self.documents[:, depth:], missing], dim=1)
         known = (there == self.documents) & self.is_text
@@ -65,23 +65,23 @@ class Rows:
 
 @dataclass(frozen=True)
 class Ahead:
-    """One depth of multi-token prediction; [batch, seq]."""
+    """Rows of one depth of multi-token prediction; [batch, seq]."""
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     is_text: Tensor
-    """Where there is a token so far ahead."""
+    """Positions that have a token that far ahead in their document."""
 
 
 def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: torch.device) -> Rows:
-    """Position t holds token t and predicts token t + 1, unless that begins another document.
+    """Makes rows in which position t holds token t and predicts token t + 1, unless that begins another document.
 
     Args:
         texts: All samples of a global batch.
-        seq_length: Positions of a row.
-        vocab_size: Token ids are taken modulo this.
-        device: Of the tensors.
+        seq_length: Number of positions of a row.
+        vocab_size: Number modulo which token ids are taken.
+        device: Device of the tensors.
     """
     rows = [_row(text, seq_length, vocab_size) for text in texts]
 

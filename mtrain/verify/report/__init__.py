@@ -1,1 +1,1 @@
-"""What a check found, for readers: printed, and as a page."""
+"""Reports of a check for readers: on the terminal, and as a page."""

@@ -1,7 +1,7 @@
-"""Curves over steps as SVG inside a page: equal ones stay visible, and the page's style sheet gives the colours.
+"""Curves over steps as SVG inside a page: equal curves stay visible, and the page's style sheet sets the colours.
 
-matplotlib draws them with placeholder colours. They become variables of the style sheet, so that one picture serves
-light and dark screens, and every curve carries the key by which the page's script finds it.
+matplotlib draws them with placeholder colours, which become variables of the style sheet, so that one picture serves
+light and dark screens. Every curve has the key by which the page's script finds it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from matplotlib.ticker import MaxNLocator
 from mtrain.metrics.colours import SATURATION, curve_hue
 
 WIDTH, VALUE_HEIGHT, DIFFERENCE_HEIGHT = 400, 200, 150
-"""In pixels, as all lengths here: 72 dots an inch make matplotlib's points pixels."""
+"""Sizes of charts in pixels, as all lengths here: at 72 dots per inch matplotlib's points are pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 24
 _DASH = 6
-"""Length of one curve's turn on a line that several share."""
+"""Length of one curve's dash on a line that several share."""
 _MAX_MARKED_POINTS = 24
-"""Longer curves are lines without markers."""
+"""Largest number of points with markers; longer curves are lines without markers."""
 _MAX_TICKS = 6
 _MARKERS = "osD^v"
 _INK, _GRID, _PAPER, _LIMIT = _NAMED = ("#000001", "#000002", "#000003", "#000004")
 _CSS = dict(zip(_NAMED, ("var(--soft)", "var(--rule)", "var(--paper)", "var(--bad)")))
 _STYLE = {
-    "axes.formatter.offset_threshold": 7,  # labels that have room are written out
+    "axes.formatter.offset_threshold": 7,  # labels are written out if they have room
     "figure.dpi": 72,
     "font.family": "DejaVu Sans Mono",  # widths of the style sheet's monospace fonts
     "font.size": 11,
@@ -47,29 +47,29 @@ _STYLE = {
     "ytick.left": False,
 }
 _STYLED = matplotlib.style.context(["default", _STYLE])
-"""Decorates what draws: whatever the user's own matplotlibrc says, the picture is the same."""
+"""Decorator of drawing functions, which makes the picture independent of the user's own matplotlibrc."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's quantity over steps."""
+    """Quantity of one run over steps."""
 
     key: str
-    """Of the entry of the legend that brings it out."""
+    """Key of the legend entry that highlights the curve."""
     label: str
-    """Shown where a pointer rests on it."""
+    """Text that is shown when the pointer rests on the curve."""
     slot: int
-    """Its place among all curves of the page; gives colour, marker and turn."""
+    """Number of the curve among all curves of the page; determines colour, marker and turn."""
     points: tuple[tuple[int, float], ...]
-    """(step, value), by step."""
+    """Points (step, value), by step."""
     stands_out: bool = False
-    """Drawn on top and with filled markers; shares its line with others of its kind only."""
+    """Whether the curve is drawn on top and with filled markers; it shares its line with others of its kind only."""
 
 
 @functools.cache
 @_STYLED
 def swatch(slot: int) -> Markup:
-    """The line and marker of a curve, for a legend."""
+    """Draws the line and marker of a curve for a legend."""
     figure = Figure((24 / 72, 12 / 72), frameon=False)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
@@ -80,12 +80,12 @@ def swatch(slot: int) -> Markup:
 
 @_STYLED
 def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int, float]]) -> Markup:
-    """Curves of one quantity; where several are equal, each has its turn in a striped line.
+    """Draws curves of one quantity; equal curves alternate in a dashed line.
 
     Args:
-        name: What the picture shows, for those who do not see it.
-        curves: At least one, with at least one point in all.
-        backdrop: The reference, as a broad band behind the curves; may be empty.
+        name: Description of the picture, for screen readers.
+        curves: Curves, at least one, with at least one point in total.
+        backdrop: Points of the reference, drawn as a broad band in the background; may be empty.
     """
     points = [*itertools.chain.from_iterable(curve.points for curve in curves), *backdrop]
     figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.04)
@@ -101,12 +101,12 @@ def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int
 
 @_STYLED
 def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None) -> Markup:
-    """Relative differences, not negative, on an axis of logarithms; equal ones stand side by side.
+    """Draws relative differences, which are not negative, on a logarithmic axis; equal ones are drawn side by side.
 
     Args:
-        name: What the picture shows, for those who do not see it.
-        curves: At least one, with at least one point in all.
-        tolerance: Drawn as a line where it is above 0.
+        name: Description of the picture, for screen readers.
+        curves: Curves, at least one, with at least one point in total.
+        tolerance: Tolerance, drawn as a line if it is above 0.
     """
     points = list(itertools.chain.from_iterable(curve.points for curve in curves))
     values, steps = [value for _, value in points], sorted({step for step, _ in points})
@@ -130,13 +130,14 @@ def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None
 
 @_STYLED
 def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, is_log: bool = False) -> Markup:
-    """Curves of one run, however long: of many steps the mean of neighbours, in a band from the least to the largest.
+    """Draws curves of one run of any length: many steps as means of neighbours, in a band of their range.
 
     Args:
-        name: What the picture shows, for those who do not see it.
-        curves: At least one, with at least one point in all; one that stands out has a marker at each of its points.
-        marks: Steps at which a vertical line stands.
-        is_log: Whether values, which are then positive, stand on an axis of logarithms.
+        name: Description of the picture, for screen readers.
+        curves: Curves, at least one, with at least one point in total; a curve that stands out has a marker at each of
+            its points.
+        marks: Steps at which a vertical line is drawn.
+        is_log: Whether the axis of values is logarithmic, for which values must be positive.
     """
     points = list(itertools.chain.from_iterable(curve.points for curve in curves))
     figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.02)
@@ -160,7 +161,7 @@ def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, i
 
 
 def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float, float]]:
-    """(Step, least, mean, largest) of neighbours, so many that each is a pixel wide; nan where one is no number."""
+    """Returns (step, least, mean, largest) of groups of neighbours, about a pixel wide; nan if one is not finite."""
     size = max(1, math.ceil(len(points) / (WIDTH - _LEFT - _RIGHT)))
     found = []
     for first in range(0, len(points), size):
@@ -171,17 +172,17 @@ def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float
 
 
 def _spread(steps: Sequence[int]) -> float:
-    """Over how much of the axis the curves of one step stand side by side, in steps."""
+    """Returns the width over which the curves of one step are drawn side by side, in steps."""
     gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
     return min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) or 0.3)
 
 
 @dataclass(frozen=True)
 class _Decades:
-    """An axis of whole powers of ten, with room below for 0 and above for what is no number."""
+    """Axis of whole powers of ten, with room below for 0 and above for values that are not finite."""
 
     low: int
-    """Power of ten."""
+    """Lowest power of ten."""
     high: int
 
     @classmethod
@@ -200,7 +201,7 @@ class _Decades:
         return math.log10(value) if value > 0 else self.low - self.room
 
     def labels(self, values: Sequence[float]) -> dict[float, str]:
-        """Place on the axis -> what stands there."""
+        """Returns the labels by their position on the axis."""
         spacing = math.ceil((self.high - self.low) / (_MAX_TICKS - 1))
         labels = {float(power): f"1e{power}" for power in range(self.low, self.high + 1, spacing)}
         labels |= {self.place(value): "0" for value in values if value == 0}
@@ -208,7 +209,7 @@ class _Decades:
 
 
 def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, Any]:
-    """A figure with axes over whole steps; `padding` is the part of them that stays free on either side."""
+    """Makes a figure with axes over whole steps; `padding` is the part of them that stays free on either side."""
     figure = Figure((WIDTH / 72, height / 72), frameon=False)
     size = ((WIDTH - _LEFT - _RIGHT) / WIDTH, (height - _TOP - _BOTTOM) / height)
     axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / height, *size))
@@ -228,7 +229,7 @@ def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, A
 
 
 def _whole_numbers(low: int, high: int) -> list[int]:
-    """Round steps in even distances, and the first one where it does not stand in their way."""
+    """Returns round steps at even distances, and the first step if there is room for it."""
     ticks = MaxNLocator(_MAX_TICKS, integer=True).tick_values(low, high)
     inside = [int(tick) for tick in ticks if low <= tick <= high]
     spacing = ticks[1] - ticks[0]
@@ -236,7 +237,7 @@ def _whole_numbers(low: int, high: int) -> list[int]:
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
-    """Limits around the finite values; a spread that float64 cannot tell from nothing is a flat line."""
+    """Returns limits around the finite values; a spread within the rounding of float64 becomes a flat line."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     free = 0.08 * (high - low) if high - low > 1e-12 * abs(high) else (abs(high) * 0.05 or 1.0)
@@ -244,18 +245,18 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> None:
-    """Curves that are likely to be equal: a whole line in turn 0, dashes in the others; markers take turns, too.
+    """Draws curves that are likely to be equal: turn 0 as a solid line, others as dashes; markers take turns too.
 
     Args:
-        axes: Of matplotlib.
-        curves: Those that share a line.
-        first_turn: 1 leaves a turn to what lies below.
+        axes: Axes of matplotlib.
+        curves: Curves that share a line.
+        first_turn: Turn of the first curve; 1 leaves a turn to the curves below.
     """
     num_turns = first_turn + len(curves)
     for turn, curve in enumerate(curves):
         line, gid = _lines(curve.points), f"curve {curve.key}"
         dashes = turn + first_turn > 0
-        if dashes:  # a thin line where the others have their turn
+        if dashes:  # a thin line between its dashes
             axes.plot(*line, color=_placeholder(curve.slot), linewidth=1, alpha=0.5, gid=gid, clip_on=False)
         style = (-_DASH * (turn + first_turn), (_DASH, _DASH * (num_turns - 1))) if dashes else "-"
         own = [index for index in range(len(curve.points)) if index % len(curves) == turn % len(curve.points)]
@@ -279,12 +280,12 @@ def _look(slot: int, *, is_filled: bool = False) -> dict[str, Any]:
 
 
 def _lines(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Steps and values; nan interrupts the line."""
+    """Splits points into steps and values; nan interrupts the line."""
     return [step for step, _ in points], [value if math.isfinite(value) else math.nan for _, value in points]
 
 
 def _placeholder(slot: int) -> str:
-    """What stands for a curve's colour until the picture is part of the page."""
+    """Returns the colour that represents a curve's colour until the picture is part of the page."""
     return f"#01{slot % 0x10000:04x}"
 
 
@@ -299,19 +300,19 @@ def _chart(figure: Figure, name: str, curves: Sequence[Curve]) -> Markup:
 
 
 def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mapping[str, str] = {}) -> Markup:
-    """The picture as an element of HTML.
+    """Returns the picture as an element of HTML.
 
     Args:
-        figure: What was drawn.
-        attributes: Of the element.
-        salt: Different for every picture of a page, because markers have names that hold in the whole page.
-        labels: Key of a curve -> what a pointer shows.
+        figure: Figure to convert.
+        attributes: Attributes of the element.
+        salt: Text that differs for every picture of a page, because the names of markers apply to the whole page.
+        labels: Texts that the pointer shows, by the key of the curve.
     """
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(text.getvalue())
-    root.remove(root[0])  # a style sheet, which in HTML would be the whole page's
+    root.remove(root[0])  # a style sheet, which in HTML would apply to the whole page
     root.attrib = {**attributes, "viewBox": root.attrib["viewBox"]}
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]  # HTML knows the elements of SVG without their namespace

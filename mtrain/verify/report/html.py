@@ -1,4 +1,4 @@
-"""Pages: one file each, made from templates, that opens without a network."""
+"""Rendering of pages from templates: single files that open without a network."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from mtrain.verify.report.charts import swatch
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-"""Control characters, and halves of characters that UTF-8 cannot hold."""
+"""Pattern of control characters, and of surrogates, which UTF-8 cannot encode."""
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """The text of a page; whatever is no markup is escaped.
+    """Returns the text of a page; values that are not Markup are escaped.
 
     Args:
-        package: Its `templates` folder holds the template; base.html and parts.html are those of this package.
-        template: File name.
-        values: What the template asks for; a missing one is an error.
+        package: Package whose `templates` folder holds the template; base.html and parts.html are in this package.
+        template: File name of the template.
+        values: Values that the template uses; a missing one is an error.
     """
     loader = ChoiceLoader([PackageLoader(package), PackageLoader(__package__)])
     environment = Environment(
@@ -30,5 +30,5 @@ def render(package: str, template: str, **values: object) -> str:
 
 
 def short(value: float) -> str:
-    """A deviation with two digits."""
+    """Formats a deviation with two digits."""
     return "0" if value == 0 else f"{value:.1e}"

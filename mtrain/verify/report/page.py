@@ -1,4 +1,4 @@
-"""The report of a check as one HTML file that needs nothing else."""
+"""Report of a check as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _UNITS = {"loss": "nats", "denominator": "sum of shares", "grad_norm": "L2, befo
 
 @dataclass(frozen=True)
 class Bin:
-    """One colour of a heat map."""
+    """Colour of a heat map."""
 
     edge: float
-    """The largest deviation that has it, in tolerances; those above 1 also carry a cross: not by colour alone."""
+    """Largest deviation with this colour, in tolerances; those above 1 also have a cross, so as not to rely on
+    colour."""
     kind: str
     """Class of the style sheet."""
     label: str
@@ -45,7 +46,7 @@ BINS = (
 
 @dataclass(frozen=True)
 class Square:
-    """The worst step of one tensor in one layout."""
+    """Square of a heat map: the worst step of one tensor in one layout."""
 
     layout: str
     worst: Deviation
@@ -58,29 +59,29 @@ class Square:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The worst deviations of one kind, by tensor and layout."""
+    """Heat map: the worst deviations of one kind, by tensor and layout."""
 
     title: str
     rows: Mapping[str, Sequence[Square | None]]
-    """Tensor -> its squares, one for each layout; None where it was not compared."""
+    """Squares of each tensor, one for each layout; None where it was not compared."""
 
     @property
     def summary(self) -> str:
-        """How many fail."""
+        """Says in words how many squares fail."""
         squares = [square for row in self.rows.values() for square in row if square is not None]
         return f"{sum(not square.worst.passed for square in squares)} of {len(squares)} beyond the tolerance"
 
     def worst(self, tensor: str) -> Square | None:
-        """In which layout the tensor is worst."""
+        """Returns the square of the layout in which the tensor is worst; None if it was not compared."""
         squares = [square for square in self.rows[tensor] if square is not None]
         return max(squares, key=lambda square: badness(square.worst), default=None)
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Writes the report's page, in one move.
+    """Writes the report's page atomically.
 
     Raises:
-        MachineError: the file cannot be written.
+        MachineError: The file cannot be written.
     """
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def write_page(report: Report, path: Path) -> None:
 
 
 def report_page(report: Report) -> str:
-    """The page's text: verdict, diagnosis, layouts, curves, tensors, tolerances, configuration, in this order."""
+    """Returns the text of the page, from verdict and diagnosis to tolerances and configuration."""
     return render(
         __package__,
         "report.html",
@@ -144,7 +145,7 @@ def _tolerance(report: Report, kind: str) -> float | None:
 
 
 def _plotted(report: Report) -> list[tuple[str, str]]:
-    """(kind, name) of every quantity that is one number a step."""
+    """Returns (kind, name) of every quantity that is one number per step."""
     runs = (report.reference, *report.layouts)
     terms = list(dict.fromkeys(term for run in runs for step in run.steps for term in step.denominators))
     losses, denominators = ([(kind, term) for term in terms] for kind in ("loss", "denominator"))
@@ -152,7 +153,7 @@ def _plotted(report: Report) -> list[tuple[str, str]]:
 
 
 def _figure(report: Report, kind: str, name: str) -> tuple[str, list[tuple[str, str]]]:
-    """Caption, and (what the axis tells, chart or nothing) of each picture."""
+    """Returns the caption, and for each picture (what its axis shows, chart or nothing)."""
     title = TITLES[kind] if kind == "grad_norm" else f"{TITLES[kind]} of {name}"
     values, differences = [], []
     for slot, layout in enumerate(report.layouts):
@@ -216,7 +217,7 @@ def _worst_by_tensor(layout: LayoutResult, kind: str) -> dict[str, Deviation]:
 
 
 def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Nested sections, one value a line, for reading."""
+    """Yields nested sections as indented text, one value per line."""
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             yield f"{indent}{key}:"

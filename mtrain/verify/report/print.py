@@ -1,4 +1,4 @@
-"""What `mtrain verify` prints and writes."""
+"""Output of `mtrain verify`: on the terminal, and as files."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.verify.core.result import Deviation, Report
 
 _PLAIN_WIDTH = 260
-"""Characters of a line where the output is no terminal, so that no row is broken in two."""
+"""Characters per line if the output is no terminal, so that no row is broken in two."""
 
 _UNBOUNDED = 10_000
 
 
 def console() -> Console:
-    """Standard output: a table on a terminal, plain lines elsewhere."""
+    """Returns a console for standard output, with boxed tables on a terminal and plain lines elsewhere."""
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def print_report(report: Report, folder: Path, output: Console) -> None:
-    """The table, the tolerances, the diagnosis and the verdict.
+    """Prints the table, the tolerances, the diagnosis and the verdict.
 
     Args:
-        report: What was found.
-        folder: Where its files are.
-        output: Such as `console()`.
+        report: Report to print.
+        folder: Folder of the report's files.
+        output: Console, such as `console()`.
     """
     text = report.text
     _print_table(report, output)
@@ -57,9 +57,9 @@ def write_report(report: Report, folder: Path) -> None:
     """Writes the JSON file and the page.
 
     Raises:
-        MachineError: the folder cannot be written.
+        MachineError: The folder cannot be written.
     """
-    from mtrain.verify.report.page import write_page  # only where a page is written
+    from mtrain.verify.report.page import write_page  # here, to load matplotlib only if a page is written
 
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _verdict(report: Report) -> str:
 
 
 def _print_table(report: Report, output: Console) -> None:
-    """No number and no name is cut: on a narrow terminal the names of tensors follow in lines of their own."""
+    """Prints the table uncut: on a narrow terminal the names of tensors follow in separate lines."""
     table = _table(report, is_boxed=output.is_terminal, has_tensors=True)
     is_narrow = output.is_terminal and _width(table, output) > output.width
     if is_narrow:
@@ -89,7 +89,7 @@ def _print_table(report: Report, output: Console) -> None:
 
 
 def _width(table: Table, output: Console) -> int:
-    """Characters that it takes, whatever the terminal has."""
+    """Returns the width of a table in characters, whatever the width of the terminal."""
     return Measurement.get(output, output.options.update(max_width=_UNBOUNDED), table).maximum
 
 

@@ -1,4 +1,4 @@
-"""What differs between the reports of the checks: which quantities they compare, and what they say about them."""
+"""Differences between the reports of the checks: the quantities that they compare, and their texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {
     "records": "records",
     "files": "checkpoint files",
 }
-"""Every kind of quantity, in the order in which a step computes them, and its name for readers."""
+"""Kinds of quantities, in the order in which a step computes them, with their names for readers."""
 
 BEFORE_FORWARD = ("samples", "lr")
 """Kinds that are wrong whatever the model computes."""
@@ -51,51 +51,51 @@ IN_WORDS = {
 
 @dataclass(frozen=True)
 class ReportText:
-    """One check."""
+    """Texts of one check."""
 
     verb: str
-    """`mtrain verify VERB` writes VERB.json and VERB.html."""
+    """Verb of the command: `mtrain verify VERB` writes VERB.json and VERB.html."""
     noun: str
-    """What is compared: a layout, a case."""
+    """Noun for what is compared: a layout, a case."""
     columns: Mapping[str, tuple[str, ...]]
-    """Headings of the table -> kinds that they sum up."""
+    """Kinds that each column of the table sums up, by heading."""
     maps: tuple[str, ...]
-    """Kinds of tensors that are drawn as fields of deviations."""
+    """Kinds of tensors that are drawn as heat maps."""
     shows_tolerances: bool
-    """Whether one tolerance holds in a whole column."""
+    """Whether one tolerance applies to a whole column."""
     agreement: str
-    """What passes, after the number of them."""
+    """Text after the number of those that pass."""
     disagreement: str
-    """What fails, after `2 of 7 `."""
+    """Text after the numbers of those that fail, such as `2 of 7 `."""
     headline: str
-    """Where all pass, with `{count}`."""
+    """Headline if all pass, with `{count}`."""
     failed_headline: str
-    """With `{failed}` and `{count}`."""
+    """Headline if some fail, with `{failed}` and `{count}`."""
     caption: str
-    """Of the table on the terminal."""
+    """Caption of the table on the terminal."""
     length: str
-    """With `{steps}`."""
+    """Sentence about the length of the runs, with `{steps}`."""
     compared: str
-    """What the table of the page compares with what."""
+    """Explanation of what the table of the page compares."""
     curves: str
     tensors: str
     everything: str
-    """What fails where one process fails too."""
+    """Diagnosis if one process fails too."""
     undecided: str = "every layout that ran fails, and none of them was one process: whose fault it is, is open"
-    """What fails where nothing passes and there was no such process; empty where axes are no sizes of a layout."""
+    """Diagnosis if nothing passes and no layout was one process; empty if the axes are not those of a layout."""
 
     @property
     def json_name(self) -> str:
-        """The report as data."""
+        """Returns the file name of the report as data."""
         return f"{self.verb}.json"
 
     @property
     def page_name(self) -> str:
-        """The report to read."""
+        """Returns the file name of the report's page."""
         return f"{self.verb}.html"
 
     def agreed_before(self, kind: str, compared: Collection[str]) -> str:
-        """What agrees where this kind is the first to deviate, of the kinds that were compared in that step."""
+        """Says which of the compared kinds agree before this kind, the first to deviate in a step."""
         earlier = [each for each in TITLES if each in compared and _is_before(each, kind)]
         names = [_PLURALS.get(name, name) for name, kinds in self.columns.items() if {*kinds} & {*earlier}]
         if not names:

@@ -1,1 +1,1 @@
-"""`mtrain verify resume`: a resumed run against one that never stopped."""
+"""Check `mtrain verify resume`: compares resumed runs with one that never stopped."""

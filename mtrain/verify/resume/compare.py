@@ -1,4 +1,4 @@
-"""A resumed run against the run that never stopped: everything, bit by bit, in the order in which it is computed."""
+"""Comparison of a resumed run with the run that never stopped, bit by bit, in the order of computation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mtrain.verify.report.text import TITLES
 from mtrain.verify.resume.worker import Print, SegmentResult, State
 
 _LEAST = float(np.finfo(np.float32).tiny)
-"""Reported where bits differ, but none of the elements that were kept, or none as a number."""
+"""Deviation that is reported if bits differ, but no kept element does, or none as a number."""
 _COMPARED_BY_KIND = ("lr", "denominator", "loss", "grad_norm", "terms", "kind", "step")
 
 
 def records_of(run: Path) -> list[StepRecord]:
-    """The step records of a run folder, in the order of the file.
+    """Returns the step records of a run folder, in the order of the file.
 
     Raises:
-        DataError: As `read_records`.
+        DataError: The records are damaged; see `read_records`.
     """
     return [record for record in read_records(run / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
 def step_values(record: StepRecord) -> StepValues:
-    """A record as the reports have it."""
+    """Converts a record to the values of a report."""
     return StepValues(
         step=record.step,
         objective=record.loss if record.objective is None else record.objective,
@@ -54,13 +54,13 @@ def same_layout(
     records: Sequence[StepRecord],
     expected: Sequence[StepRecord],
 ) -> list[Deviation]:
-    """On the layout that saved: no bit may differ.
+    """Compares a run resumed on the layout that saved: no bit may differ.
 
     Args:
-        everyone: Of the resumed run, by rank.
-        straight: Of the straight run, by rank.
-        records: Of the resumed run's folder.
-        expected: Of the straight run's.
+        everyone: Results of the resumed run, by rank.
+        straight: Results of the straight run, by rank.
+        records: Records of the resumed run.
+        expected: Records of the straight run.
     """
     found = list(_start(everyone, straight))
     for own, other in zip(everyone, straight, strict=True):
@@ -79,15 +79,17 @@ def other_layout(
     expected: Sequence[StepRecord],
     steps: Sequence[Deviation],
 ) -> list[Deviation]:
-    """On another layout: what was loaded has the bits of the files, and every step is the exact one to rounding.
+    """Compares a run resumed on another layout.
+
+    The loaded state must have the bits of the files, and every step must be exact up to rounding.
 
     Args:
-        everyone: As for `same_layout`.
-        saved: Of the run that stopped.
-        straight: As for `same_layout`.
-        records: As there.
-        expected: As there.
-        steps: From `exact_deviations`.
+        everyone: Results of the resumed run, by rank.
+        saved: Results of the run that stopped, by rank.
+        straight: Results of the straight run, by rank.
+        records: Records of the resumed run.
+        expected: Records of the straight run.
+        steps: Deviations of the steps, from `exact_deviations`.
     """
     found, start = list(_start(everyone, saved)), everyone[0].start_step
     for own in everyone:
@@ -114,15 +116,15 @@ def exact_deviations(
     records: Sequence[StepRecord],
     exact: Sequence[Exact],
 ) -> list[Deviation]:
-    """Every step after the start against its exact values.
+    """Compares every step after the start with its exact values.
 
     Args:
-        config: Of the layout.
-        tolerances: Of all kinds.
-        tensors: Names in the order of the forward pass.
-        first: What rank 0 has seen.
-        records: Of the resumed run's folder.
-        exact: The exact values at the run's own weights, one a step.
+        config: Configuration of the layout.
+        tolerances: Tolerances of all kinds.
+        tensors: Names of tensors in the order of the forward pass.
+        first: Result of rank 0.
+        records: Records of the resumed run.
+        exact: Exact values of each step at the run's own weights.
     """
     values = [step_values(record) for record in records if record.step > first.start_step]
     steps = [StepOutcome(each, None, seen.gradients, seen.weights) for each, seen in zip(values, first.steps)]
@@ -137,12 +139,12 @@ def exact_deviations(
 
 
 def weights_before_each_step(first: SegmentResult) -> list[Arrays]:
-    """Of a start that gathers, on rank 0."""
+    """Returns the weights before each step of a start that gathers, from the result of rank 0."""
     return [first.initial["weights"].tensors, *(step.weights.tensors for step in first.steps[:-1])]
 
 
 def samples(everyone: Sequence[SegmentResult], straight: Sequence[SegmentResult]) -> Iterator[Deviation]:
-    """The rows of every step by their place in the global batch, whatever rank had them."""
+    """Yields the deviations of the samples of every step by their slot in the global batch, whichever rank had them."""
     own, other = _all_samples(everyone), _all_samples(straight)
     for step in sorted(own.keys() & other.keys()):
         slots = own[step].keys() | other[step].keys()
@@ -161,7 +163,7 @@ def _all_samples(everyone: Sequence[SegmentResult]) -> dict[int, dict[int, str]]
 
 
 def _start(everyone: Sequence[SegmentResult], other: Sequence[SegmentResult]) -> Iterator[Deviation]:
-    """Where the runs went on; the other run is watched from there."""
+    """Compares the steps at which the runs continued; the other run is watched from there."""
     expected = min(other[0].states)
     for seen in everyone:
         yield _exact("counters", "step", expected, float(seen.start_step), float(expected))
@@ -179,7 +181,7 @@ def _counters(step: int, own: State, other: State) -> Iterator[Deviation]:
 
 
 def _difference(own: Print, other: Print) -> float:
-    """Relative to the largest element of those that were kept; 0 only where all bits are equal."""
+    """Returns the difference relative to the largest kept element; 0 only if all bits are equal."""
     if own.digest == other.digest:
         return 0.0
     if own.sample.shape != other.sample.shape:
@@ -190,11 +192,11 @@ def _difference(own: Print, other: Print) -> float:
 
 
 def recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
-    """What metrics.jsonl says, the steps before the stop among it.
+    """Yields the deviations of metrics.jsonl, including the steps before the stop.
 
     Args:
-        records: Of the run that was stopped.
-        expected: Of the one that was not.
+        records: Records of the run that was stopped.
+        expected: Records of the run that was not stopped.
     """
     yield from _steps_recorded(records, expected)
     by_step = {record.step: record for record in records}
@@ -210,7 +212,7 @@ def recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> I
 
 
 def _steps_recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
-    """One record a step, in order; reported at the first step where that ends."""
+    """Checks that there is one record per step, in order; reports the first step where that is not so."""
     own, other = [record.step for record in records], [record.step for record in expected]
     same = next((number for number, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
     step = other[min(same, len(other) - 1)]
@@ -226,7 +228,7 @@ def _numbers(own: StepRecord, other: StepRecord) -> Iterator[tuple[str, str, flo
 
 
 def _fields(record: StepRecord) -> Mapping[str, Any]:
-    """What a record says beside the quantities that have kinds of their own and what the machine decides."""
+    """Returns the fields of a record that have no kind of their own and do not depend on the machine."""
     content = json.loads(to_json_line(record))
     return {name: value for name, value in content.items() if name not in (*_COMPARED_BY_KIND, *OF_THE_MACHINE)}
 
@@ -237,10 +239,10 @@ def _exact(kind: str, name: str, step: int, found: float, expected: float) -> De
 
 
 def worst_in_order(found: Sequence[Deviation], tensors: Sequence[str]) -> list[Deviation]:
-    """The worst of all ranks for each quantity and step, in the order of time and of the forward pass.
+    """Returns the worst deviation of all ranks for each quantity and step, by time, then in forward order.
 
     Args:
-        found: In any order.
+        found: Deviations of all ranks in any order.
         tensors: Names of parameters in the order of the forward pass.
     """
     worst: dict[tuple[str, str, int], Deviation] = {}

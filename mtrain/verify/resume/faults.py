@@ -1,4 +1,4 @@
-"""How each fault of `mtrain.verify.resume.inject` is planted: the run that was resumed goes on as another one."""
+"""Implementation of the faults of `mtrain.verify.resume.inject`, which change the resumed run before it trains."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _as_it_is(run: Run, before: RandomStates) -> Run:
 
 @dataclass(frozen=True)
 class ResumePlant:
-    """What becomes of a start."""
+    """Fault that is planted in a start."""
 
     goes_on: Callable[[Run, RandomStates], Run] = _as_it_is
-    """(the run as it was resumed, this rank's random states before that) -> the run that trains."""
+    """Function of the resumed run and this rank's random states before the resume that returns the run that trains."""
     keeps_records: bool = False
     """Whether records of lost steps stay in metrics.jsonl."""
 
@@ -44,7 +44,7 @@ SOUND = ResumePlant()
 
 
 def _spoiled(change: Callable[[Any, int], None]) -> ResumePlant:
-    """Spoils the optimizer, whose state is complete; `change` gets it and Adam's number of updates."""
+    """Spoils the optimizer after its state is loaded; `change` gets it and Adam's number of updates."""
 
     @torch.no_grad()
     def goes_on(run: Run, before: RandomStates) -> Run:
@@ -76,10 +76,10 @@ def _shared_step(optimizer: Any, adam_step: int) -> None:
 
 
 def _stale_shard(run: Run, before: RandomStates) -> Run:
-    """One parameter of the last rank has its initial weights again."""
+    """Gives one parameter of the last rank its initial weights again."""
     states = rng.random_states(run.model.groups)
     first, *_ = build_frozen_model(run.model.config, run.model.groups)
-    draw_weights(unwrap(first), run.model.config, run.model.groups)  # until then they are whatever memory held
+    draw_weights(unwrap(first), run.model.config, run.model.groups)  # before, the weights are uninitialised memory
     rng.set_random_states(states)
     if run.model.groups.rank == run.model.groups.layout.world_size - 1:
         next(run.model.chunks[0].parameters()).data.copy_(next(first.parameters()))
@@ -113,7 +113,7 @@ def _random_states_of_before(run: Run, before: RandomStates) -> Run:
 
 
 def put_back(metrics: Path, before: str, start_step: int) -> None:
-    """Behind the records of before, those of lost steps among them, the ones that this start has written."""
+    """Restores the earlier records, including those of lost steps, and appends the records of this start."""
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(before + "".join(line for line in lines if json.loads(line)["step"] > start_step))
 

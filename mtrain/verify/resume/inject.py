@@ -1,6 +1,6 @@
-"""Known faults of resuming, each planted while a run goes on from its checkpoint, to show that the check finds it.
+"""Known faults of resuming, each planted while a run resumes from its checkpoint to show that the check finds it.
 
-Every one of them has been made by a real trainer. `mtrain verify resume --inject NAME` is the only way in.
+Each has occurred in a real trainer. `mtrain verify resume --inject NAME` is the only way to plant one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from mtrain.config.derived import dropout_keys
 from mtrain.verify.planted.fault import Fault
 
 CRASH = "crash"
-"""The axis of the case that goes on after a rank was killed."""
+"""Axis of the case that resumes after a rank was killed."""
 
 
 RESUME_FAULTS = (
@@ -49,6 +49,6 @@ RESUME_FAULTS = (
     ),
     Fault("records-kept", "leaves the records of steps that a crash has lost in metrics.jsonl", CRASH),
 )
-"""By the order of counters, data, optimizer, randomness, records."""
+"""Faults of resuming, in the order of counters, data, optimizer, randomness, records."""
 
 RESUME_NAMES = tuple(fault.name for fault in RESUME_FAULTS)

@@ -1,7 +1,7 @@
-"""`mtrain verify resume`: the user's configuration, made small, stopped and resumed, against a run that never stopped.
+"""Check `mtrain verify resume`: stops and resumes a small copy of the run, and compares it with one that never stopped.
 
-Every start is a world of new processes in which the real trainer runs: it finds the checkpoint that the start before it
-left in the run folder, loads it, and goes on.
+Every start runs the real trainer in new processes: it finds the checkpoint that the previous start left in the run
+folder, loads it, and goes on.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ _ONE_PROCESS = Trial(micro_batch_size=None)
 
 @dataclass(frozen=True)
 class ResumeRequest(Request):
-    """What the command line asks for."""
+    """Arguments of the command line."""
 
     at: int
-    """Updates after which the run stops."""
+    """Number of updates after which the run stops."""
 
 
 def verify_resume(config: Config, request: ResumeRequest, progress: Progress, pool: Pool | None = None) -> ResumeReport:
-    """Runs everything.
+    """Runs the check and returns its report.
 
     Args:
-        config: The user's.
-        request: The command line.
-        progress: Called with a line for every finished case.
-        pool: Ranks that are at hand; None starts its own.
+        config: Configuration of the user.
+        request: Arguments of the command line.
+        progress: Function that is called with a line for every finished case.
+        pool: Pool of ranks to use; None starts one.
 
     Raises:
-        ConfigError: the configuration, a layout, a step or a fault cannot be checked.
-        DataError: the user's data cannot be read.
-        MachineError: the device that was asked for is not there.
+        ConfigError: The configuration, a layout, a step or a fault cannot be checked.
+        DataError: The user's data cannot be read.
+        MachineError: The device that was asked for does not exist.
     """
     if not 1 <= request.at < request.num_steps:
         raise ConfigError(
@@ -108,15 +108,15 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What is compared with what."""
+    """Layouts and configurations of a check."""
 
     shrunk: Shrunk
     base: Prepared
-    """The layout that saves, with the user's precision, dropout and schedule."""
+    """Layout that saves, with the user's precision, dropout and schedule."""
     comparable: Prepared
-    """The same in float32 without dropout, for other layouts to go on with; equal to `base` where that is so anyway."""
+    """Layout that saves in float32 without dropout, for other layouts to resume from; equal to `base` if that is so."""
     one: Prepared
-    """One process with one microbatch, for exact values."""
+    """Layout of one process with one microbatch, for exact values."""
     others: list[Prepared]
     tolerances: tuple[Tolerance, ...]
     own_vocab_size: int
@@ -124,11 +124,11 @@ class ResumePlan:
 
 
 def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePlan:
-    """The layouts and the small configurations.
+    """Returns the layouts and the small configurations.
 
     Raises:
-        ConfigError: as `verify_resume` does.
-        DataError: as `verify_resume` does.
+        ConfigError: The configuration or a layout cannot be checked.
+        DataError: The user's data cannot be read.
     """
     base = full_trial(config, max_ranks)
     named = None if request.layouts is None else parse_trials(request.layouts, config, max_ranks)
@@ -163,7 +163,7 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
 
 
 def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
-    """None for a layout that the user did not ask for and that the model does not allow."""
+    """Returns the layout on the model; None if the model does not allow it and the user did not ask for it."""
     try:
         return prepared(trial, config)
     except ConfigError:
@@ -173,15 +173,17 @@ def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
 
 
 def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
-    """The user's schedule over the few steps: each of its phases has some."""
+    """Returns changes that fit the user's schedule to the few steps, so that each of its phases has some."""
     warmup = min(config.optimizer.warmup_steps, max(1, num_steps // 3))
     # more than the one step that begins a decay
     return small_schedule(config.optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
 
 
 def _curriculum(config: Config, request: ResumeRequest) -> dict[str, Any]:
-    """The last blend begins a step after the run has gone on, the others a step each before: a border lies behind the
-    stop."""
+    """Returns a curriculum whose last blend begins a step after the stop, and the others one step each before it.
+
+    So the resumed run reaches a change of blends.
+    """
     data = config.data
     if isinstance(data, MockSection) or not data.curriculum or not has_files(data):
         return {}
@@ -197,29 +199,30 @@ def _data(plan: ResumePlan, request: ResumeRequest) -> str:
 
 
 class _Finding(NamedTuple):
-    """What came out of one case."""
+    """Outcome of one case."""
 
     records: list[StepRecord]
     deviations: list[Deviation]
 
 
 class ResumeCheck:
-    """All runs of one check; the straight run and the stop are made once, by `prepare`."""
+    """Runs of one check; `prepare` makes the straight run and the stopped ones, once."""
 
     def __init__(self, plan: ResumePlan, at: int, folder: Path, pool: Pool) -> None:
-        """
+        """Keeps the arguments; starts nothing yet.
+
         Args:
-            plan: What is compared with what.
-            at: Updates after which the run stops.
-            folder: For the run folders; empty.
-            pool: Starts the ranks.
+            plan: Layouts and configurations of the check.
+            at: Number of updates after which the run stops.
+            folder: Empty folder for the run folders.
+            pool: Pool that starts the ranks.
         """
         self._plan, self._at, self._folder, self._pool = plan, at, folder, pool
         self._lock = threading.Lock()
         self._saved: dict[str, list[SegmentResult]] = {}
 
     def prepare(self) -> None:
-        """The straight run, and those that stop."""
+        """Makes the straight run, and those that stop."""
         plan = self._plan
         stops = {"stopped": plan.base}
         if plan.others and plan.comparable.config != plan.base.config:
@@ -231,7 +234,7 @@ class ResumeCheck:
             self._saved = {folder: stop.result() for folder, stop in saved.items()}
 
     def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
-        """Every case; two at a time on CPUs."""
+        """Runs all cases; two at a time on CPUs."""
         others = (partial(self.elsewhere, trial) for trial in self._plan.others)
         threads = ThreadPoolExecutor(self._at_once)
         try:
@@ -239,7 +242,7 @@ class ResumeCheck:
                 threads.map(lambda case: self._reported(case(fault), progress), (self.alike, self.crashed, *others))
             )
         finally:
-            threads.shutdown(cancel_futures=True)  # an interrupted check starts nothing further
+            threads.shutdown(cancel_futures=True)  # an interrupted check starts no further case
 
     @property
     def _at_once(self) -> int:
@@ -269,11 +272,11 @@ class ResumeCheck:
         return self._start(trial, folder, watched_from=self._at, stop_after=self._at)
 
     def alike(self, fault: str | None) -> LayoutResult:
-        """Goes on on the layout that saved."""
+        """Resumes on the layout that saved."""
         return self._judged("same layout", self._plan.base, {}, lambda: self._resumed_alike("stopped", fault))
 
     def crashed(self, fault: str | None) -> LayoutResult:
-        """Goes on after the last rank was killed between saves."""
+        """Resumes after the last rank was killed between saves."""
         base, at = self._plan.base, self._at
         crash, rank = min(at + 2, base.config.train.num_steps), base.layout.world_size - 1
 
@@ -288,7 +291,7 @@ class ResumeCheck:
         return self._judged(f"after a crash of rank {rank} in step {crash}", base, {CRASH: f"rank {rank}"}, find)
 
     def elsewhere(self, trial: Prepared, fault: str | None) -> LayoutResult:
-        """Goes on on another layout."""
+        """Resumes on another layout."""
         axes = _changed_axes(self._plan.base, trial)
         return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_elsewhere(trial, fault))
 
@@ -308,7 +311,7 @@ class ResumeCheck:
         return _Finding(records, found)
 
     def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[SegmentResult], list[StepRecord]]:
-        """Goes on in a copy of a run folder; what the ranks have seen, and all records."""
+        """Resumes in a copy of a run folder; returns the results of the ranks, and all records."""
         folder = self._new_folder()
         shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)
         everyone = self._start(trial, folder, **how)
@@ -342,7 +345,7 @@ class ResumeCheck:
 
 
 def _changed_axes(base: Prepared, trial: Prepared) -> dict[str, str]:
-    """What is other than on the layout that saved: axis -> `2 -> 1`."""
+    """Returns the axes that differ from the layout that saved, with texts such as `2 -> 1`."""
     axes = dict.fromkeys((*base.axes, *trial.axes))
     return {
         axis: f"{base.axes.get(axis, 1)} -> {trial.axes.get(axis, 1)}"

@@ -1,4 +1,4 @@
-"""What every rank does for one start of a run: the real trainer from its run folder, watched from outside."""
+"""Work of every rank for one start of a run: the real trainer on its run folder, observed from outside."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mtrain.verify.core.worker import small_teacher
 from mtrain.verify.resume.faults import PLANTS, SOUND, put_back
 
 SAMPLE = 4096
-"""Elements of a tensor that are kept to say how far it deviates; the rest is known by its digest alone."""
+"""Number of elements of a tensor that are kept to measure a deviation; of the others only the digest is kept."""
 
 
 @dataclass(frozen=True)
@@ -49,41 +49,42 @@ class Start:
     """One start of a run."""
 
     config: Config
-    """run.dir among it: a folder that is new, or the one that an earlier start left."""
+    """Configuration, whose run.dir is new or was left by an earlier start."""
     own_vocab_size: int
-    """Of the samples; larger than the model's where token ids are taken modulo the model's."""
+    """Vocabulary size of the samples; larger than the model's if token ids are taken modulo the model's."""
     watched_from: int = 0
-    """Updates completed, from which on the state is looked at."""
+    """Number of completed updates from which on the state is recorded."""
     stop_after: int | None = None
-    """The last rank asks to stop in the step that completes so many updates."""
+    """Number of updates; the last rank asks to stop in the step that completes it. None: it does not."""
     crash_in: int | None = None
-    """The last rank kills itself in the step that would complete so many updates."""
+    """Number of updates; the last rank kills itself in the step that would complete it. None: it does not."""
     gathers: bool = False
-    """Whether gradients and weights of each step are wanted whole, and the loaded state is compared with the files."""
+    """Whether whole gradients and weights of each step are gathered, and the loaded state is compared with the
+    files."""
     fault: str | None = None
     """Name of the fault to plant."""
 
 
 class Print(NamedTuple):
-    """A tensor to compare with another one."""
+    """Summary of a tensor, to compare it with another one."""
 
     digest: str
     sample: NDArray[Any]
-    """Up to SAMPLE elements, evenly spread."""
+    """Elements of the tensor, at most about SAMPLE, evenly spaced."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a rank holds after so many updates."""
+    """State of a rank after some updates."""
 
     tensors: dict[tuple[str, str], Print]
-    """(kind, name) -> what is known of it; `random` is a kind, too."""
+    """Summaries of tensors by kind and name; `random` is a kind too."""
     counters: dict[str, float]
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step that must be compared with its exact values; on rank 0."""
+    """Gathered tensors of one step, to compare with its exact values; on rank 0."""
 
     gradients: Whole
     weights: Whole
@@ -91,22 +92,22 @@ class StepSeen:
 
 @dataclass
 class SegmentResult:
-    """What a rank reports of one start."""
+    """Result of one start on a rank."""
 
     start_step: int = 0
     states: dict[int, State] = field(default_factory=dict)
-    """Updates completed -> state; the first is that of the start."""
+    """States by the number of completed updates; the first is that of the start."""
     samples: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Step, counted from 1 -> slot of the global batch -> digest of its row."""
+    """Digests of samples, by step counted from 1, then by slot of the global batch."""
     unlike_files: list[tuple[str, str, float]] = field(default_factory=list)
-    """(kind, name, share of elements) of what was loaded with other bits than the files have."""
+    """Tensors whose loaded bits differ from the files: kind, name, share of bytes."""
     initial: dict[str, Whole] = field(default_factory=dict)
-    """Kind -> whole tensors at the start; on rank 0."""
+    """Whole tensors at the start, by kind; on rank 0."""
     steps: list[StepSeen] = field(default_factory=list)
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the parameters that this rank holds, in the order of the model."""
+        """Returns the names of the parameters that this rank holds, in the order of the model."""
         first = self.states[min(self.states)]
         return [name for kind, name in first.tensors if kind == WEIGHTS]
 
@@ -132,7 +133,7 @@ def run_start(groups: Groups, start: Start) -> SegmentResult:
 
 
 class WatchedStep(TrainingStep):
-    """Notes what goes in and what comes out of each step; changes nothing."""
+    """Training step that records inputs and outputs of each step, and makes the stop or crash of the start."""
 
     def __init__(self, run: Run, start: Start, seen: SegmentResult) -> None:
         super().__init__(run.model, run.objective, run.teacher)
@@ -141,7 +142,7 @@ class WatchedStep(TrainingStep):
         self._done = run.start_step
 
     def begin(self, folder: RunFolder) -> None:
-        """Looks at what was loaded."""
+        """Records the loaded state."""
         run, seen = self._run, self._seen
         seen.start_step = run.start_step
         self._note_state()
@@ -178,7 +179,7 @@ class WatchedStep(TrainingStep):
         return update
 
     def _note_state(self) -> None:
-        """Collective where the watch has begun: as the optimizer's gathering of parameters, and one all-reduce."""
+        """Records the state from `watched_from` on. Collective then: gathers parameters, and one all-reduce."""
         if self._done < self._start.watched_from:
             return
         run = self._run
@@ -196,12 +197,12 @@ class WatchedStep(TrainingStep):
         self._seen.states[self._done] = State(tensors, counters)
 
     def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
-        """What this rank holds with other bits than the checkpoint; padding of the vocabulary left out."""
+        """Yields the tensors of this rank whose bits differ from the checkpoint; vocabulary padding is left out."""
         files, run = CheckpointTensors(path), self._run
         for held in local_state(run.model):
             wanted = self._rows_of_tokens(held)
             is_frozen = run.model.config.adapter is not None and not is_adapter_key(held.name)
-            if wanted.num_elements == 0 or is_frozen:  # files hold what learns
+            if wanted.num_elements == 0 or is_frozen:  # files hold trained tensors only
                 continue
             own = wanted.within(held.shard.at).of(held.shard.data.view(held.shard.at.shape)).cpu()
             saved = files.read(held.shard.key, wanted)
@@ -210,7 +211,7 @@ class WatchedStep(TrainingStep):
                 yield held.kind, held.name, share
 
     def _rows_of_tokens(self, held: Held) -> TensorSlice:
-        """The slice without padding rows."""
+        """Returns the slice of a tensor without padding rows."""
         offset, shape = held.shard.at
         if held.name not in TABLES:
             return held.shard.at
@@ -218,7 +219,7 @@ class WatchedStep(TrainingStep):
         return TensorSlice(offset, (rows, *shape[1:]))
 
     def _whole(self, kind: str) -> Whole | None:
-        """One kind of state, put together on rank 0. One gather of objects."""
+        """Gathers one kind of state on rank 0; returns None elsewhere. One gather of objects."""
         run = self._run
         shards = []
         for held in local_state(run.model):
@@ -238,7 +239,7 @@ class WatchedStep(TrainingStep):
         return batch.with_vocabulary(size)
 
     def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
-        """Slot -> digest of the sample's tokens, labels and weights."""
+        """Returns the digests of each sample's tokens, labels and weights, by slot."""
         loader = self._run.loader
         assert loader is not None, "this rank reads"
         places = Places(loader.plan(self._done), loader.samples(self._done))
@@ -263,5 +264,5 @@ def _print(parts: Sequence[torch.Tensor]) -> Print:
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Of one dimension; not-a-number is equal to itself."""
+    """Returns the bytes of a tensor in one dimension; unlike nan they are equal to themselves."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()

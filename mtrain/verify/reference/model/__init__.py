@@ -1,1 +1,1 @@
-"""The transformer of the reference, written from its definition."""
+"""Transformer of the reference, written from its definition."""

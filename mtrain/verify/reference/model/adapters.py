@@ -1,4 +1,4 @@
-"""Adapters as their definition says: the matrix that a layer multiplies by is W + scale B A.
+"""Adapters from their definition: the matrix by which a layer multiplies is W + scale B A.
 
 Sources: LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1. rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. DoRA: Liu et
 al. 2024, arXiv 2402.09353, equation 5, with the norm as a constant (section 4.3).
@@ -22,16 +22,16 @@ from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, is_gated, la
 
 
 class Adapted(NamedTuple):
-    """One frozen matrix and the pairs of its parts."""
+    """Frozen matrix with the pairs A and B of its parts."""
 
     weight: str
     """Name of the frozen matrix."""
     pairs: Mapping[str, Tensor]
-    """Part -> rows of the frozen matrix, ascending."""
+    """Rows of the frozen matrix for each part, ascending."""
 
 
 def all_shapes(config: Config) -> dict[str, Shape]:
-    """Name -> shape of everything that a run holds: the model, then its adapters."""
+    """Returns the shapes of all tensors of a run by name: the model, then its adapters."""
     found = dict(shapes_of(config.model))
     if config.adapter is None:
         return found
@@ -40,7 +40,7 @@ def all_shapes(config: Config) -> dict[str, Shape]:
         columns = frozen[adapted.weight][1]
         for part, rows in adapted.pairs.items():
             name = _prefix(adapted.weight, part)
-            if part == "embedding":  # a row of A for each token; B makes hidden numbers of it
+            if part == "embedding":  # a row of A for each token, which B projects to the hidden size
                 found[f"{name}lora_a"] = (len(rows), config.adapter.rank)
                 found[f"{name}lora_b"] = (columns, config.adapter.rank)
                 continue
@@ -52,14 +52,14 @@ def all_shapes(config: Config) -> dict[str, Shape]:
 
 
 def is_trained(name: str, config: Config) -> bool:
-    """Whether a tensor learns: of a model with adapters these alone."""
+    """Says whether a tensor is trained: in a model with adapters only these are."""
     return config.adapter is None or "_adapter." in name
 
 
 def as_held(name: str, values: Tensor, config: Config) -> Tensor:
-    """Values as a run holds them: frozen projections and tables rounded to bfloat16 where `adapter.base_dtype` says so.
+    """Rounds frozen projections and tables to bfloat16 if `adapter.base_dtype` says so, as a run holds them.
 
-    Routers, norms and biases are not.
+    Routers, norms and biases are not rounded.
     """
     if config.adapter is None or config.adapter.base_dtype != "bf16" or is_trained(name, config):
         return values
@@ -68,7 +68,7 @@ def as_held(name: str, values: Tensor, config: Config) -> Tensor:
 
 
 def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model without adapters that computes the same; with the graph to what they are made from."""
+    """Returns the tensors of an equivalent model without adapters, with a graph to the given tensors."""
     found = dict(tensors)
     section = config.adapter
     if section is None:
@@ -88,12 +88,12 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             whole = whole.index_put((rows,), new)
         found[adapted.weight] = whole
         if adapted.weight == EMBEDDING and config.model.tied_embeddings:
-            found[OUTPUT] = tensors[EMBEDDING]  # what predicts is the frozen table; the pair stands beside the lookup
+            found[OUTPUT] = tensors[EMBEDDING]  # the output uses the frozen table; the adapter affects the lookup only
     return found
 
 
 def _prefix(weight: str, part: str) -> str:
-    """Beginning of the names of a pair; those of an expert, which has one pair for a projection, name no part."""
+    """Returns the prefix of the names of a pair; an expert's has no part, since each projection has one pair."""
     module = weight.removesuffix(".weight")
     return f"{module}_adapter." if part == "experts" else f"{module}_adapter.{part}_"
 
@@ -119,7 +119,7 @@ def _spelled_out(section: AdapterSection) -> set[str]:
 
 
 def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[str, Tensor]:
-    """Part of a matrix of a layer -> its rows in it; none where the tensor can have no adapter."""
+    """Returns the rows of each part of a layer's matrix; none if the tensor cannot have an adapter."""
     every, linear = torch.arange(count), weight.split(".")[-2]
     if (found := kind_of(model, layer).adapted(linear, every, model)) is not None:
         return found

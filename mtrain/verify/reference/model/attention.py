@@ -1,6 +1,6 @@
-"""Causal attention inside documents, every score written out; hidden states are [batch, seq, hidden].
+"""Causal attention inside documents, with explicit scores; hidden states are [batch, seq, hidden].
 
-A kind of attention is one file and one of KINDS.
+Each kind of attention has a file of its own and stands in KINDS.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT)
 
 
 def kind_of(model: ModelSection, layer: int) -> AttentionKind:
-    """Kind of layer `layer`, counted from 0."""
+    """Returns the kind of attention of layer `layer`, counted from 0."""
     return _GROUPED if model.mla is None else _LATENT
 
 
 def kinds_of(model: ModelSection) -> tuple[AttentionKind, ...]:
-    """Kinds of all layers, each once."""
+    """Returns the kinds of attention of all layers, each once."""
     return tuple(dict.fromkeys(kind_of(model, layer) for layer in range(model.num_layers)))
 
 
 class Attended(NamedTuple):
-    """What an attention puts out; [batch, seq, ...]."""
+    """Outputs of an attention; [batch, seq, ...]."""
 
     context: Tensor
-    """Values under the attention's weights, all heads in a row."""
+    """Weighted values of all heads, concatenated."""
     projected: Tensor
-    """Without the projection's bias."""
+    """Output without the projection's bias."""
     output: Tensor
 
 
 def attention(part: Module, layer: int, x: Tensor, rows: Rows) -> Attended:
-    """Self-attention of layer `layer`, counted from 0."""
+    """Computes the self-attention of layer `layer`, counted from 0."""
     heads = kind_of(part.model, layer).context(part, layer, x, rows)
     projected = heads @ part.tensor("linear_proj.weight").T
     bias = part.get("linear_proj.bias")

@@ -1,4 +1,4 @@
-"""What a kind of attention is to the reference, and what several kinds share."""
+"""Interface of a kind of attention in the reference, and functions that several kinds share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class AttentionKind(ABC):
-    """One kind of self-attention, whole: its tensors, its forward pass, its adapters and its matrices for Muon."""
+    """Kind of self-attention: its tensors, forward pass, adapters, and matrices for Muon."""
 
     inputs: tuple[str, ...]
-    """Parts that adapter.targets=qkv stands for."""
+    """Parts to which adapter.targets=qkv refers."""
 
     @abstractmethod
     def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
@@ -29,32 +29,35 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
-        """Values under the attention's weights, all heads in a row: [batch, seq, heads x size].
+        """Returns the weighted values of all heads, concatenated, [batch, seq, heads x size].
 
         Args:
             part: Module of the attention.
             layer: Number of the layer, from 0.
             x: Normed hidden states, [batch, seq, hidden].
-            rows: Tokens of the batch.
+            rows: Rows of the batch.
         """
 
     @abstractmethod
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
-        """Part of a projection -> its rows; None where `linear` is no projection of this kind.
+        """Returns the rows of each part of a projection; None if `linear` is no projection of this kind.
 
         Args:
-            linear: The projection's own name.
-            every: Numbers of all its rows.
-            model: The architecture.
+            linear: Name of the projection within the attention.
+            every: Numbers of all rows of the projection.
+            model: Architecture of the model.
         """
 
     @abstractmethod
     def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
-        """Rows of each matrix that Muon makes orthogonal; None where the projection is one. Arguments: as `adapted`."""
+        """Returns the rows of each matrix that Muon orthogonalizes; None if the projection is a single matrix.
+
+        The arguments are those of `adapted`.
+        """
 
 
 def visible(rows: Rows, window: int | None) -> Tensor:
-    """[batch, query, key] bool: the same document, not after the query, and less than `window` tokens before it."""
+    """Says which keys a query sees: same document, not after it, less than `window` before it, [batch, query, key]."""
     places = torch.arange(rows.tokens.shape[1], device=rows.tokens.device)
     distance = places[:, None] - places[None]
     near = (distance >= 0) & (distance < (len(places) if window is None else window))
@@ -62,7 +65,7 @@ def visible(rows: Rows, window: int | None) -> Tensor:
 
 
 def softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of [batch, groups, heads, query, key]; a sink is one more logit of a head, which no value belongs to."""
+    """Returns attention weights, [batch, groups, heads, query, key]; a sink is an additional logit without a value."""
     hidden = scores.masked_fill(~seen[:, None, None], -math.inf)
     if sinks is None:
         return hidden.softmax(-1)

@@ -1,4 +1,4 @@
-"""Layers of experts, each token's choice as its definition says, and what is asked of their routers.
+"""Layers of experts and the losses of their routers, from their definitions.
 
 Sources: Switch Transformer (Fedus et al. 2021), section 2.2; ST-MoE (Zoph et al. 2022), section 3; DeepSeek-V3 (2024),
 equations 12 to 20; auxiliary-loss-free balancing (Wang et al. 2024), algorithm 1.
@@ -23,20 +23,20 @@ Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
 
 @dataclass(frozen=True)
 class Routed:
-    """What one router saw and did."""
+    """Inputs and choices of one router."""
 
     name: str
-    """Of the router."""
+    """Name of the router."""
     logits: Tensor
-    """[batch, seq, experts]."""
+    """Logits of the router, [batch, seq, experts]."""
     chosen: Tensor
-    """[batch, seq, experts] bool."""
+    """Chosen experts of each token, [batch, seq, experts] bool."""
     is_text: Tensor
-    """[batch, seq] bool: positions that count."""
+    """Positions that count, [batch, seq] bool."""
 
 
 def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Tensor:
-    """The output of a layer's experts, [batch, seq, hidden]; notes what the router did."""
+    """Returns the output of a layer's experts, [batch, seq, hidden]; appends the router's choices to `seen`."""
     section = part.model.experts
     assert section is not None
     logits = linear(part, "router", x)
@@ -53,7 +53,7 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
 
 
 def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> tuple[Tensor, Tensor]:
-    """Where tokens go and with what weight, [batch, seq, experts] each; the bias moves the choice alone."""
+    """Returns the chosen experts and their weights, [batch, seq, experts] each; the bias affects only the choice."""
     match section.score:
         case "sigmoid":
             scores = torch.sigmoid(logits)
@@ -74,8 +74,11 @@ def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) 
 
 
 def _inside_groups(ranking: Tensor, section: ExpertsSection) -> Tensor:
-    """-inf outside the best groups; a group counts by the sum of its best ones, as many as the section says, else
-    those that a token would take from each open group."""
+    """Sets the ranking outside the best groups to -inf.
+
+    A group is ranked by the sum of its best scores: `group_score_top_k` of them, or by default as many as a token takes
+    from each chosen group.
+    """
     if section.num_groups is None or section.group_top_k is None:
         return ranking
     grouped = ranking.view(*ranking.shape[:-1], section.num_groups, -1)
@@ -92,19 +95,19 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def coefficients(section: RouterLossSection) -> dict[str, float]:
-    """Of the terms that are on."""
+    """Returns the coefficients above 0, by term."""
     both = {Z: section.z_coefficient, SEQUENCE_BALANCE: section.sequence_balance_coefficient}
     return {name: value for name, value in both.items() if value > 0}
 
 
 def router_numerator(term: str, seen: Sequence[Routed], section: ExpertsSection) -> Tensor:
-    """Summed over all routers, and over tokens (z) or sequences (balance)."""
+    """Returns the numerator of a term, summed over all routers, and over tokens (z) or sequences (balance)."""
     of_one = _z if term == Z else _balance
     return torch.stack([of_one(each, section) for each in seen]).sum()
 
 
 def router_shares(term: str, is_text: Tensor) -> tuple[float, ...]:
-    """What the tokens (z) or sequences (balance) that hold text add to the divisor of a term."""
+    """Returns the share of each row in a denominator: its tokens of text (z), or 1 if it has any (balance)."""
     counts = is_text.sum(1).tolist()
     return tuple(float(count if term == Z else count > 0) for count in counts)
 
@@ -114,7 +117,7 @@ def _z(seen: Routed, section: ExpertsSection) -> Tensor:
 
 
 def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
-    """Sum over sequences of E x sum over experts of (share of the choices) x (mean score)."""
+    """Computes the sum over sequences of E x sum over experts of (share of the choices) x (mean score)."""
     total = seen.logits.new_zeros(())
     for logits, is_text in zip(seen.logits, seen.is_text, strict=True):
         if is_text.any():
@@ -127,6 +130,6 @@ def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
 
 
 def moved_bias(bias: Tensor, seen: Routed, rate: float) -> Tensor:
-    """The bias of the choice after a step: up where an expert had less than the mean load, down where more."""
+    """Returns the bias of the choice after a step: raised for experts below the mean load, lowered for others."""
     counts = (seen.chosen & seen.is_text.unsqueeze(-1)).sum((0, 1))
     return bias + rate * (counts.sum() - counts * len(counts)).sign().to(bias.dtype)

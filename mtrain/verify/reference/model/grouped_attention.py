@@ -1,4 +1,4 @@
-"""Grouped-query attention, with norms of heads, sinks and windows where a model has them.
+"""Grouped-query attention, with norms of heads, sinks and windows if the model has them.
 
 Sources: grouped queries: Ainslie et al. 2023. Sinks: gpt-oss model card, arXiv 2508.10925, section 2.
 """
@@ -28,7 +28,7 @@ from mtrain.verify.reference.text import Rows
 
 @final
 class GroupedAttention(AttentionKind):
-    """Some query heads share a key and a value."""
+    """Attention in which several query heads share a key and a value."""
 
     inputs = ("q_proj", "k_proj", "v_proj")
 
@@ -75,18 +75,18 @@ class GroupedAttention(AttentionKind):
 
 
 def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
-    heads = every.view(model.query_groups, -1, model.head_size)  # of each group its queries, its key, its value
+    heads = every.view(model.query_groups, -1, model.head_size)  # in each group queries, key, value
     return [heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]
 
 
 def window_of(model: ModelSection, layer: int) -> int | None:
-    """Tokens that a layer sees, itself among them; None where it sees all: every n-th layer may."""
+    """Returns the number of tokens that a layer sees, the current one included; None if it sees all."""
     every = model.global_attention_every
     return None if every is not None and (layer + 1) % every == 0 else model.sliding_window
 
 
 def rotates(model: ModelSection, layer: int) -> bool:
-    """Whether a layer has positions: not every n-th where `model.megatron.no_rope_freq` is n, nor those it marks."""
+    """Says whether a layer uses rotary positions; `model.megatron.no_rope_freq` excludes some layers."""
     skipped = model.megatron.get("no_rope_freq")
     if skipped is None:
         return True
@@ -94,7 +94,7 @@ def rotates(model: ModelSection, layer: int) -> bool:
 
 
 def _normed(part: Module, heads: Tensor) -> Tensor:
-    """[batch, seq, groups, heads, size] with every head normalised, or all of them together."""
+    """Normalises each head, or all heads together, [batch, seq, groups, heads, size]."""
     if part.model.qk_norm_width == "head":
         return norm(part, heads)
     return norm(part, heads.flatten(2)).view(heads.shape)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values come from a narrow latent, positions from dimensions of their own.
+"""Multi-head latent attention: keys and values come from a narrow latent, positions from separate dimensions.
 
 Source: DeepSeek-V2, arXiv 2405.04434, equations 9 to 19, with the softmax scale and the norms of the released models.
 """
@@ -26,12 +26,12 @@ _PARTS = {
     "linear_kv_up_proj": "kv_b_proj",
     "linear_proj": "proj",
 }
-"""Projection -> DeepSeek's name of it; its output's has the name that all kinds of attention share."""
+"""DeepSeek's names of the projections; that of the output has the name that all kinds of attention share."""
 
 
 @final
 class LatentAttention(AttentionKind):
-    """Every head has a key and a value of its own, from one latent."""
+    """Attention in which every head has its own key and value, computed from one latent."""
 
     inputs = tuple(_PARTS.values())[:-1]
 
@@ -91,7 +91,7 @@ def _latent_norm(part: Module, name: str, x: Tensor) -> Tensor:
 
 
 def _turned(model: ModelSection, x: Tensor, rows: Rows) -> Tensor:
-    """[batch, seq, heads, qk_rope_head_dim]; interleaved pairs (0, 1), (2, 3), ... are first moved to (i, i + half)."""
+    """Rotates [batch, seq, heads, qk_rope_head_dim]; interleaved pairs (0, 1), ... first become (i, i + half)."""
     apart = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1) if model.rope.interleaved else x
     return rotated(apart, rows.positions, model.rope)
 

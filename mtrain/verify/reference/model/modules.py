@@ -1,4 +1,4 @@
-"""Norms, projections and activations, and where their weights stand."""
+"""Norms, projections and activations, and the lookup of their weights."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 
 _CLAMP, _SLOPE = 7.0, 1.702
-"""GPT-OSS: bound of both projections, and the slope of its gate."""
+"""Constants of GPT-OSS: bound of both projections, and slope of the gate."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A place in the model."""
+    """Module of the model: a prefix of tensor names."""
 
     model: ModelSection
     tensors: Mapping[str, Tensor]
-    """All of the model by name, float64."""
+    """All tensors of the model by name, float64."""
     name: str
-    """Of this place."""
+    """Name of this module."""
 
     def inner(self, name: str) -> Module:
-        """A place inside this one."""
+        """Returns a submodule."""
         return Module(self.model, self.tensors, f"{self.name}.{name}")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor that is there."""
+        """Returns a tensor of this module, which must exist."""
         return self.tensors[f"{self.name}.{name}"]
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor that may be there."""
+        """Returns a tensor of this module; None if there is none."""
         return self.tensors.get(f"{self.name}.{name}")
 
 
 def linear(part: Module, name: str, x: Tensor) -> Tensor:
-    """x W^T, with the bias where there is one."""
+    """Computes x W^T, plus the bias if there is one."""
     bias = part.get(f"{name}.bias")
     product = x @ part.tensor(f"{name}.weight").T
     return product if bias is None else product + bias
 
 
 def norm(part: Module, x: Tensor, epsilon: float | None = None) -> Tensor:
-    """RMSNorm or LayerNorm of the last axis; by default with the model's epsilon."""
+    """Applies RMSNorm or LayerNorm to the last axis; by default with the model's epsilon."""
     model = part.model
     match model.norm:
         case "layernorm":
@@ -63,14 +63,14 @@ def norm(part: Module, x: Tensor, epsilon: float | None = None) -> Tensor:
 
 
 def network(part: Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A feed-forward part: without the bias of its second projection, and with it."""
+    """Computes a feed-forward network; returns its output without and with the bias of the second projection."""
     inner = activated(part.model, linear(part, "linear_fc1", x))
     product, bias = inner @ part.tensor("linear_fc2.weight").T, part.get("linear_fc2.bias")
     return product, product if bias is None else product + bias
 
 
 def activated(model: ModelSection, x: Tensor) -> Tensor:
-    """What stands between the two projections: [..., ffn], or [..., 2 ffn] where gated, to [..., ffn]."""
+    """Applies the activation between the two projections, [..., ffn], or [..., 2 ffn] if gated, -> [..., ffn]."""
     match model.activation:
         case "gelu":
             return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))

@@ -16,12 +16,12 @@ from mtrain.config.schema.model import RopeSection
 
 
 def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:
-    """Turns the pairs (i, i + size / 2) of [batch, seq, heads, size] by position x frequency.
+    """Rotates the pairs (i, i + size / 2) of [batch, seq, heads, size] by position x frequency.
 
     Args:
-        x: Queries or keys.
-        positions: [batch, seq].
-        rope: Base and scaling.
+        x: Queries or keys to rotate.
+        positions: Position of each token, [batch, seq].
+        rope: Section with base and scaling.
     """
     half = x.shape[-1] // 2
     frequencies = torch.tensor([frequency(rope, x.shape[-1], pair) for pair in range(half)], dtype=x.dtype)
@@ -32,7 +32,7 @@ def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:
 
 
 def frequency(rope: RopeSection, size: int, pair: int) -> float:
-    """Radians a position of the pair (pair, pair + size / 2)."""
+    """Returns the frequency of the pair (pair, pair + size / 2) in radians per position."""
     plain = math.pow(rope.base, -2.0 * pair / size)
     turns = rope.original_max_positions * plain / (2 * math.pi)
     match rope.scaling:
@@ -51,7 +51,7 @@ def frequency(rope: RopeSection, size: int, pair: int) -> float:
 
 
 def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
-    """Falls from 1 to 0 between the pairs that turn beta_fast and beta_slow times over the original context."""
+    """Returns a share that falls from 1 to 0 between the pairs with beta_fast and beta_slow turns in the context."""
 
     def place(turns: float) -> float:
         return size * math.log(rope.original_max_positions / (2 * math.pi * turns)) / (2 * math.log(rope.base))
@@ -60,12 +60,12 @@ def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
     if rope.truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, size - 1)
-    width = slow - fast if slow != fast else 0.001  # as the released code has it
+    width = slow - fast if slow != fast else 0.001  # as in the released code
     return 1 - (pair - fast) / width
 
 
 def magnitude(rope: RopeSection) -> float:
-    """What cos and sin are multiplied by."""
+    """Returns the factor of cos and sin."""
     if rope.scaling != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -76,5 +76,5 @@ def magnitude(rope: RopeSection) -> float:
 
 
 def growth(rope: RopeSection, coefficient: float) -> float:
-    """0.1 c ln(factor) + 1."""
+    """Computes 0.1 c ln(factor) + 1."""
     return 1.0 + 0.1 * coefficient * math.log(rope.factor)

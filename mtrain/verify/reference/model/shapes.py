@@ -1,4 +1,4 @@
-"""Which tensors a model consists of, in the order of the forward pass."""
+"""Names and shapes of a model's tensors, in the order of the forward pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mtrain.verify.reference.model.attention_kind import Shape, linear_shapes, n
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
-"""How the names of tensors end that belong to the model's state without having a gradient."""
+"""Suffix of the names of tensors that belong to the model's state but have no gradient."""
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Whether layer `layer`, counted from 0, has experts: behind the first dense ones every n-th."""
+    """Says whether layer `layer`, counted from 0, has experts: every n-th after the first dense ones."""
     section = model.experts
     if section is None or layer < section.first_dense_layers:
         return False
@@ -22,14 +22,14 @@ def has_experts(model: ModelSection, layer: int) -> bool:
 
 
 def layers(model: ModelSection) -> dict[str, int]:
-    """Every transformer layer by name: its number; those that predict ahead are of the last one's kind."""
+    """Returns the number of each transformer layer by name; layers that predict ahead have that of the last one."""
     own = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
     ahead = {f"mtp.layers.{depth}.transformer_layer": model.num_layers - 1 for depth in range(model.mtp_depths)}
     return own | ahead
 
 
 def shapes_of(model: ModelSection) -> dict[str, Shape]:
-    """Name -> shape, tables without the padding of the vocabulary."""
+    """Returns the shapes of all tensors by name; tables are without vocabulary padding."""
     return dict(_tensors(model))
 
 
@@ -75,7 +75,7 @@ def _network(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, S
 
 
 def is_gated(model: ModelSection) -> bool:
-    """Whether the first projection is a gate and, behind it, what the gate lets through."""
+    """Says whether the first projection consists of a gate and an up projection."""
     return model.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as plain functions of its tensors, one global batch at a time.
+"""Decoder-only transformer as plain functions of its tensors, one global batch at a time.
 
 Source of multi-token prediction: DeepSeek-V3 report (2024), section 2.2, equations 21 to 25, the embedding first in the
 concatenation as in the published weights.
@@ -23,31 +23,32 @@ from mtrain.verify.reference.text import Rows
 
 @dataclass
 class Forward:
-    """One forward pass; [batch, seq, ...]."""
+    """Outputs of one forward pass; [batch, seq, ...]."""
 
     logits: Tensor
-    """Of the next token."""
+    """Logits of the next token."""
     ahead: list[Tensor] = field(default_factory=list)
-    """Logits of the tokens behind it, by depth."""
+    """Logits of the tokens after it, by depth."""
     seen: list[Routed] = field(default_factory=list)
-    """By router, in the order of the forward pass."""
+    """Choices of each router, in the order of the forward pass."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """By module, of the layers that predict the next token."""
+    """Outputs by module, of the layers that predict the next token."""
 
 
 class Transformer:
-    """One model."""
+    """Transformer with given weights."""
 
     def __init__(self, model: ModelSection, tensors: Mapping[str, Tensor]) -> None:
-        """
+        """Keeps architecture and weights.
+
         Args:
-            model: The architecture; dropout is taken to be off.
-            tensors: By name, float64, tables without the padding of the vocabulary.
+            model: Architecture; dropout is ignored.
+            tensors: Weights by name, float64; tables are without vocabulary padding.
         """
         self._model, self._tensors = model, tensors
 
     def forward(self, rows: Rows, looks_ahead: bool = True) -> Forward:
-        """Logits of all rows, and of the tokens ahead where the model predicts them."""
+        """Computes the logits of all rows, and those of tokens ahead if the model predicts them."""
         found = Forward(logits=torch.empty(0))
         hidden = self._embedded(rows.tokens)
         found.outputs["embedding"] = hidden
@@ -63,7 +64,7 @@ class Transformer:
         return found
 
     def _depth(self, depth: int, hidden: Tensor, rows: Rows, found: Forward) -> Tensor:
-        """What a depth says, under its final norm."""
+        """Returns the hidden states of a depth after its final norm."""
         name, ahead = f"mtp.layers.{depth}", rows.ahead(depth + 1)
         embedded = norm(self._module(f"{name}.enorm"), self._embedded(ahead.tokens))
         before = norm(self._module(f"{name}.hnorm"), hidden)
@@ -75,7 +76,7 @@ class Transformer:
     def _layer(
         self, name: str, number: int, hidden: Tensor, rows: Rows, is_text: Tensor, found: Forward, place: str | None
     ) -> Tensor:
-        """A layer of the kind of layer `number`; `place` is its name among the outputs."""
+        """Computes a layer of the kind of layer `number`; `place` is its name in the outputs, None to record none."""
         part = self._module(name)
         normed = self._before(part, "input_layernorm", hidden)
         attended = attention(part.inner("self_attention"), number, normed, rows)
@@ -98,11 +99,11 @@ class Transformer:
         return after
 
     def _before(self, part: Module, name: str, x: Tensor) -> Tensor:
-        """The norm in front of a part of a layer, where the model has one."""
+        """Applies the norm before a part of a layer, if the model has one."""
         return x if self._model.post_norm else norm(part.inner(name), x)
 
     def _behind(self, part: Module, name: str, x: Tensor) -> Tensor:
-        """The norm behind a part of a layer, where the model has one."""
+        """Applies the norm after a part of a layer, if the model has one."""
         return norm(part.inner(name), x) if self._model.sandwich_norm or self._model.post_norm else x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class Transformer:
         return hidden * math.sqrt(self._model.hidden_size) if self._model.scale_embeddings else hidden
 
     def _head(self, hidden: Tensor) -> Tensor:
-        # a tied table with an adapter beside the lookup alone has been parted
+        # `merged` has separated a tied table whose adapter affects the lookup only
         return hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T
 
     def _module(self, name: str) -> Module:
