@@ -26,13 +26,13 @@ SETTINGS = [
 
 
 def focal_loss(inputs: TermInputs, gamma: float = 2.0) -> LossPair:
-    """(1 - p)^gamma x -log p of each label (Lin et al. 2017); gamma = 0 is the usual loss."""
+    """Weighs (1 - p)^gamma x -log p of each label (Lin et al. 2017); gamma = 0 is the usual loss."""
     losses = inputs.logits.cross_entropy(inputs.labels)  # [batch, seq] nats; the vocabulary may lie on several ranks
     return weigh((1 - (-losses).exp()) ** gamma * losses, inputs)
 
 
 def main() -> None:
-    """Four steps on one batch; the usual loss falls as well, though another one is minimised."""
+    """Trains four steps on one batch; the usual loss falls as well, though another one is minimised."""
     batch = [Datum(range(start, start + 20)) for start in (3, 500, 1000, 1500)]
     with Engine(load_config([TINY], SETTINGS + sys.argv[1:])) as engine:
         for _ in range(engine.config.train.num_steps):

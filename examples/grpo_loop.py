@@ -22,7 +22,7 @@ SUMS = [[first, PLUS, second, EQUALS] for first in range(10) for second in range
 
 
 def rollouts(draw: Draw, step: int) -> tuple[list[Datum], float]:
-    """Groups of answers of two tokens with their advantages, and the mean reward."""
+    """Draws groups of answers of two tokens; returns them with their advantages, and the mean reward."""
     asked = [each for each in random.Random(step).sample(SUMS, 32) for _ in range(GROUP_SIZE)]
     answers = draw(asked, SamplingParams(max_new_tokens=2, seed=step))
     said = [10 * answer.token_ids[0] + answer.token_ids[1] for answer in answers]
@@ -37,7 +37,7 @@ def rollouts(draw: Draw, step: int) -> tuple[list[Datum], float]:
 
 
 def train(config: Config) -> list[float]:
-    """The mean reward of each step; a few supervised steps come first, so that answers are worth comparing."""
+    """Returns the mean reward of each step; some supervised steps come first, so that answers are worth comparing."""
     found = []
     with Engine(config) as engine, drawing(engine) as draw:
         for step in range(config.train.num_steps):

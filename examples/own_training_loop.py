@@ -25,19 +25,19 @@ SETTINGS = [
 
 
 def batch_of(step: int) -> list[Datum]:
-    """Eight counting rows, such as 17 18 19 ...; what comes before the fourth token is a prompt and counts nothing."""
+    """Makes eight counting rows, such as 17 18 19 ...; the first three tokens are a prompt without a loss."""
     starts = random.Random(step).sample(range(100), 8)
     return [Datum(range(start, start + 33), weights=[0.0] * 3 + [1.0] * 30) for start in starts]
 
 
 def main() -> None:
-    """Six steps of two calls each, then a validation."""
+    """Trains six steps of two calls each, then validates."""
     with Engine(load_config([TINY], SETTINGS + sys.argv[1:])) as engine:
         for step in range(engine.config.train.num_steps):
             batch = batch_of(step)  # the whole batch on every rank: the engine takes this rank's part of it
             engine.forward_backward(batch[:4])
             engine.forward_backward(batch[4:])  # adds up; the same bits as one call with all eight
-            done = engine.optim_step()  # one division by what both calls have counted, clipping, AdamW
+            done = engine.optim_step()  # one division by the denominator of both calls, clipping, AdamW
             if engine.rank == 0:
                 print(f"step {done.step}  loss {done.loss:.6f}  grad_norm {done.grad_norm:.4f}  lr {done.lr:.1e}")
         held_out = engine.evaluate([batch_of(1000), batch_of(1001)])

@@ -23,7 +23,7 @@ Draw = Callable[[list[list[int]], SamplingParams], list[Completion]]
 
 @contextlib.contextmanager
 def drawing(engine: Engine) -> Iterator[Draw]:
-    """What draws answers by the weights of the moment; collective, with the same answers on all ranks."""
+    """Yields a function that draws answers with the current weights; collective, the same answers on all ranks."""
     if importlib.util.find_spec("vllm") is None:
         yield functools.partial(engine.generate, max_sequences=256)
         return
@@ -41,10 +41,10 @@ def drawing(engine: Engine) -> Iterator[Draw]:
 
         def draw(prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": engine.named_hf_tensors()})
-            llm.reset_prefix_cache()  # keys and values by the weights before
+            llm.reset_prefix_cache()  # it holds keys and values of the old weights
             asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
             asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop_token_ids": [*sampling.stop_token_ids]}
-            # 0 log-probabilities beside that of the drawn token, which is always there
+            # 0 log-probabilities besides that of the drawn token, which is always returned
             asked |= {"logprobs": 0, "ignore_eos": True, "detokenize": False}
             seeds = [sampling.seed * len(prompts) + number for number in range(len(prompts))]  # a prompt may come twice
             each = [vllm.SamplingParams(seed=seed, **asked) for seed in seeds]

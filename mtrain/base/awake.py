@@ -1,4 +1,4 @@
-"""A clock that stands still while its process does, as in a job that is suspended."""
+"""Clock that stops while its process is suspended."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 
 class AwakeClock:
-    """Seconds in which this process ran: a job that was suspended and resumed has lost no time. To be read often."""
+    """Clock of the seconds in which this process ran, so that a suspended job loses no time; must be read often."""
 
     def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            longest_gap_s: Most seconds that count between two readings; in a longer gap the process stood still.
-            clock: Gives the time in seconds.
+            longest_gap_s: Most seconds that count between two readings; in a longer gap the process was suspended.
+            clock: Function that returns the time in seconds.
         """
         self._longest_gap_s, self._clock = longest_gap_s, clock
         self._read_s, self._awake_s = clock(), 0.0
 
     def __call__(self) -> float:
-        """The seconds so far."""
+        """Returns the seconds so far."""
         now = self._clock()
         self._awake_s += min(now - self._read_s, self._longest_gap_s)
         self._read_s = now

@@ -142,7 +142,7 @@ class SteadyFile(io.RawIOBase):
 
 
 def steady(path: Path) -> io.BufferedReader:
-    """A `SteadyFile` that gives as many bytes as are asked for, as libraries expect.
+    """Opens a `SteadyFile` that returns as many bytes as requested, as libraries expect.
 
     Raises:
         OSError: It cannot be opened.

@@ -89,7 +89,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     if is_import:
         family = family.as_stored(names)
     elif source.model.tied_embeddings and source.model.num_labels is None:
-        # beside a tensor of its own outside of the base model, transformers 4 does not take names that lack `model.`
+        # next to a tensor outside of the base model, transformers 4 does not accept names without `model.`
         family = family.as_stored(names, for_all_versions=True)
     table = family.table(source.model)
     if entry.manifest.base is None:
@@ -113,10 +113,10 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
 
 
 def files_there(origin: Path | None) -> dict[str, Any]:
-    """File -> metadata and tensors, where the weights came from; empty where nothing says it.
+    """Returns file -> metadata and tensors of the folder that the weights came from; empty where nothing says it.
 
     Raises:
-        DataError: The folder holds weights, and two things say which.
+        DataError: The folder holds weights, and two of its files disagree about which they are.
     """
     if origin is None:
         return {}

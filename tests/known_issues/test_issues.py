@@ -59,7 +59,7 @@ def plain_loss(per_token: bool, loss: Any, num_microbatches: int = 1, cp: int = 
 
 
 def test_a_two_part_closure_is_scaled() -> None:
-    """Shows theirs; ours is in tests/parity/layouts/test_layouts.py, with cp > 1 and many microbatches."""
+    """Shows their scaling; tests/parity/layouts/test_layouts.py shows ours, with cp > 1 and many microbatches."""
     two, _ = plain_loss(True, lambda output: (output.sum(), {}), num_microbatches=4, cp=2)
     three, _ = plain_loss(True, lambda output: (output.sum(), torch.tensor(0), {}), num_microbatches=4, cp=2)
     assert (two.item(), three.item()) == (1.0, 2.0)
@@ -271,7 +271,7 @@ def test_states_are_loaded_before_the_first_update(pool: Pool) -> None:
 
 
 def test_loading_does_not_ask_for_adams_step(pool: Pool) -> None:
-    """Shows theirs; every resumed run of tests/mcore/state/test_save_and_load.py shows ours."""
+    """Shows their loading; every resumed run of tests/mcore/state/test_save_and_load.py shows ours."""
     assert pool.run(state_ranks.set_one_state, REPLICAS, small()) == ["'step'"] * 2
 
 

@@ -18,7 +18,7 @@ where ranks wait for each other in every turn. Rows are 32k wide, as the longest
 6 x hidden_size x length + length^2 of each document.
 
 Third table: a simulated 1F1B pipeline whose microbatches differ in cost (backward costs twice forward, sending none),
-its time over that of its work alone: microbatches in random order, sorted, and from cheap to dear to cheap.
+its time over that of its work alone: microbatches in random order, sorted, and from cheap to expensive to cheap.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ All contenders get the sum of losses and the number of tokens of each microbatch
 factor for the gradients on every rank and the gradient norm on every host. The pass over the gradients, the same for
 all, is left out.
 
-- "norm": what a step without normalisation does. One all-reduce of the squared norm over all ranks, one read. It is in
-  all others as well: every step of theirs starts with all ranks in step, and what they ADD to it is compared.
+- "norm": a step without normalisation. One all-reduce of the squared norm over all ranks, one read. It is in
+  all others as well, so that their steps start with synchronized ranks, and what they ADD to it is compared.
 - "normalisation": megatron-core's. An int32 count of each microbatch; after the last one a broadcast over the pipeline,
   an all-reduce over DP x CP, a branch on the host. (megatron-core 0.16.1, pipeline_parallel/schedules.py,
   `forward_step_calc_loss`, and distributed/finalize_model_grads.py, `finalize_model_grads`.) No loss to log.
@@ -14,7 +14,7 @@ all, is left out.
   (megatron/training/training.py, `train_step`). It reads them at each logging interval; here never.
 - "ours": a pair of each microbatch, added up on the device, that travels in the norm's all-reduce and read, with the
   planned denominators and a flag. Terms of several denominators ("apart") cost an all-reduce of the plan; it runs
-  beside the first forward pass, which is not here to hide it. megatron-core has nothing to compare that with.
+  during the first forward pass, which is not here to hide it. megatron-core has nothing to compare that with.
 
 A second table shows what the collectives cost by themselves.
 

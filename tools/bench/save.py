@@ -3,15 +3,15 @@
 Contenders share one run, the same ranks and the same state (weights, float32 main weights and Adam's moments of a small
 model, filled with random numbers); every rank starts a contender together and the slowest one counts. Ours takes turns
 with raw and memcpy, and after that theirs with raw once more: theirs forks writers, after which the first write to each
-page of the rank's memory, which is then shared with them, costs a fault, whoever writes.
+page of the rank's memory, which is then shared with them, costs a page fault in any process.
 
 - raw: each rank writes as many bytes as our file of that rank has, from memory, and waits for the disk (fsync).
-- ours: all that `Saver.save` and `wait` do: copy, files, BLAKE3, fsync, manifest, rename.
-- copy: what training waits for in ours, beside the bare copy of the same tensors into memory that is there.
+- ours: everything that `Saver.save` and `wait` do: copy, files, BLAKE3, fsync, manifest, rename.
+- copy: what training waits for in ours, next to the bare copy of the same tensors into existing memory.
 - theirs: `dist_checkpointing.save` in `torch_dist`, parallel over data-parallel ranks, with its distribution kept from
   the first save; optimizer state in the form that can be resharded.
 
-Best of several rounds; the first warms up. What earlier rounds wrote is deleted outside the timer, whoever wrote it.
+Best of several rounds; the first warms up. Files of earlier rounds are deleted outside the timer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each axis (tp with sp, pp, vpp, cp by all-gather, ulysses and ring, dp, ep) on 1, 2, 4 and 8 ranks: weak, the batch
 growing with the ranks, and strong, the batch of one rank for all. More ranks than cores take turns, so nothing here is
-wall time: a row has the least processor seconds of a rank for a step, and their sum for a token beside that of one
+wall time: a row has the least processor seconds of a rank for a step, and their sum for a token next to that of one
 rank; the share of them that gloo's threads need; calls and megabytes of each kind that a rank sends; and of pipelines
 the bubble, by the schedule that ran: with even slots, which is the formula (p - 1) / (m v + p - 1), and with the
 processor seconds that each slot had. The model of costs of `mtrain plan`, given what products, attention, memory and an

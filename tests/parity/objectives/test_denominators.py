@@ -44,7 +44,7 @@ def refusals(pool: Pool, case: Case, batch: GlobalBatch, **changes: Any) -> list
     return pool.run(ranks.numeric_error, case.resolved(config), config, initial_parameters(config), batch)
 
 
-@pytest.mark.parametrize("case", [*CASES, at_night(NIGHT)], ids=str)  # tensor ranks know nothing of weights
+@pytest.mark.parametrize("case", [*CASES, at_night(NIGHT)], ids=str)  # weights do not matter to tensor ranks
 @pytest.mark.parametrize("weight", [SMALL, LARGE])
 def test_small_and_large_denominators_are_exact(pool: Pool, case: Case, weight: float) -> None:
     batches = [weighted(batch, weight) for batch in three_steps()[:2]]

@@ -33,7 +33,7 @@ PACKED = {"data__isolate_documents": True, "data__packing": {}}
 LAYOUTS = [
     pytest.param(case(3, num_layers=2, pp=2), {}, id="pp2"),
     pytest.param(case(1, num_layers=2, cp=2, dp=2), PACKED, id="cp2 dp2 packed"),
-    # the day has a head over tensor ranks beside adapters; its stages are the model's
+    # the day has a head over tensor ranks with adapters; its stages are the model's
     pytest.param(case(3, num_layers=4, pp=2, vpp=2), {}, id="pp2 vpp2", marks=pytest.mark.nightly),
     pytest.param(case(3, num_layers=2), {}, id="one process", marks=pytest.mark.nightly),
     pytest.param(case(2, num_layers=2, dp=2), {}, id="dp2", marks=pytest.mark.nightly),
