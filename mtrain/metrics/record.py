@@ -26,7 +26,7 @@ OF_THE_MACHINE = (
     "memory_bytes",
     "time_s",
 )
-"""Fields that depend on the machine's speed; all others are the same in every repetition of a run."""
+"""Fields that depend on the machine and its speed; all others are the same in every repetition of a run."""
 
 _LARGEST_INTEGER = 2**63 - 1
 
