@@ -92,14 +92,14 @@ def build_parts(
     teacher_of: TeacherOf = load_teacher,
     weights_follow: bool = False,
 ) -> Parts:
-    """Builds the model, its optimizer and its step; loads no weights. Collective over the world.
+    """Builds the model with initial weights, its optimizer and its step. Collective over the world.
 
     Args:
         config: Configuration of the run.
         groups: Newly opened process groups: dropout draws from the random states that they seeded.
         objective: Objective that is minimised.
         teacher_of: Function that returns the teacher.
-        weights_follow: Whether weights are loaded afterwards, as for `build_model`.
+        weights_follow: Whether the caller loads or draws the weights; until then they are nan.
 
     Raises:
         ConfigError: A backend is not installed, or the teacher does not fit.

@@ -189,8 +189,8 @@ class Engine:
                 teacher where there is none; or this is a second call, and terms with denominators of their own need the
                 whole batch in the first one.
             DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; the gradients of
-                earlier calls are kept, also after a NumericError. After any other error they are lost.
-            NumericError: An extra is not finite.
+                earlier calls are kept. An error during the pass loses them.
+            NumericError: An extra is not finite; the gradients of earlier calls are kept.
         """
         training = self._built().training
         if self._is_bare:
@@ -199,7 +199,7 @@ class Engine:
         samples = self._batches.samples(batch, objective.extras)
         plan = self._batches.plan(samples, len(batch))
         batches = self._batches.own(plan, samples, has_first=self._open is None, extras=objective.extras)
-        step, self._open = self._open or training.open(), None  # a pass that fails leaves no half of a gradient behind
+        step, self._open = self._open or training.open(), None  # a pass that fails must not leave half a gradient
         training.accumulate(step, batches, plan.num_microbatches, objective, is_last=False)
         self._open = step
         self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)

@@ -35,6 +35,6 @@ def _check_extras(objective: Objective, config: Config) -> None:
     if missing:
         raise ConfigError(
             f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
-            f"{', '.join(needed)} beside each token; set data.extras=[{','.join(needed)}] with "
+            f"{', '.join(needed)} of each token; set data.extras=[{','.join(needed)}] with "
             "data.kind=sft, and give records these keys"
         )

@@ -51,7 +51,7 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
 
 
 def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Returns the results that tell something: drops one process that could not run, if others ran and none passes."""
+    """Drops one process that could not run from the results, if others ran and none passes: it says nothing."""
     if any(each.passed for each in results) or all(each.error is not None for each in results):
         return list(results)
     return [each for each in results if each.num_ranks > 1 or each.error is None]

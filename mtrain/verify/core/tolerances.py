@@ -118,7 +118,7 @@ def _values(config: Config) -> tuple[Tolerance, ...]:
             unit * math.sqrt(summands),
             "s u sqrt(N)",
             inputs,
-            "The mean of each loss term over the global batch, relative to its exact value. N summands lie behind each "
+            "The mean of each loss term over the global batch, relative to its exact value. N summands follow each "
             "other in a forward pass.",
         ),
         Tolerance(

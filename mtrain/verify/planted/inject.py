@@ -148,7 +148,7 @@ def _adapts(config: Config) -> bool:
 ADAPTER_FAULTS = (
     Fault(
         "adapter-gradient-times-tp",
-        "sums the gradient behind a replicated A tp times over the tensor-parallel ranks",
+        "sums the gradient of a replicated A's output tp times over the tensor-parallel ranks",
         "tp",
         _adapts,
         "adapter",

@@ -41,7 +41,7 @@ SHARED_FAULTS = (
     Fault("token-weights-squared", "applies the weights of tokens twice", None, shown_by=2),
     Fault("sample-weights-ignored", "lets every sample count the same", None, shown_by=2),
     Fault("padding-counted", "counts padding as loss tokens", None),
-    Fault("labels-shifted-twice", "predicts the token behind the next one", None),
+    Fault("labels-shifted-twice", "predicts the token after the next one", None),
     Fault(
         "extras-not-shifted",
         "gives each token the advantage and the log-probabilities of the one before the predicted",

@@ -55,7 +55,7 @@ def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) 
 
 
 def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
-    """Updates completed where the rate begins to fall and where it has fallen; of a constant rate the run's."""
+    """Returns the numbers of updates at which the decay begins and ends; of a constant rate those of the whole run."""
     match optimizer.schedule:
         case "constant":
             return 0, num_steps

@@ -216,7 +216,7 @@ PREEMPT = ReportText(
         "the ranks."
     ),
     curves=(
-        "Above: the values. The broad grey band is the run that nothing stopped; on it stand the steps behind each "
+        "Above: the values. The broad grey band is the run that nothing stopped; on it are the steps after each "
         "stop. Below: the relative deviation."
     ),
     tensors="",

@@ -1,6 +1,6 @@
 """Causal attention inside documents, with explicit scores; hidden states are [batch, seq, hidden].
 
-Each kind of attention has a file of its own and stands in KINDS.
+Each kind of attention has a file of its own and is listed in KINDS.
 """
 
 from __future__ import annotations
