@@ -20,12 +20,12 @@ def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
 
 def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     """Every target has to be there, and to be what PEFT makes of it."""
-    if missing := [target for target in adapter.targets if target in _ATTENTION - _attention_of(model)]:
+    if missing := [target for target in adapter.targets if target in _ATTENTION - model.query_projections]:
         yield (
             f"adapter.targets={', '.join(missing)}: the attention of this model has no such projection; name "
-            f"{', '.join(sorted(_attention_of(model)))}, or qkv for all of them"
+            f"{', '.join(sorted(model.query_projections))}, or qkv for all of them"
         )
-    if model.mla is not None and adapter.dropout > 0 and "kv_b_proj" in adapter.parts:
+    if adapter.dropout > 0 and "kv_b_proj" in adapter.parts & model.query_projections:
         yield (
             f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
             "latents behind the exchange of context parallelism; set it to 0, or name the other projections"
@@ -49,13 +49,6 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             "adapter.targets=output: with model.tied_embeddings=true the output layer has no table of its own; remove "
             "it, or name embedding, which leaves the output layer on the frozen table, as in PEFT"
         )
-
-
-def _attention_of(model: ModelSection) -> frozenset[str]:
-    if model.mla is None:
-        return frozenset(("q_proj", "k_proj", "v_proj"))
-    queries = ("q_proj",) if model.mla.q_lora_rank is None else ("q_a_proj", "q_b_proj")
-    return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
 
 
 def _given(adapter: AdapterSection, *groups: str) -> str:

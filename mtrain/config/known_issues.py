@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never, get_args
 
-from mtrain.config.derived import dropout_keys, layout_dependent_keys
+from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.sections import Sections
@@ -234,7 +234,7 @@ class Note:
 
 
 DROPOUT = Note(
-    lambda config: bool(dropout_keys(config.model, config.adapter)),
+    lambda config: bool(config.dropout_keys),
     "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
 )
 FP8 = Note(

@@ -6,7 +6,7 @@ Each function yields a message for every broken rule: what was given, what is ne
 from collections.abc import Iterator
 from typing import Literal
 
-from mtrain.config.derived import PREFERENCE_FORMATS, compared, dropout_keys, layout_dependent_keys, row_width
+from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
@@ -67,12 +67,7 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
 
 def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
     """Heads and FFN columns are divided over tp; Ulysses divides a rank's heads again over cp."""
-    divided = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.query_groups,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-    }
-    for key, size in divided.items():
+    for key, size in model.sizes_over_tp.items():
         if size % layout.tp:
             yield f"{key}={size} must be a multiple of layout.tp={layout.tp}; change one of them"
     if layout.cp_comm == "ulysses" and layout.cp > 1 and model.num_attention_heads % (layout.tp * layout.cp):
@@ -209,7 +204,7 @@ def compiled(config: Sections) -> Iterator[str]:
     if config.train.compile == "none":
         return
     key = f"train.compile={config.train.compile}"
-    for name in dropout_keys(config.model, config.adapter):
+    for name in config.dropout_keys:
         if name != "model.attention_dropout":  # stands outside of the graphs
             yield f"{key} does not go with {name}, as a compiled layer draws other numbers; turn one of the two off"
     if config.train.offload_layers is not None:
@@ -266,7 +261,7 @@ def preferences(config: Sections) -> Iterator[str]:
             f"data.extras={list(data.extras)} are numbers of a record's tokens, but {name} compares answers, of which "
             "a record has two; remove data.extras"
         )
-    for key in dropout_keys(config.model, config.adapter):
+    for key in config.dropout_keys:
         yield (
             f"{key} is above 0, but {name} sees the model twice in a step, which has to be the same model; set it to 0"
         )

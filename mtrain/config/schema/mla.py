@@ -32,6 +32,12 @@ class LatentAttentionSection(Section):
         """Dimensions of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def projections(self) -> frozenset[str]:
+        """Names in adapter.targets of the projections that queries, keys and values come from."""
+        queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+        return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
+
     @rule
     def the_rotary_part_is_even(self) -> str | None:
         if self.qk_rope_head_dim % 2 == 0:

@@ -161,6 +161,24 @@ class ModelSection(Section):
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
+    def attention(self, layer: int) -> Literal["grouped", "latent"]:
+        """Kind of attention of layer `layer`, counted from 0: decided here, and asked by whatever builds on it."""
+        return "grouped" if self.mla is None else "latent"
+
+    @property
+    def sizes_over_tp(self) -> dict[str, int]:
+        """Key -> number that layout.tp must divide."""
+        return {
+            "model.num_attention_heads": self.num_attention_heads,
+            "model.num_query_groups": self.query_groups,
+            "model.ffn_hidden_size": self.ffn_hidden_size,
+        }
+
+    @property
+    def query_projections(self) -> frozenset[str]:
+        """Names in adapter.targets of the projections that queries, keys and values come from."""
+        return frozenset(("q_proj", "k_proj", "v_proj")) if self.mla is None else self.mla.projections
+
     @property
     def rotary_size(self) -> int:
         """Dimensions of a head that are rotated."""

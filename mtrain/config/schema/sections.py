@@ -34,8 +34,13 @@ class Sections(Section):
     def is_layout_dependent(self) -> bool:
         """Whether the run is that of its layout and micro-batch size only: by definition of something in use, by the
         draws of dropout, or by the scales of fp8."""
-        keys = derived.layout_dependent_keys(self.model, self.loss) or derived.dropout_keys(self.model, self.adapter)
+        keys = derived.layout_dependent_keys(self.model, self.loss) or self.dropout_keys
         return bool(keys) or self.train.fp8 is not None
+
+    @property
+    def dropout_keys(self) -> list[str]:
+        """Keys of dropouts that are above 0."""
+        return derived.dropout_keys(self.model, self.adapter)
 
     @property
     def row_width(self) -> int:

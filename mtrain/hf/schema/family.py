@@ -10,6 +10,7 @@ from typing import Any
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
+from mtrain.plan.features import kinds, present
 
 BASE = "model."
 _IN_BASE = ("layers.", "embed_tokens.")
@@ -115,13 +116,11 @@ def _numberless(name: str) -> str:
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
-    """The axes that tables speak of.
+    """The axes that tables speak of: these, and those that the parts of layers add (`LayerPart.axes`).
 
     V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
-    value), d dimensions of a head, c halves of a gated projection, L layers, E experts, e feed-forward of an expert,
-    t feed-forward of all shared experts, n labels of a head of sequences. Latent attention: q and k ranks of queries
-    and of keys and values, m the latter with the rotary key, x dimensions of a query head, y of a key's part without
-    position and its value, v of a value head. j both inputs of a prediction further ahead.
+    value), d dimensions of a head, c halves of a gated projection, L layers, n labels of a head of sequences, j both
+    inputs of a prediction further ahead.
     """
     sizes = {
         "V": model.vocab_size,
@@ -137,24 +136,15 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "j": 2 * model.hidden_size,
         "L": model.num_layers,
     }
-    if (experts := model.experts) is not None:
-        sizes |= {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
-    if (mla := model.mla) is not None:
-        sizes |= {
-            "q": mla.q_lora_rank or 0,
-            "k": mla.kv_lora_rank,
-            "m": mla.kv_lora_rank + mla.qk_rope_head_dim,
-            "x": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
-            "y": mla.qk_nope_head_dim + mla.v_head_dim,
-            "v": mla.v_head_dim,
-        }
+    for part in present(model):
+        sizes |= part.axes(model)
     return sizes
 
 
 def stacks_layers(model: ModelSection) -> bool:
     """Whether a checkpoint keeps the layers in one tensor: where all are alike."""
     # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
-    return len({model.has_experts(layer) for layer in range(model.num_layers)}) == 1
+    return len(set(kinds(model))) == 1
 
 
 def _copies(model: ModelSection, base: str) -> dict[str, str]:

@@ -21,8 +21,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.cache import CachedPass, caching
-from mtrain.mcore.model.attention.context_parallel import RowAttention
+from mtrain.mcore.model.attention.cache import CachedPass, Remembering, remembering
 from mtrain.mcore.model.build import run_chunk, unwrap
 from mtrain.mcore.model.compiled import as_written
 from mtrain.mcore.model.output_layer import Logits
@@ -159,12 +158,12 @@ def cached_model(
     """
     refuse_uncachable(config, chunks)
     reading = CachedPass(num_sequences, length, groups.device)
-    attentions = [module for chunk in chunks for module in chunk.modules() if isinstance(module, RowAttention)]
+    kept = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Remembering)]
     was_training = [chunk.training for chunk in chunks]
     try:
         for chunk in chunks:
             chunk.eval()
-        with caching(attentions, reading):
+        with remembering(kept, reading):
             yield CachedModel(config, groups, chunks, reading)
     finally:
         for chunk, training in zip(chunks, was_training):
@@ -190,7 +189,7 @@ def refuse_uncachable(config: Config, chunks: Sequence[Any]) -> None:
             "text cannot be generated token by token; generate with capacity_factor=null"
         )
     # the first layer of a stage tells of all
-    if not any(isinstance(module, RowAttention) for chunk in chunks for module in chunk.modules()):
+    if not any(isinstance(module, Remembering) for chunk in chunks for module in chunk.modules()):
         raise ConfigError(
             "model.backend: layers of TransformerEngine keep no keys and values for generation here; set "
             "model.backend=torch"

@@ -26,9 +26,10 @@ from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
-from mtrain.mcore.model.attention.softmax_scale import windowed_softmax_scale
+from mtrain.mcore.model.attention.softmax_scale import softmax_scale, windowed_softmax_scale
 from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
 from mtrain.mcore.model.norm import Norm
+from mtrain.mcore.model.rotary.frequencies import latent_softmax_scale
 from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
 
@@ -116,6 +117,11 @@ def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
     draft.checkpoint_names |= _LATENT_NORM_NAMES
 
 
+def _latent_fields(model: ModelSection) -> dict[str, Any]:
+    assert model.mla is not None
+    return {"softmax_scale": latent_softmax_scale(model.mla, model.rope)}
+
+
 def _dense(draft: LayerDraft, model: ModelSection) -> None:
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     draft.feed_forward = ModuleSpec(module=MLP, submodules=projections)
@@ -155,12 +161,14 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.Residual: Modules(),  # TransformerLayer adds it
     features.InputNorms: Modules(_input_norms),
     features.OutputNorms: Modules(_output_norms),
-    features.GroupedQueryAttention: Modules(_grouped_query_attention),
+    features.GroupedQueryAttention: Modules(
+        _grouped_query_attention, lambda model: {"softmax_scale": softmax_scale(model)}
+    ),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
     features.FullWidthQkNorm: Modules(_full_width_qk_norm),
     # core attention builds them where this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
-    features.MultiHeadLatentAttention: Modules(_latent_attention),
+    features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields),
 }

@@ -18,7 +18,6 @@ from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import Precision, TrainSection
-from mtrain.mcore.model.attention.softmax_scale import softmax_scale
 from mtrain.mcore.model.layer_parts import transformer_fields
 from mtrain.plan.layout import Layout
 
@@ -103,7 +102,6 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         **(_CLAMPED if model.activation == "swiglu_clamped" else {}),
         "add_bias_linear": model.linear_bias,
         "add_qkv_bias": model.qkv_bias or model.linear_bias,
-        "softmax_scale": softmax_scale(model),
         "window_size": window,
         "window_attn_skip_freq": model.global_attention_every,
         "attention_dropout": model.attention_dropout,

@@ -23,7 +23,6 @@ from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, T
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
-from mtrain.config.derived import dropout_keys
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups, seed_generators
@@ -340,7 +339,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | No
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
     # With the step: else dropout would repeat the run's first masks.
     seed_generators(config.train.seed, state.step, groups)
-    if groups.rank == 0 and dropout_keys(config.model, config.adapter):
+    if groups.rank == 0 and config.dropout_keys:
         _log.warning(
             "the checkpoint was saved by %s on %s and continues on %s on %s: dropout draws from new seeds",
             *(state.layout, state.device, groups.layout, groups.device.type),

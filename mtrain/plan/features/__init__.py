@@ -49,8 +49,7 @@ def kinds(model: ModelSection) -> tuple[int, ...]:
 @once_a_model
 def present(model: ModelSection) -> tuple[LayerPart, ...]:
     """The parts that some layer of a model has."""
-    layers = range(model.num_layers)
-    return tuple(part for part in LAYER_PARTS if any(part.is_in(model, layer) for layer in layers))
+    return tuple(part for part in LAYER_PARTS if part.is_anywhere(model))
 
 
 def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:

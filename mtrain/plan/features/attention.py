@@ -21,7 +21,7 @@ class GroupedQueryAttention(LayerPart):
     """Projections of queries, keys and values, and of the output, with their biases."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.mla is None
+        return model.attention(layer) == "grouped"
 
     def parameters(self, model: ModelSection) -> Parameters:
         biases = Parameters(
@@ -35,6 +35,12 @@ class GroupedQueryAttention(LayerPart):
 
     def matrix_elements(self, model: ModelSection) -> int:
         return model.hidden_size * (_qkv_width(model) + model.num_attention_heads * model.head_size)
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        if not self.is_anywhere(model):
+            return {}
+        groups = None if model.num_query_groups is None else small.query_groups
+        return {"num_query_groups": groups, "head_dim": small.head_dim}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         heads, size = model.num_attention_heads, model.head_size
@@ -104,7 +110,7 @@ class QkNorm(LayerPart):
     """A norm of each query head and one of each key head, which all heads share."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.qk_norm and model.qk_norm_width == "head"
+        return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "head"
 
     def parameters(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.head_size))
@@ -115,10 +121,10 @@ class FullWidthQkNorm(LayerPart):
     """A norm over all query heads at once and one over all key heads, each element with a weight of its own."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.qk_norm and model.qk_norm_width == "full"
+        return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "full"
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.qk_norm_width=full" if self.is_in(model, 0) else None
+        return "model.qk_norm_width=full" if self.is_anywhere(model) else None
 
     def parameters(self, model: ModelSection) -> Parameters:
         return Parameters(divided=(model.num_attention_heads + model.query_groups) * model.head_size)
@@ -133,7 +139,7 @@ class AttentionSinks(LayerPart):
     """A logit for each head."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.attention_sinks
+        return model.attention(layer) == "grouped" and model.attention_sinks
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return "model.attention_sinks=true" if model.attention_sinks else None

@@ -58,6 +58,10 @@ class SmallRun:
     user_seq_length: int
     seq_length: int
     num_layers: int
+    query_groups: int
+    """Key/value heads, in the user's ratio to query heads."""
+    head_dim: int | None
+    """None where heads are as wide as the hidden size divided by their number."""
 
 
 class Feature:
@@ -82,6 +86,10 @@ class LayerPart(Feature, ABC):
     @abstractmethod
     def is_in(self, model: ModelSection, layer: int) -> bool:
         """Whether layer `layer`, counted from 0, has it."""
+
+    def is_anywhere(self, model: ModelSection) -> bool:
+        """Whether some layer has it."""
+        return any(self.is_in(model, layer) for layer in range(model.num_layers))
 
     def parameters(self, model: ModelSection) -> Parameters:
         """What it adds to a layer that has it."""
@@ -114,6 +122,10 @@ class LayerPart(Feature, ABC):
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
         """Of `kept_elements`, those that a module keeps between its input and its output, by its name in
         train.recompute_modules."""
+        return {}
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """Sizes of the axes that only its tensors have, by their letters in the tables of `mtrain/hf/schema`."""
         return {}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:

@@ -82,6 +82,11 @@ class ExpertFeedForward(LayerPart):
         """A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed."""
         return sum(self._kept(model, layout))
 
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """E experts, e feed-forward of an expert, t feed-forward of all shared experts."""
+        experts = _section(model)
+        return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
+
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Those of all experts, whose gate and up share their A, as PEFT's form for experts has it."""
         experts, hidden = _section(model), model.hidden_size

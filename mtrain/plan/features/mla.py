@@ -18,7 +18,7 @@ class MultiHeadLatentAttention(LayerPart):
     """Projections down to the ranks of queries and of keys and values, their norms, and the projections up."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return model.mla is not None
+        return model.attention(layer) == "latent"
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return None if model.mla is None else "model.mla"
@@ -38,6 +38,19 @@ class MultiHeadLatentAttention(LayerPart):
         up = heads * mla.query_head_dim * (model.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank)
         up += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """q and k ranks of queries and of keys and values, m the latter with the rotary key, x dimensions of a query
+        head, y of a key's part without position and its value, v of a value head."""
+        mla = _section(model)
+        return {
+            "q": mla.q_lora_rank or 0,
+            "k": mla.kv_lora_rank,
+            "m": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "x": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+            "y": mla.qk_nope_head_dim + mla.v_head_dim,
+            "v": mla.v_head_dim,
+        }
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Down to latents, whole on every rank of TP, and up from them by heads."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from mtrain.base.errors import BadStepError, NonFiniteError, NumericError, SpoiledStateError
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.checkpoint.format.training_state import LossScaler
-from mtrain.config.derived import dropout_keys
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.engine import optimizer_state
@@ -83,7 +82,7 @@ class StepTrial:
             heartbeat: Heartbeat that is set to each phase.
         """
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
-        self._draws = bool(dropout_keys(run.model.config.model, run.model.config.adapter))
+        self._draws = bool(run.model.config.dropout_keys)
 
     def make(
         self, own: Sequence[Microbatch] | None, lr: float, step: int, asked_to_stop: Callable[[], bool]

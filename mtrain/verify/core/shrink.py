@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.derived import dropout_keys, layout_dependent_keys
+from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
@@ -166,7 +166,7 @@ def refuse_incomparable(config: Config) -> None:
 
 
 def _refuse_dropout(config: Config) -> None:
-    if keys := dropout_keys(config.model, config.adapter):
+    if keys := config.dropout_keys:
         raise ConfigError(
             f"{' and '.join(keys)} above 0 draw other numbers under every layout and micro-batch size, so that no two "
             f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
@@ -188,20 +188,22 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
     tp, ep, etp = (common_multiple([getattr(trial, axis) for trial in trials]) for axis in ("tp", "ep", "etp"))
     hidden = max(_MIN_HIDDEN, heads * SMALL_HEAD_DIM)
     is_own_width = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
-    needs_head_dim = model.mla is None and (is_own_width or heads * SMALL_HEAD_DIM != hidden)
+    needs_head_dim = is_own_width or heads * SMALL_HEAD_DIM != hidden
     width = max(1.0, min(4.0, model.ffn_hidden_size / model.hidden_size))
     num_layers = _num_layers(model, trials)
+    head_dim = SMALL_HEAD_DIM if needs_head_dim else None
+    small_run = SmallRun(tp, ep, etp, config.data.seq_length, seq_length, num_layers, groups, head_dim)
     return {
         "hf": None,
         "num_layers": num_layers,
         "num_attention_heads": heads,
-        "num_query_groups": None if model.num_query_groups is None or model.mla is not None else groups,
-        "head_dim": SMALL_HEAD_DIM if needs_head_dim else None,
+        "num_query_groups": None,
+        "head_dim": None,
         "hidden_size": hidden + 2 * SMALL_HEAD_DIM if is_own_width else hidden,
         "ffn_hidden_size": multiple_from(round(hidden * width), [tp, SMALL_HEAD_DIM]),
         "vocab_size": _vocab_size(model, reads_files),
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
-        **_of_features(model, SmallRun(tp, ep, etp, config.data.seq_length, seq_length, num_layers)),
+        **_of_features(model, small_run),
     }
 
 

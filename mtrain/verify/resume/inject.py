@@ -5,7 +5,6 @@ Each has occurred in a real trainer. `mtrain verify resume --inject NAME` is the
 
 from __future__ import annotations
 
-from mtrain.config.derived import dropout_keys
 from mtrain.verify.planted.fault import Fault
 
 CRASH = "crash"
@@ -44,7 +43,7 @@ RESUME_FAULTS = (
         "random-states-not-restored",
         "seeds the generators of dropout anew",
         None,
-        lambda config: bool(dropout_keys(config.model, config.adapter)),
+        lambda config: bool(config.dropout_keys),
         "model.attention_dropout or model.hidden_dropout above 0",
     ),
     Fault("records-kept", "leaves the records of steps that a crash has lost in metrics.jsonl", CRASH),

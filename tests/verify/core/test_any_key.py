@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.derived import dropout_keys, layout_dependent_keys
+from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.section import Section
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.layouts import Trial, derived_trials, prepared
@@ -144,7 +144,7 @@ def with_keys(base: dict[str, Any], layout: dict[str, Any], drawn: dict[str, Any
 def small_copies(user: Config) -> None:
     """Makes every small copy that the verbs make of a configuration; a refusal is a ConfigError."""
     trials = derived_trials(user, 8)
-    if dropout_keys(user.model, user.adapter) or layout_dependent_keys(user.model, user.loss):
+    if user.dropout_keys or layout_dependent_keys(user.model, user.loss):
         with pytest.raises(ConfigError, match=r"draw other numbers under every|changes with the layout by definition"):
             shrink(user, trials)
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -90,25 +89,27 @@ class CachedPass:
         return seen[:, None, None]
 
 
-class Caching(Protocol):
-    """A module that can keep what it has read."""
+class Remembering:
+    """A module that keeps what it has read of a sequence while text is generated."""
 
-    cache: KeyValueCache | None
+    def remember(self, reading: CachedPass | None) -> None:
+        """Begins anew, for what these passes read; None: keeps nothing from here on."""
+        raise NotImplementedError
 
 
 @contextlib.contextmanager
-def caching(attentions: Iterable[Caching], reading: CachedPass) -> Iterator[None]:
+def remembering(modules: Iterable[Remembering], reading: CachedPass) -> Iterator[None]:
     """Inside the block every layer keeps what it has read.
 
     Args:
-        attentions: All of this rank.
+        modules: All of this rank.
         reading: What each pass reads.
     """
-    held = list(attentions)
+    held = list(modules)
     try:
         for each in held:
-            each.cache = KeyValueCache(reading)
+            each.remember(reading)
         yield
     finally:
         for each in held:
-            each.cache = None
+            each.remember(None)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.model.attention.cache import KeyValueCache
+from mtrain.mcore.model.attention.cache import CachedPass, KeyValueCache, Remembering
 from mtrain.mcore.model.attention.documents import (
     Run,
     attend_segments,
@@ -43,7 +43,7 @@ from mtrain.mcore.model.attention.window import has_window
 from mtrain.mcore.model.own_parameters import own_places
 
 
-class RowAttention(MegatronModule):
+class RowAttention(MegatronModule, Remembering):
     """Causal attention of this rank's queries to keys and values of whole rows."""
 
     softmax_offset: nn.Parameter | None
@@ -71,6 +71,10 @@ class RowAttention(MegatronModule):
         self.dropout = config.attention_dropout
         self.tp = pg_collection.tp
         self.softmax_offset = sink_parameter(config, self.tp) if config.softmax_type == "learnable" else None
+
+    def remember(self, reading: CachedPass | None) -> None:
+        """Keeps keys and values, or the latents that they come from."""
+        self.cache = None if reading is None else KeyValueCache(reading)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None) -> Tensor:
         """Causal attention to keys of whole rows.

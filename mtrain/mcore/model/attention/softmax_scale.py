@@ -1,21 +1,19 @@
-"""What attention multiplies its scores by."""
+"""What grouped-query attention multiplies its scores by."""
 
 from __future__ import annotations
 
 import math
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
+from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 
 
 def softmax_scale(model: ModelSection) -> float:
     """query_scalar ** -0.5, by default 1/sqrt(head_dim), times the square of yarn's attention factor.
 
     yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product carries it
-    twice. Latent attention has a scale of its own.
+    twice.
     """
-    if model.mla is not None:
-        return latent_softmax_scale(model.mla, model.rope)
     return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / _divisor(model)
 
 

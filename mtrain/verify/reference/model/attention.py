@@ -5,7 +5,7 @@ Each kind of attention has a file of its own and is listed in KINDS.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from torch import Tensor
 
@@ -22,7 +22,13 @@ KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT)
 
 def kind_of(model: ModelSection, layer: int) -> AttentionKind:
     """Returns the kind of attention of layer `layer`, counted from 0."""
-    return _GROUPED if model.mla is None else _LATENT
+    match model.attention(layer):
+        case "grouped":
+            return _GROUPED
+        case "latent":
+            return _LATENT
+        case _ as never:
+            assert_never(never)
 
 
 def kinds_of(model: ModelSection) -> tuple[AttentionKind, ...]:
