@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ checkpoint: {interval_steps: 2, async_save: false}
 """
 PATIENCE_S = 600.0
 """For what takes seconds: a slow machine is no failure."""
+SUSPENDED_S = 45
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -52,6 +54,7 @@ class Runs:
         *options: str,
         environment: Mapping[str, str] | None = None,
         keep_environment: bool = False,
+        submitter: Mapping[str, str] | None = None,
     ) -> tuple[str, Path]:
         """The number of the job and its run folder, whose name has what a shell would trip over."""
         run_dir = self.folder / f"{name} $(x) %j"
@@ -62,7 +65,7 @@ class Runs:
         done = subprocess.run(
             [*command, *given],
             cwd=self.folder,
-            env={**self.cluster.environment, "PYTHONPATH": str(ROOT)},
+            env={**self.cluster.environment, "PYTHONPATH": str(ROOT), **(submitter or {})},
             capture_output=True,
             text=True,
             check=False,
@@ -80,7 +83,7 @@ class Runs:
         """The next start of the job waits nowhere."""
         self._write_environment(name, {})
 
-    def reached(self, name: str, phase: Phase, step: int) -> Path:
+    def reached(self, name: str, phase: str, step: int) -> Path:
         """Is there once the job waits in this phase."""
         return self.folder / f"{name}-{phase}-{step}.reached"
 
@@ -259,6 +262,119 @@ def test_slurm_shows_what_became_of_jobs_that_were_asked_to_stop(runs: Runs) -> 
         known = runs.ended(job)
         assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "7:0", restarts), output(run_dir)
         assert words in output(run_dir)
+
+
+ASKS_FOR_ANOTHER_JOB = {
+    "SBATCH_ARRAY_INX": "0-3",
+    "SBATCH_EXCLUSIVE": "1",
+    "SBATCH_HOLD": "1",
+    "SBATCH_JOB_NAME": "another",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_OPEN_MODE": "truncate",
+    "SBATCH_PARTITION": "high",
+    "SBATCH_SIGNAL": "KILL@1",
+    "SBATCH_TIMELIMIT": "1",
+}
+TASK = f"""#!/bin/bash
+export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH OMP_NUM_THREADS=1
+set -a; source task-$SLURM_ARRAY_TASK_ID.env; set +a
+exec bash {ROOT}/launch/slurm.sbatch task-$SLURM_ARRAY_TASK_ID run.yaml layout.pp=1 $MORE
+"""
+
+
+def test_suspended_and_held_jobs_tasks_of_an_array_and_late_jobs_end_as_slurm_says(
+    runs: Runs, uninterrupted: list[dict[str, Any]]
+) -> None:
+    """Three jobs and an array side by side, as each of them waits for seconds or minutes."""
+    late = begin_late(runs)
+    let_time_run_out(runs, *late)
+    tasks, suspended = begin_array(runs), begin_suspended(runs)
+    suspend(runs, suspended[0])
+    stop_one_of_the_array(runs, tasks)
+    resume_and_hold(runs, suspended[0])
+    known = runs.ended(suspended[0])
+    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), output(suspended[1])
+    assert metrics(suspended[1]) == uninterrupted
+    known = runs.ended(late[0])
+    assert (known["JobState"], known["Restarts"]) == ("TIMEOUT", "0"), output(late[1])
+
+
+def begin_late(runs: Runs) -> tuple[str, Path]:
+    """A job whose save would take longer than is left: its rank hangs, and the time limit comes."""
+    fault = str(InjectedFault("hang", rank=0, step=3, phase=Phase.FORWARD_BACKWARD))
+    given = ["--nodes=1", "--ntasks-per-node=1", "--partition=low", "layout.pp=1", "train.process_group_timeout_s=900"]
+    return runs.submit("late", *given, environment={VARIABLE: fault})
+
+
+def let_time_run_out(runs: Runs, job: str, run_dir: Path) -> None:
+    """Once its rank hangs."""
+    runs.cluster.wait((run_dir / "checkpoints" / "step_00000002").is_dir, "the step before", PATIENCE_S)
+    runs.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={runs.cluster.minutes(job) + 1}")
+
+
+def begin_array(runs: Runs) -> str:
+    """Three tasks: two wait in their first step until they are asked to stop, one has a wrong configuration."""
+    (runs.folder / "task.sh").write_text(TASK)
+    fault = InjectedFault("await_stop", rank=0, step=1, phase=Phase.FORWARD_BACKWARD)
+    (runs.folder / "task-1.env").write_text("MORE=train.num_steps=nothing")
+    for number in (0, 2):
+        reached = runs.reached(f"task-{number}", fault.phase, fault.step)
+        (runs.folder / f"task-{number}.env").write_text(f"{VARIABLE}='{fault}' {REACHED}='{reached}'")
+    given = ["--array=0-2", "--partition=low", "--signal=B:USR1@60", "--requeue", "--output=task-%a.log"]
+    return runs.cluster.submit(*given, "task.sh", cwd=runs.folder)
+
+
+def stop_one_of_the_array(runs: Runs, array: str) -> None:
+    """The last task, whose number stands for the whole array, is requeued alone; each ends by its own truth."""
+    cluster, said = runs.cluster, runs.folder / "task-2.log"
+    for number in (0, 2):
+        reached = runs.reached(f"task-{number}", Phase.FORWARD_BACKWARD, 1)
+        cluster.wait(reached.exists, f"task {number}", PATIENCE_S)
+    (runs.folder / "task-2.env").write_text("")
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_2")
+    known = runs.ended(f"{array}_2")
+    assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), said.read_text()
+    known = runs.ended(f"{array}_1")
+    assert (known["JobState"], known["ExitCode"], known["Restarts"]) == ("FAILED", "2:0", "0")
+    known = cluster.job(f"{array}_0")
+    assert (known["JobState"], known["Restarts"]) == ("RUNNING", "0")
+    cluster.run("scancel", f"{array}_0")
+    known = runs.ended(f"{array}_0")
+    assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
+
+
+def begin_suspended(runs: Runs) -> tuple[str, Path]:
+    """A job of somebody whose variables ask for another one; its ranks come to wait for one of them."""
+    runs.hold_next("suspended", rank=0, step=3, phase=Phase.FORWARD_BACKWARD)
+    given = ["--partition=debug", "--time=60", f"train.process_group_timeout_s={SUSPENDED_S - 5}"]
+    job, run_dir = runs.submit("suspended", *given, keep_environment=True, submitter=ASKS_FOR_ANOTHER_JOB)
+    known = runs.cluster.job(job)
+    assert (known["Partition"], known["TimeLimit"], known["Requeue"]) == ("debug", "01:00:00", "1")
+    assert "ArrayJobId" not in known
+    assert known["JobName"].startswith("suspended")
+    assert known["OverSubscribe"] == "OK"
+    return job, run_dir
+
+
+def suspend(runs: Runs, job: str) -> None:
+    """While all other ranks wait for rank 0."""
+    runs.cluster.wait(runs.reached("suspended", Phase.FORWARD_BACKWARD, 3).exists, "rank 0 in step 3", PATIENCE_S)
+    runs.cluster.run("scontrol", "suspend", job)
+
+
+def resume_and_hold(runs: Runs, job: str) -> None:
+    """Resumes the job after longer than ranks may wait for each other; the administrator holds what is requeued."""
+    cluster = runs.cluster
+    end = datetime.fromisoformat(cluster.job(job)["SuspendTime"]) + timedelta(seconds=SUSPENDED_S)
+    cluster.wait(lambda: datetime.now() > end, "the end of the suspension", PATIENCE_S)
+    assert cluster.job(job)["JobState"] == "SUSPENDED"
+    runs.hold_no_more("suspended")
+    cluster.run("scontrol", "resume", job)
+    cluster.run("scontrol", "hold", job)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    known = cluster.wait_for_job(job, ["PENDING", *ENDED], PATIENCE_S)
+    assert (known["JobState"], known["Reason"], known["Restarts"]) == ("PENDING", "JobHeldAdmin", "1")
+    cluster.run("scontrol", "release", job)
 
 
 @pytest.fixture(scope="module")
