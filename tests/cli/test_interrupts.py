@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import typer
 
 from mtrain.cli.main import VERBS, app
-from tests.cli.command_line import call
+from tests.cli.command_line import call, command
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
@@ -104,22 +105,19 @@ def test_an_interrupt_while_a_verb_reads(pool: Pool, tmp_path: Path, verb: str) 
     assert not list(tmp_path.glob("out*"))
 
 
-MISSING = {
-    "check": "check nosuch.yaml",
-    "status": "status nosuch",
-    "plan": "plan nosuch.yaml",
-    "report": "report nosuch",
-    "compare": "compare nosuch none",
-    "plot": "plot nosuch",
-    "inspect": "inspect verify nosuch",
-    "convert": "convert inspect nosuch",
-    "convert import": "convert import --hf nosuch --out out",
-    "verify": "verify parity nosuch.yaml",
-    "launch": "launch local -n 2 nosuch.yaml",
-    "show-batch": "show-batch nosuch.yaml",
-    "train-tokenizer": "train-tokenizer nosuch --output out",
-    "tokenize": "tokenize nosuch --tokenizer none --output-prefix out",
-}
+NOWHERE = "/dev/null/nosuch"
+"""Nobody can read it or make it."""
+
+
+def with_nothing_there(words: tuple[str, ...]) -> list[str]:
+    """The verb with all that it requires: numbers, and paths at which nothing is or can be."""
+    verb, found = command(*words), list(words)
+    types = typing.get_type_hints(verb.callback)
+    for each in verb.params:
+        if each.required:
+            value = "300" if types[each.name] is int else NOWHERE
+            found += [value] if each.param_type_name == "argument" else [max(each.opts, key=len), value]
+    return found
 
 
 @pytest.mark.fault(
@@ -135,11 +133,11 @@ def test_a_verb_without_ranks_always_speaks(
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    alone = {verb: call(*line.split()) for verb, line in MISSING.items()}
+    alone = {words: call(*with_nothing_there(words)) for words in ALL if words[0] not in OF_RANKS}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with notice:
-        within = {verb: call(*line.split()) for verb, line in MISSING.items()}
+        within = {words: call(*with_nothing_there(words)) for words in alone}
     assert within == alone
-    assert within["check"][0] == notice.exit_code
+    assert within[("check",)][0] == notice.exit_code
     assert all("rror" in text for _, text in within.values()), within
