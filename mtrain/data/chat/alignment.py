@@ -157,16 +157,16 @@ class Whole:
             here, position = after, other.end if other is not None else _after_space(self.text, position)
 
     def _at_end(self, text: str, own: Gap | None, position: int, other: Gap | None) -> Aligned:
-        """Of a text that is one gap, or white space alone.
+        """Ends the comparison where one gap, or white space alone, is left of the text.
 
         Args:
-            text: What is compared.
-            own: Its gap.
+            text: What is left of it.
+            own: The gap that it is, if it is one.
             position: The place in the whole at which it begins.
             other: The gap of the whole that begins there.
         """
         if own is None:
-            return Aligned("", position + _num_common(text, self.text[position:][: len(text)]))
+            return Aligned("", position + _num_common(text, self.text[position : position + len(text)]))
         if other is not None:
             after = self.text[other.last : other.end]
             return Aligned("", other.last + _num_common(text[own.last :], after))

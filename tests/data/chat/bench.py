@@ -106,7 +106,7 @@ def outcomes(name: str, text: str, folder: Path) -> Iterator[str]:
     """What becomes of each conversation under a template.
 
     Args:
-        name: Of the template.
+        name: What the template is called.
         text: The template.
         folder: Holds tokenizer.json.
     """

@@ -58,7 +58,7 @@ class Habits(NamedTuple):
     pair: str
     in_prompt: bool
     last_messages: int
-    """In answers among so many last messages, or in all but those."""
+    """The number of last messages whose answers have it, or alone lack it."""
     in_last: bool
 
     def writes(self, number: int, num_messages: int) -> bool:
