@@ -15,7 +15,7 @@ from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.activations import FP32_BYTES, element_bytes
+from mtrain.plan.activations import FP32_BYTES
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.features import kinds
 from mtrain.plan.features.feature import hidden_local, once_a_model
@@ -23,7 +23,7 @@ from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.memory import own_share, trained_parameters
 from mtrain.plan.search.hardware import Cluster
-from mtrain.plan.search.layer_cost import LayerCost, layer_cost, logits_seconds
+from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
 from mtrain.plan.search.links import Group, Transfer, gathered, reduced, sent
 
 UPDATE_BYTES = 30
@@ -94,14 +94,15 @@ class _Stage:
 
 
 def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
-    """What a step costs, every row full."""
-    stage = max(_stages(config, layout, cluster), key=lambda each: each.total)
+    """Predicts what a step costs, every row full."""
+    work = Workload(config, layout, cluster)
+    stage = max(_stages(work), key=lambda each: each.total)
     num = most_microbatches(config, layout)
     bubble = (layout.pp - 1) / layout.vpp * stage.total
-    p2p = _between_stages(config, layout, cluster) if layout.pp > 1 else Transfer()
+    p2p = _between_stages(work) if layout.pp > 1 else Transfer()
     exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
     held = trained_parameters(config, layout, 0)
-    sums, hidden = _data_parallel(config, layout, cluster, stage, held)
+    sums, hidden = _data_parallel(work, stage, held)
     own = own_share(config, layout, held)
     time = StepTime(
         matrices=num * stage.matrices,
@@ -121,8 +122,8 @@ def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
 
 
 def least_microbatch_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
-    """What all stages together need for one microbatch, forward and backward, with nothing recomputed."""
-    return sum(stage.total for stage in _stages(config, layout, cluster))
+    """Predicts what all stages together need for one microbatch, forward and backward, with nothing recomputed."""
+    return sum(stage.total for stage in _stages(Workload(config, layout, cluster)))
 
 
 def tokens_of_step(config: Config, layout: Layout) -> int:
@@ -132,17 +133,16 @@ def tokens_of_step(config: Config, layout: Layout) -> int:
 
 def step_mfu(config: Config, layout: Layout, cluster: Cluster, seconds: float) -> float:
     """The model's own arithmetic, recomputation not counted, of the peak."""
-    peak = cluster.gpu.fp32_flops if config.train.precision == "fp32" else cluster.gpu.flops
+    peak = Workload(config, layout, cluster).flops
     return mfu(run_flops_per_token(config) * tokens_of_step(config, layout), seconds, peak * layout.world_size)
 
 
-def _stages(config: Config, layout: Layout, cluster: Cluster) -> list[_Stage]:
-    """Of every pipeline rank; layers of one kind cost the same."""
-    model = config.model
+def _stages(work: Workload) -> list[_Stage]:
+    """Predicts every pipeline rank; layers of one kind cost the same."""
+    model, layout = work.config.model, work.layout
     of_layers, before = _kinds(model)
-    costs = {kind: layer_cost(config, layout, cluster, kind) for kind in before}
-    tokens = config.train.micro_batch_size * config.row_width / layout.cp
-    logits = logits_seconds(config, layout, cluster, tokens) * (1 + model.mtp_depths)
+    costs = {kind: layer_cost(work, kind) for kind in before}
+    logits = logits_seconds(work) * (1 + model.mtp_depths)
     ends = list(accumulate(layout.layers_per_stage(model.num_layers), initial=0))
     found = []
     for pp_rank in range(layout.pp):
@@ -152,9 +152,9 @@ def _stages(config: Config, layout: Layout, cluster: Cluster) -> list[_Stage]:
             held[of_layers[-1]] += model.mtp_depths
         stage, total = _Stage(), sum(held.values())
         for kind, count in held.items():
-            _add(stage, config, layout, costs[kind], count, count / total * _num_again(config, layout, total))
+            _add(stage, work, costs[kind], count, count / total * _num_again(work, total))
         if pp_rank == layout.pp - 1:
-            stage.matrices += logits * (1 + _backward(config))
+            stage.matrices += logits * (1 + _backward(work))
         found.append(stage)
     return found
 
@@ -169,65 +169,65 @@ def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
     return found, {kind: list(accumulate((each == kind for each in found), initial=0)) for kind in first.values()}
 
 
-def _num_again(config: Config, layout: Layout, num_layers: int) -> int:
-    """Of the layers of a rank, those that run again as a whole."""
-    if config.train.recompute != "full":
+def _num_again(work: Workload, num_layers: int) -> int:
+    """Counts the layers of a rank that run again as a whole."""
+    train = work.config.train
+    if train.recompute != "full":
         return 0
-    limit = config.train.recompute_layers
-    return num_layers if limit is None else min(num_layers, limit * layout.vpp)
+    limit = train.recompute_layers
+    return num_layers if limit is None else min(num_layers, limit * work.layout.vpp)
 
 
-def _backward(config: Config) -> float:
+def _backward(work: Workload) -> float:
     """Products of a backward pass for each of a forward pass: gradients of inputs and of weights, if these learn."""
-    return 2.0 if config.adapter is None else 1.0
+    return 2.0 if work.config.adapter is None else 1.0
 
 
-def _add(stage: _Stage, config: Config, layout: Layout, cost: LayerCost, count: int, again: float) -> None:
+def _add(stage: _Stage, work: Workload, cost: LayerCost, count: int, again: float) -> None:
     """Adds `count` layers of one kind, of which `again` run twice."""
     slow = cost.compute - (cost.matrices + cost.attention + cost.elementwise)
-    stage.matrices += count * cost.matrices * (1 + _backward(config))
+    stage.matrices += count * cost.matrices * (1 + _backward(work))
     stage.attention += count * cost.attention * 3.5  # backward computes the scores once more
     stage.elementwise += count * 3 * (cost.elementwise + slow)
     stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, beside the gradients of weights
     stage.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
     stage.ep += count * cost.ep.seconds * 2
     # where sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
-    transfers = cost.tp * (2.5 if layout.sp else 2) + cost.cp + cost.cp_backward + cost.ep * 2
+    transfers = cost.tp * (2.5 if work.layout.sp else 2) + cost.cp + cost.cp_backward + cost.ep * 2
     stage.sent += transfers * count
     forward = cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds
-    match config.train.recompute:
+    train = work.config.train
+    match train.recompute:
         case "none":
             return
         case "full":
             stage.recompute += again * forward
             stage.sent += (cost.tp + cost.cp + cost.ep) * again
         case "selective":
-            stage.recompute += count * _selected(config, cost)
+            stage.recompute += count * _selected(work, cost)
         case _:
-            assert_never(config.train.recompute)
+            assert_never(train.recompute)
 
 
-def _selected(config: Config, cost: LayerCost) -> float:
-    """Of modules that run again; a feed-forward part is taken as two thirds of a layer's products."""
-    modules = config.train.recompute_modules or ("core_attn",)
+def _selected(work: Workload, cost: LayerCost) -> float:
+    """Seconds of the modules that run again; a feed-forward part is taken as two thirds of a layer's products."""
+    modules = work.config.train.recompute_modules or ("core_attn",)
     seconds = cost.attention + cost.cp.seconds if "core_attn" in modules else 0.0
     if {"mlp", "moe"} & set(modules):
         seconds += 2 / 3 * (cost.matrices + cost.elementwise) + cost.ep.seconds + cost.tp.seconds / 2
     return seconds
 
 
-def _between_stages(config: Config, layout: Layout, cluster: Cluster) -> Transfer:
-    """One microbatch from one stage to the next."""
-    tokens = config.train.micro_batch_size * config.row_width / layout.cp
-    size = tokens * hidden_local(config.model, layout) * element_bytes(config)
-    return sent(cluster, layout.tp * layout.cp * layout.dp, size)
+def _between_stages(work: Workload) -> Transfer:
+    """Predicts the way of one microbatch from one stage to the next."""
+    layout = work.layout
+    size = work.tokens * hidden_local(work.config.model, layout) * work.element_bytes
+    return sent(work.cluster, layout.tp * layout.cp * layout.dp, size)
 
 
-def _data_parallel(
-    config: Config, layout: Layout, cluster: Cluster, stage: _Stage, held: RankParameters
-) -> tuple[Transfer, float]:
+def _data_parallel(work: Workload, stage: _Stage, held: RankParameters) -> tuple[Transfer, float]:
     """Sums of gradients and gathering of parameters, and of their seconds those that computation hides."""
-    train = config.train
+    (_, layout, cluster), train = work, work.config.train
     groups = (
         (held.dense, Group(layout.dp * layout.cp, layout.tp)),
         (held.experts, Group(layout.edp, layout.etp * layout.ep)),
@@ -236,7 +236,7 @@ def _data_parallel(
     for number, group in groups:
         if train.distributed_optimizer:
             sums += gathered(cluster, group, number * FP32_BYTES)
-            gathers += gathered(cluster, group, number * element_bytes(config))
+            gathers += gathered(cluster, group, number * work.element_bytes)
         else:
             sums += reduced(cluster, group, number * FP32_BYTES)
     forward = (stage.matrices + stage.attention) / 3

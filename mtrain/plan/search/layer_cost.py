@@ -7,7 +7,7 @@ not faster than the memory feeds them; fused attention has an efficiency of its 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from mtrain.config import Config
 from mtrain.plan.activations import element_bytes
@@ -26,6 +26,30 @@ LAUNCHES = 45
 """Kernels of a layer in one direction."""
 TOUCHES = 2.5
 """How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
+
+
+class Workload(NamedTuple):
+    """A configuration under a layout on a cluster: what a time is predicted of."""
+
+    config: Config
+    layout: Layout
+    cluster: Cluster
+
+    @property
+    def tokens(self) -> float:
+        """Positions of a microbatch that one rank holds, those of sequence parallelism not divided."""
+        return self.config.train.micro_batch_size * self.config.row_width / self.layout.cp
+
+    @property
+    def flops(self) -> float:
+        """Peak of a device at the run's precision, in operations a second."""
+        gpu = self.cluster.gpu
+        return gpu.fp32_flops if self.config.train.precision == "fp32" else gpu.flops
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation's element."""
+        return element_bytes(self.config)
 
 
 @dataclass(frozen=True)
@@ -48,67 +72,63 @@ class LayerCost:
         return max(self.matrices + self.attention + self.elementwise, self.least)
 
 
-def product_seconds(cluster: Cluster, precision: str, rows: float, width: float, depth: float) -> float:
-    """Of [rows, depth] x [depth, width]."""
-    gpu = cluster.gpu
+def product_seconds(work: Workload, rows: float, width: float, depth: float) -> float:
+    """Predicts the time of [rows, depth] x [depth, width]."""
+    gpu = work.cluster.gpu
     flops = 2 * rows * width * depth
-    peak = gpu.fp32_flops if precision == "fp32" else gpu.flops
     smallest = min(rows, width, depth)
     efficiency = gpu.matrix_efficiency * smallest / (smallest + HALF_EFFICIENT)
-    size = 4 if precision == "fp32" else 2
-    moved = size * (rows * depth + depth * width + rows * width)
-    return max(flops / (peak * efficiency), moved / gpu.memory_bandwidth)
+    moved = work.element_bytes * (rows * depth + depth * width + rows * width)
+    return max(flops / (work.flops * efficiency), moved / gpu.memory_bandwidth)
 
 
-def layer_cost(config: Config, layout: Layout, cluster: Cluster, layer: int) -> LayerCost:
-    """Forward pass of layer `layer`, counted from 0."""
-    model, tokens = config.model, config.train.micro_batch_size * config.row_width / layout.cp
+def layer_cost(work: Workload, layer: int) -> LayerCost:
+    """Predicts the forward pass of layer `layer`, counted from 0."""
+    (config, layout, cluster), model = work, work.config.model
     parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
-    matrices = sum(_matrix_seconds(config, layout, cluster, part, tokens) for part in parts)
+    matrices = sum(_matrix_seconds(work, part) for part in parts)
     window = None if sees_everything(model, layer) else model.sliding_window
     pairs = config.train.micro_batch_size * num_attended_pairs(config.row_width, window) / layout.cp / layout.tp
-    peak = cluster.gpu.fp32_flops if config.train.precision == "fp32" else cluster.gpu.flops
     products = sum(part.pair_products(model) for part in parts)
-    attention = 2 * products * pairs / (peak * cluster.gpu.attention_efficiency)
+    attention = 2 * products * pairs / (work.flops * cluster.gpu.attention_efficiency)
     kept = sum(part.kept_elements(model, layout) for part in parts)
-    moved = TOUCHES * tokens * (kept + 4 * hidden_local(model, layout)) * element_bytes(config)
-    tp, ep = _transfers(config, layout, cluster, layer, tokens)
-    cp, cp_backward = _context_transfers(config, layout, cluster, tokens, attention)
+    moved = TOUCHES * work.tokens * (kept + 4 * hidden_local(model, layout)) * work.element_bytes
+    tp, ep = _transfers(work, layer)
+    cp, cp_backward = _context_transfers(work, attention)
     launches = LAUNCHES * cluster.launch_s
     return LayerCost(matrices, attention, moved / cluster.gpu.memory_bandwidth, launches, tp, cp, cp_backward, ep)
 
 
-def logits_seconds(config: Config, layout: Layout, cluster: Cluster, tokens: float) -> float:
-    """Forward pass of the output layer for one token predicted, and of the losses, which pass over the logits."""
-    width = output_columns(config.model, layout.tp)
-    product = product_seconds(cluster, config.train.precision, tokens, width, config.model.hidden_size)
-    return product + TOUCHES * tokens * width * 4 / cluster.gpu.memory_bandwidth
+def logits_seconds(work: Workload) -> float:
+    """Predicts the output layer's forward pass for one token predicted, and the losses', which pass over the logits."""
+    width = output_columns(work.config.model, work.layout.tp)
+    product = product_seconds(work, work.tokens, width, work.config.model.hidden_size)
+    return product + TOUCHES * work.tokens * width * 4 / work.cluster.gpu.memory_bandwidth
 
 
-def _matrix_seconds(config: Config, layout: Layout, cluster: Cluster, part: LayerPart, tokens: float) -> float:
-    model, precision = config.model, config.train.precision
+def _matrix_seconds(work: Workload, part: LayerPart) -> float:
+    model, layout, tokens = work.config.model, work.layout, work.tokens
     found = part.matrices(model)
     hidden, seconds = model.hidden_size, 0.0
     if found.divided:
         # two products, as qkv and proj or fc1 and fc2, between the hidden size and so many columns together
         width = found.divided / layout.tp / hidden
-        seconds += 2 * product_seconds(cluster, precision, tokens, width / 2, hidden)
+        seconds += 2 * product_seconds(work, tokens, width / 2, hidden)
     if found.replicated:
         own = tokens / layout.tp if layout.sp else tokens
-        seconds += product_seconds(cluster, precision, own, found.replicated / hidden, hidden)
+        seconds += product_seconds(work, own, found.replicated / hidden, hidden)
     if found.experts and model.experts is not None:
         local = model.experts.num_experts / layout.ep
         rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.top_k / model.experts.num_experts
         width = found.experts / model.experts.num_experts / layout.etp / hidden
-        seconds += local * 2 * product_seconds(cluster, precision, rows, width / 2, hidden)
+        seconds += local * 2 * product_seconds(work, rows, width / 2, hidden)
     return seconds
 
 
-def _transfers(
-    config: Config, layout: Layout, cluster: Cluster, layer: int, tokens: float
-) -> tuple[Transfer, Transfer]:
-    """Of tp and ep, forward."""
-    model, size = config.model, element_bytes(config)
+def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
+    """Predicts the transfers of tp and of ep, forward."""
+    layout, cluster, tokens = work.layout, work.cluster, work.tokens
+    model, size = work.config.model, work.element_bytes
     hidden_bytes = tokens * model.hidden_size * size
     has_experts = model.has_experts(layer) and model.experts is not None
     # in front of a part all tokens are gathered, and behind it scattered; experts get theirs otherwise
@@ -123,11 +143,10 @@ def _transfers(
     return tp, ep
 
 
-def _context_transfers(
-    config: Config, layout: Layout, cluster: Cluster, tokens: float, attention: float
-) -> tuple[Transfer, Transfer]:
-    """Of cp, forward and backward; `attention` is the seconds of its products forward."""
-    model, size, cp = config.model, element_bytes(config), layout.cp
+def _context_transfers(work: Workload, attention: float) -> tuple[Transfer, Transfer]:
+    """Predicts the transfers of cp, forward and backward; `attention` is the seconds of its products forward."""
+    layout, cluster, tokens = work.layout, work.cluster, work.tokens
+    model, size, cp = work.config.model, work.element_bytes, layout.cp
     group = Group(cp, layout.tp)
     if cp == 1:
         return Transfer(), Transfer()

@@ -61,10 +61,9 @@ def test_hops_of_a_ring_travel_behind_the_products_of_the_hop_before() -> None:
     def costs(seq: int) -> tuple[layers.LayerCost, layers.LayerCost]:
         data = {"kind": "mock", "seq_length": seq}
         ring, gathers = (
-            layers.layer_cost(
-                config(layout={"cp": 2, "cp_comm": kind}, data=data), Layout(cp=2, cp_comm=kind), IDEAL, 0
-            )
+            layers.layer_cost(layers.Workload(given, Layout(cp=2, cp_comm=kind), IDEAL), 0)
             for kind in KINDS
+            for given in [config(layout={"cp": 2, "cp_comm": kind}, data=data)]
         )
         return ring, gathers
 
@@ -149,9 +148,11 @@ def test_recomputing_more_takes_longer() -> None:
 
 
 def test_small_products_are_slower() -> None:
-    cluster = Cluster(GPUS["h100"])
-    large = layers.product_seconds(cluster, "bf16", 4096, 8192, 4096)
-    assert 8 * layers.product_seconds(cluster, "bf16", 4096, 1024, 4096) > 1.05 * large
+    work = layers.Workload(
+        config(train={"global_batch_size": 16, "num_steps": 10, "precision": "bf16"}), Layout(), Cluster(GPUS["h100"])
+    )
+    large = layers.product_seconds(work, 4096, 8192, 4096)
+    assert 8 * layers.product_seconds(work, 4096, 1024, 4096) > 1.05 * large
     assert large > 2 * 4096 * 8192 * 4096 / 989e12
 
 
