@@ -182,13 +182,23 @@ class Rope(Entry):
         return ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        silent = not config.get("rope_parameters") and not config.get("rope_scaling")
+        if self.default_scaling is not None and silent and "rope_scaling" in config:
+            raise DataError(
+                f"config.json: rope_scaling={shown(config['rope_scaling'])} without rope_parameters is no scaling in "
+                f"transformers 4, and rope_type={self.default_scaling['rope_type']} in transformers 5; give "
+                "rope_parameters, or remove rope_scaling for the latter"
+            )
         # the family's scaling counts only where the file says nothing: an explicit one replaces it as a whole
-        if self.default_scaling is not None and not config.get("rope_parameters") and not config.get("rope_scaling"):
+        if self.default_scaling is not None and silent:
             config = {**config, "rope_scaling": {**self.default_scaling}}
         return {f"rope.{name}": value for name, value in read_rope(config, self.default_base).items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return written_rope(config, model.rope)
+        changes = written_rope(config, model.rope)
+        # transformers 5 takes the family's scaling where rope_scaling is null
+        is_unscaled = self.default_scaling is not None and model.rope.scaling == "none"
+        return changes | written_rope({}, model.rope) if is_unscaled else changes
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
         return older_rope(config.get("rope_parameters"), type_name=self.older_type)

@@ -1,6 +1,8 @@
 """However a model is stored, what is read computes what transformers computes, or the folder is refused by name."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -154,6 +156,34 @@ def test_an_export_of_a_run_has_names_that_transformers_4_reads(tmp_path: Path) 
         assert any(name.startswith(expected) for name in names), sorted(names)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("deepseek", {"first_k_dense_replace": 3}, "refused here"),
+        ("deepseek", {"num_experts_per_tok": 1}, "refused here"),
+        ("deepseek", {"num_experts_per_tok": 1, "norm_topk_prob": False}, "equal"),
+        ("deepseek", {"num_hidden_layers": 1, "first_k_dense_replace": 0}, "equal"),
+        ("qwen3-moe", {"num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": False}, "equal"),
+        ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, "refused here"),
+        ("qwen3-moe", {"decoder_sparse_step": 9}, "refused here"),
+        ("gemma3", {"layer_types": ["full_attention"] * 3}, "equal"),
+        ("gemma3", {"layer_types": ["sliding_attention"] * 3}, "equal"),
+        ("gpt-oss", {"layer_types": ["full_attention"] * 3}, "equal"),
+    ],
+    ids=str,
+)
+def test_settings_at_their_ends_are_computed_or_refused(
+    name: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hf"
+    save(name, folder, max_shard_size="1GB", **changes)
+    assert outcome(folder, judges.answer(str(folder))) == expected
+    if expected == "equal":
+        import_hf(folder, tmp_path / "ours", None, num_workers=1)
+        export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+        assert all((tmp_path / "back" / path.name).read_bytes() == path.read_bytes() for path in folder.iterdir())
+
+
 def test_a_folder_is_described_by_the_weights_that_count(tmp_path: Path) -> None:
     """Depths that are configured are there or not: as the whole file says, not as an index beside it does."""
     save("deepseek", tmp_path, max_shard_size="1GB")
@@ -163,3 +193,36 @@ def test_a_folder_is_described_by_the_weights_that_count(tmp_path: Path) -> None
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert described_model(tmp_path).mtp_depths == 0
     assert open_source(tmp_path).model.mtp_depths == 0
+
+
+NIGHT = ("llama-tied", "qwen3-moe", "mixtral")
+NIGHT_WAYS = list(
+    dict.fromkeys(
+        [
+            *[(content, files) for content in CONTENTS for files in ("whole",)],
+            *[(content, files) for content in ("as saved", "saved from the base model") for files in FILES],
+        ]
+    )
+)
+
+
+@pytest.mark.nightly  # by day: every content and every kind of file once, judged by transformers 5
+@pytest.mark.parametrize("name", NIGHT)
+def test_both_versions_compute_what_is_read(name: str, transformers_4: list[Path], tmp_path: Path) -> None:
+    folders = stored(name, NIGHT_WAYS, tmp_path)
+    command = [sys.executable, "-m", "tests.hf.judges", str(tmp_path / "4.pt"), *map(str, folders.values())]
+    subprocess.run(command, check=True, env=judges.environment_of_4(transformers_4))
+    older = torch.load(tmp_path / "4.pt")
+    assert older["version"].startswith("4.57.")
+    found = {
+        way: outcome(folder, judges.answer(str(folder)), older["answers"][str(folder)])
+        for way, folder in folders.items()
+    }
+    assert Counter(found.values()) == BY_NIGHT[name], found
+
+
+BY_NIGHT = {
+    "llama-tied": {"equal": 31, "refused here": 13, "refused": 5},
+    "qwen3-moe": {"equal": 32, "refused here": 11, "refused": 6},
+    "mixtral": {"equal": 31, "refused here": 12, "refused": 6},
+}

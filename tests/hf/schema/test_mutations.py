@@ -53,6 +53,12 @@ OTHERS: list[dict[str, Any]] = [
     {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 2},
     {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3},
     {"rms_norm_eps": 0.1},
+    {"num_experts_per_tok": 1},
+    {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    {"num_experts_per_tok": 1, "norm_topk_prob": True},
+    {"first_k_dense_replace": 0},
+    {"first_k_dense_replace": 3},
+    {"sliding_window": 3, "layer_types": ["full_attention"] * 3},
 ]
 TOKENS = torch.arange(24)[None] * 7 % 57
 

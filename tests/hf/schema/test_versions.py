@@ -178,6 +178,11 @@ DISPUTED: dict[str, tuple[dict[str, Any], str]] = {
         {**OLD_OLMO, "rope_scaling": {**YARN, "truncate": False}},
         "truncate=False in rope_scaling counts in transformers 4 and is ignored by transformers 5",
     ),
+    "no scaling where the family has one": (
+        {**json.loads(CONFIGS["gpt-oss"]().to_json_string(use_diff=False)), "rope_parameters": None}
+        | {"rope_theta": 150000.0, "rope_scaling": None},
+        "rope_scaling=None without rope_parameters is no scaling in transformers 4, and rope_type=yarn in transformers",
+    ),
     "no base where the versions' defaults differ": (
         {name: value for name, value in OLD_OLMO.items() if name != "rope_theta"},
         "neither rope_theta nor rope_parameters is given",

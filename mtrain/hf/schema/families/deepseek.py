@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Computed, Constant, Entry, Field, Required, Rope, lookup
 from mtrain.hf.schema.families.common import (
@@ -29,6 +30,7 @@ from mtrain.hf.schema.values import needed_value, value_of
 _SCORED = 2
 """Experts of a group whose sum ranks it."""
 _LATENT_EPSILON = 1e-6
+_TOP_K = "num_experts_per_tok"
 _ROTATED = ("mla.qk_rope_head_dim", 64)
 
 
@@ -61,6 +63,56 @@ class _SharedExperts(Entry):
         together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
         # a remainder shows when the file is read back (`config_of`)
         return {"n_shared_experts": None if together is None else together // one}
+
+
+@final
+@dataclass(frozen=True)
+class _DenseLayers(Entry):
+    """The number of dense layers before those with experts; transformers also takes one that leaves no layer with
+    experts."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("first_k_dense_replace", "num_hidden_layers")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        number = needed_value(config, "first_k_dense_replace", int, 3)
+        layers = value_of(config, "num_hidden_layers", int, None)
+        if layers is not None and number >= layers:
+            raise DataError(
+                f"config.json: first_k_dense_replace={number} leaves none of num_hidden_layers={layers} layers with "
+                "experts, and a dense model of this family is not supported; at least one layer with experts is needed"
+            )
+        return {"experts.first_dense_layers": number}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {"first_k_dense_replace": lookup(model, "experts.first_dense_layers")}
+
+
+@final
+@dataclass(frozen=True)
+class _DividedScores(Entry):
+    """Whether the scores of the chosen experts are divided by their sum.
+
+    Ours are where several are chosen. transformers asks norm_topk_prob alone, so that the weight of a single one is 1.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("norm_topk_prob", _TOP_K)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        said, top_k = needed_value(config, "norm_topk_prob", bool, True), needed_value(config, _TOP_K, int, 8)
+        if said != (top_k > 1):
+            raise DataError(
+                f"config.json: norm_topk_prob={said} with {_TOP_K}={top_k} is not supported, but {top_k > 1} "
+                "is needed: scores are divided by their sum where there are several"
+            )
+        return {}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        top_k = lookup(model, "experts.top_k")
+        return {"norm_topk_prob": top_k is None or top_k > 1}
 
 
 @final
@@ -204,15 +256,14 @@ DEEPSEEK_V3 = Family(
         Field("num_experts_per_tok", "experts.top_k", 8),
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),
         _SharedExperts(),
-        Field("first_k_dense_replace", "experts.first_dense_layers", 3),
+        _DenseLayers(),
         _Groups(),
         Field("routed_scaling_factor", "experts.scaling_factor", 2.5),
         Constant("experts.score", "sigmoid"),
         Constant("experts.expert_bias", True),
         _Depths(),
         Field("rope_interleave", "rope.interleaved", True),
-        # what ours does for score=sigmoid without a switch: another value is another function
-        Required("norm_topk_prob", True, True),
+        _DividedScores(),
         Required("scoring_func", "sigmoid", "sigmoid"),
         Required("topk_method", "noaux_tc", "noaux_tc"),
         Required("moe_layer_freq", 1, 1),

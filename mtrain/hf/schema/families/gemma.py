@@ -69,7 +69,9 @@ class _Ropes(Entry):
         local = read_rope(windowed, 1e4, by_kind=True)
         if local["scaling"] != "none":
             raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
-        found = {**read_rope(wide, 1e6, by_kind=True), "local_base": local["base"]}
+        found = read_rope(wide, 1e6, by_kind=True)
+        if _GemmaWindows().read(config)["sliding_window"] is not None:
+            found["local_base"] = local["base"]
         return {f"rope.{name}": value for name, value in found.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
