@@ -151,6 +151,15 @@ def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
     return find
 
 
+def _attributes_called(name: str) -> Callable[[Module], Iterator[int]]:
+    def find(module: Module) -> Iterator[int]:
+        for node in module.nodes:
+            if isinstance(node, ast.Attribute) and node.attr == name:
+                yield node.lineno
+
+    return find
+
+
 def _replaced_cuda_functions(module: Module) -> Iterator[int]:
     """Finds assignments to attributes of torch or of torch.cuda."""
     for node in module.nodes:
@@ -200,6 +209,14 @@ CONFINED = (
         _imports_of("transformer_engine"),
         r"mtrain/mcore/.*",
         "import transformer_engine.pytorch as te",
+    ),
+    Confined(
+        # A kind of attention is described in one place and built in one; the rest asks the parts of a layer.
+        "model.mla",
+        _attributes_called("mla"),
+        r"mtrain/config/(schema/model|known_issues)\.py|mtrain/plan/features/mla\.py|mtrain/mcore/model/layer_parts\.py"
+        r"|mtrain/hf/schema/(sameness|families/deepseek)\.py|mtrain/verify/reference/model/latent_attention\.py",
+        "rank = model.mla.kv_lora_rank",
     ),
     Confined("transformers", _imports_of("transformers"), r"mtrain/hf/.*", "from transformers import AutoConfig"),
 )

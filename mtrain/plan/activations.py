@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 from mtrain.config import Config
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.plan import adapter_activations as adapted
 from mtrain.plan.adapters import holds_narrow
 from mtrain.plan.features import LAYER_PARTS, alike, kinds
@@ -282,7 +282,7 @@ def _small(tensors: Sequence[int]) -> list[int]:
 def _frozen_table(config: Config) -> tuple[int, int]:
     """(gradients, copies) of the output layer's table in a microbatch, of which a pair beside it makes one each."""
     assert config.adapter is not None, "asked only where weights are frozen"
-    if config.model.num_labels is not None:  # a head learns, and is never narrow
+    if isinstance(config.model.output, HeadOutput):  # a head learns, and is never narrow
         return 1, 0
     pairs = int("output" in config.adapter.parts)
     return pairs, pairs + int(holds_narrow(config))

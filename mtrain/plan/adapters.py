@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.features import LAYER_PARTS, present
 from mtrain.plan.features.adapted import EMBEDDING, AdaptedMatrix
@@ -39,7 +39,7 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
 
 def learned_whole(model: ModelSection) -> frozenset[str]:
     """Global names of tensors that learn beside adapters as they are: a head, which begins at random."""
-    return frozenset() if model.num_labels is None else frozenset((HEAD,))
+    return frozenset((HEAD,)) if isinstance(model.output, HeadOutput) else frozenset()
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:

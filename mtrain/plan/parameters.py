@@ -6,8 +6,9 @@ Those that are replicated over ranks for one reason or another count once in a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import assert_never
 
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
 from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.features import LAYER_PARTS, alike
 from mtrain.plan.features.feature import norm_elements
@@ -24,7 +25,13 @@ def padded_vocab_size(model: ModelSection, tp: int) -> int:
 
 def output_columns(model: ModelSection, tp: int) -> int:
     """Numbers that a rank of TP makes of a token: its part of the padded vocabulary, or all labels of a head."""
-    return padded_vocab_size(model, tp) // tp if model.num_labels is None else model.num_labels
+    match model.output:
+        case TokenOutput():
+            return padded_vocab_size(model, tp) // tp
+        case HeadOutput(num_labels):
+            return num_labels
+        case _ as never:
+            assert_never(never)
 
 
 def num_parameters(model: ModelSection) -> int:
@@ -67,7 +74,13 @@ def layer_matrices(model: ModelSection, layer: int) -> Parameters:
 
 
 def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
-    rows = vocab_size + (0 if model.ties_output else vocab_size if model.num_labels is None else model.num_labels)
+    match model.output:
+        case TokenOutput(is_tied):
+            rows = vocab_size if is_tied else 2 * vocab_size
+        case HeadOutput(num_labels):
+            rows = vocab_size + num_labels
+        case _ as never:
+            assert_never(never)
     layers = _of_layers(model, range(model.num_layers)).total
     ahead = model.mtp_depths * multi_token_layer(model).total if model.mtp_depths else 0
     return rows * model.hidden_size + layers + ahead + norm_elements(model, model.hidden_size)
@@ -96,14 +109,14 @@ def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.mtp_depths else set()
-        if model.num_labels is None:
-            tables |= {"embedding" if model.tied_embeddings else "output"}
+        if isinstance(model.output, TokenOutput):
+            tables |= {"embedding" if model.output.is_tied else "output"}
     return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size
 
 
 def head_elements(model: ModelSection) -> int:
     """Of the head on the last stage, which every rank of TP has whole."""
-    return (model.num_labels or 0) * model.hidden_size
+    return model.output.num_labels * model.hidden_size if isinstance(model.output, HeadOutput) else 0
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:

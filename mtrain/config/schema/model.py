@@ -2,7 +2,8 @@
 TransformerConfig pass through `model.megatron`."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, assert_never
 
 from pydantic import Field
 
@@ -11,6 +12,25 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.section import Section, rule
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """End of a model that predicts tokens."""
+
+    is_tied: bool
+    """Whether the output layer has the table of the embeddings."""
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """End of a model that judges sequences: one matrix without a bias, in the place of the output layer."""
+
+    num_labels: int
+
+
+AnyOutput: TypeAlias = TokenOutput | HeadOutput
+"""What ends a model; code that depends on it matches on these."""
 
 
 class RopeSection(Section):
@@ -185,14 +205,25 @@ class ModelSection(Section):
         return self.head_size if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
+    def output(self) -> AnyOutput:
+        """What ends the model."""
+        return TokenOutput(self.tied_embeddings) if self.num_labels is None else HeadOutput(self.num_labels)
+
+    @property
     def ties_output(self) -> bool:
         """Whether the output layer has the table of the embeddings; a head never has."""
-        return self.tied_embeddings and self.num_labels is None
+        return self.output == TokenOutput(is_tied=True)
 
     @property
     def output_rows(self) -> int:
         """Numbers that the output layer makes of a token, without padding."""
-        return self.vocab_size if self.num_labels is None else self.num_labels
+        match self.output:
+            case TokenOutput():
+                return self.vocab_size
+            case HeadOutput(num_labels):
+                return num_labels
+            case _ as never:
+                assert_never(never)
 
     @property
     def is_gated(self) -> bool:

@@ -39,7 +39,7 @@ class Sections(Section):
 
     @property
     def dropout_keys(self) -> list[str]:
-        """Keys of dropouts that are above 0."""
+        """Lists the keys of dropouts that are above 0."""
         return derived.dropout_keys(self.model, self.adapter)
 
     @property

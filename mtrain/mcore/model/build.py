@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model import weight_gradients
@@ -202,10 +202,14 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
         )
     # Before anything lists parameters: buckets, optimizer and checkpoints must not know it.
     drop_unused_table(model)
-    if is_last and config.model.num_labels is not None:
-        put_head(model, config.model.num_labels)
-    elif is_last:
-        defer_output(model)
+    if is_last:
+        match config.model.output:
+            case TokenOutput():
+                defer_output(model)
+            case HeadOutput(num_labels):
+                put_head(model, num_labels)
+            case _ as never:
+                assert_never(never)
     use_own_swiglu(model)
     model.rotary_pos_emb = _rotary(config.model)
     if config.model.rope.local_base is not None:

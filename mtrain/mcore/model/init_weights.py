@@ -20,6 +20,7 @@ from torch import Tensor
 from mtrain.base.background import mapped
 from mtrain.base.environment import cores_of_rank
 from mtrain.config import Config
+from mtrain.config.schema.model import HeadOutput
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
 from mtrain.mcore.model.layer_spec import global_name
@@ -97,7 +98,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
 
 def _is_beside(name: str, config: Config) -> bool:
     """Whether files of a model of tokens lack it."""
-    is_head = config.model.num_labels is not None and name == "output_layer.weight"
+    is_head = isinstance(config.model.output, HeadOutput) and name == "output_layer.weight"
     return is_head or name.endswith((LORA_A, _EMBEDDING_B))
 
 

@@ -16,6 +16,7 @@ from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
 from mtrain.config import Config
+from mtrain.config.schema.model import HeadOutput
 from mtrain.hf.schema.exportable import family_of_run
 from mtrain.hf.schema.table import Table
 from mtrain.mcore.state.import_megatron import (
@@ -47,7 +48,7 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
     """
     check_entry(entry, config)
     saved = CheckpointTensors(entry.path)
-    table = None if config.model.num_labels is not None else _table(config)
+    table = None if isinstance(config.model.output, HeadOutput) else _table(config)
     if table is None:
         return
     naming = Naming(saved, main=True)
@@ -69,7 +70,7 @@ def check_megatron_weights(folder: Path, config: Config) -> None:
     """
     check_run_config(folder, config.model)
     saved = CheckpointTensors(folder)
-    table = None if config.model.num_labels is not None else _table(config)
+    table = None if isinstance(config.model.output, HeadOutput) else _table(config)
     if table is None:
         return
     theirs = keys_by_our_names(saved)

@@ -58,7 +58,7 @@ class GroupedQueryAttention(LayerPart):
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Queries, keys and values of one group."""
+        """Returns the rows of queries, keys and values of one group."""
         if linear != "linear_qkv":
             return ()
         return model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size

@@ -37,7 +37,7 @@ class DenseFeedForward(LayerPart):
         return _adapted(model, "mlp", model.ffn_hidden_size)
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """What enters a second projection that is frozen alone."""
+        """Counts what enters the second projection, which only its own gradient needs."""
         return 0 if "fc2" in targets else model.ffn_hidden_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
@@ -83,12 +83,12 @@ class ExpertFeedForward(LayerPart):
         return sum(self._kept(model, layout))
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """E experts, e feed-forward of an expert, t feed-forward of all shared experts."""
+        """Names E the experts, e the feed-forward width of one, t that of all shared experts."""
         experts = _section(model)
         return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        """Those of all experts, whose gate and up share their A, as PEFT's form for experts has it."""
+        """Yields those of all experts, whose gate and up share their A, as PEFT's form for experts has it."""
         experts, hidden = _section(model), model.hidden_size
         inner, count = experts.ffn_hidden_size, experts.num_experts
         outer = 2 * inner if model.is_gated else inner

@@ -40,8 +40,8 @@ class MultiHeadLatentAttention(LayerPart):
         return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """q and k ranks of queries and of keys and values, m the latter with the rotary key, x dimensions of a query
-        head, y of a key's part without position and its value, v of a value head."""
+        """Names q and k the ranks of queries and of keys and values, m the latter with the rotary key, x the dimensions
+        of a query head, y those of a key's part without position and its value, v those of a value head."""
         mla = _section(model)
         return {
             "q": mla.q_lora_rank or 0,
@@ -53,7 +53,7 @@ class MultiHeadLatentAttention(LayerPart):
         }
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        """Down to latents, whole on every rank of TP, and up from them by heads."""
+        """Yields projections down to latents, whole on every rank of TP, and up from them by heads."""
         mla, hidden, heads = _section(model), model.hidden_size, model.num_attention_heads
         queries, values = heads * mla.query_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         if mla.q_lora_rank is None:
@@ -69,7 +69,7 @@ class MultiHeadLatentAttention(LayerPart):
         yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """What has no positions and what has them; keys and values."""
+        """Returns the rows without positions and those with them, or those of keys and of values."""
         mla = _section(model)
         match linear:
             case "linear_q_proj" | "linear_q_up_proj":

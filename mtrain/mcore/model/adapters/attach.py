@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.mcore.model.adapters.adapter import MODULE
 from mtrain.mcore.model.adapters.experts import ExpertAdapter, add_to_stack
 from mtrain.mcore.model.adapters.fusion import Fusion
@@ -51,7 +51,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
             builder.beside_table(model.embedding)
     for layer in model.decoder.layers:
         builder.inside(layer)
-    if model.post_process and section.num_labels is not None:
+    if model.post_process and isinstance(section.output, HeadOutput):
         model.output_layer.requires_grad_(True)
     elif model.post_process and "output" in adapter.parts:
         builder.beside_output(model)
