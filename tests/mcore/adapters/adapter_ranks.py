@@ -1,4 +1,4 @@
-"""A model with adapters on its ranks: saved, loaded, beside another base, switched off; for `test_adapter_state.py`."""
+"""Ranks of a model with adapters: saving, loading (also on another base), adapters off; for `test_adapter_state.py`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Loaded(NamedTuple):
     """What a rank has after loading."""
 
     weights: Weights | None
-    """Of the whole model; on rank 0."""
+    """Weights of the whole model on rank 0; None on others."""
     fingerprint: str
     refusals: list[str]
-    """What was said of another base, and of adapters in the place of a model."""
+    """Messages that refused another base, and a folder of adapters where a model was needed."""
 
 
 def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, str]:
-    """Draws adapters, of which none is zero, and saves them; the weights on rank 0, and the base's fingerprint."""
+    """Saves drawn adapters, none of them zero; returns the weights (on rank 0) and the base's fingerprint."""
     chunks = build_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
@@ -50,7 +50,7 @@ def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, 
 
 
 def load(groups: Groups, config: Config, folder: Path) -> Loaded:
-    """Loads what `save` has left, then again beside a base of which one bit is another."""
+    """Loads what `save` wrote, then tries again on a base that differs in one bit."""
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     settle_base(model)
@@ -75,7 +75,7 @@ def load(groups: Groups, config: Config, folder: Path) -> Loaded:
 
 
 def logits(groups: Groups, config: Config) -> dict[str, Tensor]:
-    """Of one microbatch with drawn adapters: with them, without them, and of a model that never had any."""
+    """Returns the logits of one microbatch with drawn adapters, without them, and of a model that never had any."""
     chunks = build_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
     plain = build_model(config.model_copy(update={"adapter": None}), groups)
@@ -97,13 +97,13 @@ def _logits(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) ->
 
 
 def parameters(groups: Groups, config: Config) -> dict[str, Tensor]:
-    """This rank's own, by name in the first chunk."""
+    """Returns this rank's parameters by their name in the first chunk."""
     (chunk,) = build_model(config, groups)
     return {name: each.detach().clone() for name, each in unwrap(chunk).named_parameters()}
 
 
 def main_weights(groups: Groups, config: Config) -> list[tuple[int, torch.dtype]]:
-    """Sizes and precisions of what the optimizer updates; of adapters alone, as everything else is frozen."""
+    """Returns sizes and dtypes of what the optimizer updates: the adapters alone, as everything else is frozen."""
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
     held = [each for group in optimizer.inner.param_groups for each in group["params"]]

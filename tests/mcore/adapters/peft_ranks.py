@@ -1,4 +1,4 @@
-"""A run with adapters beside a folder of Hugging Face: its logits and its checkpoint; for `test_peft.py`."""
+"""A run with adapters on a Hugging Face folder: its logits and its checkpoint; for `test_peft.py`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.training.engine_parts.hf_ranks import bits_of
 
 
 class Saved(NamedTuple):
-    """Of a model with drawn adapters."""
+    """What a rank sees of a model with drawn adapters."""
 
     logits: Any
     streamed: dict[HfContent, dict[str, bytes]]
-    """Content -> name -> bits, as they come to this rank."""
+    """Content -> name -> bits, as streamed to this rank."""
 
 
 def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
-    """Draws adapters, saves them into `run.dir` as a run does, and gives the logits and all weights."""
+    """Draws adapters, saves them into `run.dir` as a run does, and returns the logits and all weights."""
     chunks = build_model(config, groups)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if _is_pair(name) else None)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
@@ -54,19 +54,19 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
 
 
 def started(groups: Groups, config: Config, tokens: Any) -> Any:
-    """The logits that a run begins with."""
+    """Returns the logits that a run begins with."""
     chunks = build_model(config, groups)
     initialize(RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
     return _logits(groups, config, chunks, tokens)
 
 
 def _is_pair(name: str) -> bool:
-    """Magnitudes are those of W alone: so the output is brought back to the lengths of its rows."""
+    """Says whether a parameter is a matrix of an adapter; magnitudes of DoRA, the row norms of W, are not drawn."""
     return name.endswith(("lora_a", "lora_b"))
 
 
 def _logits(groups: Groups, config: Config, chunks: list[Any], tokens: Any) -> Any:
-    """[batch, seq, vocab_local] on the last stage, as numpy; None on others."""
+    """Returns [batch, seq, vocab_local] on the last stage, as numpy; None on others."""
     ids = torch.from_numpy(tokens)
     batch = Microbatch(
         tokens=ids,
@@ -83,5 +83,5 @@ def _logits(groups: Groups, config: Config, chunks: list[Any], tokens: Any) -> A
         found.append(logits.main.whole().transpose(0, 1).clone())
 
     run_forward(chunks, [batch], take, config)
-    dist.barrier()  # a stage that is done would close what the next one still reads
+    dist.barrier()  # a stage that finishes first would close what the next one still reads
     return found[0].numpy() if found else None

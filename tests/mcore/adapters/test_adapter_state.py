@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: what they hold, on every layout, and beside which model they go on."""
+"""Checkpoints of adapters: what they hold on every layout, and on which base models they resume."""
 
 from __future__ import annotations
 

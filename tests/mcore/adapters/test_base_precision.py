@@ -1,4 +1,4 @@
-"""The precision of a frozen base: bfloat16 below float32, and runs in bfloat16, whose adapters have main weights."""
+"""The precision of a frozen base: bfloat16 in float32 runs, and bfloat16 runs, whose adapters have main weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "train__micro_batch_size": 2,
 }
 MORE_ROUNDINGS = 12
-"""Of three roundings beside each of four projections, two at a time, in a layer."""
+"""Number of additional roundings in a layer: three at each of four projections."""
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True)], ids=str)

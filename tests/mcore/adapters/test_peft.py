@@ -1,4 +1,4 @@
-"""Adapters go to PEFT and come from it: the logits are the same on both sides, merged or not, on any layout."""
+"""Adapters go to PEFT and come back: the logits are the same on both sides, merged or not, on any layout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
     "interleaved experts": ("gpt-oss", LORA | {"targets": ["experts"]}, Layout()),
 }
-"""Folder, adapter, the layout that saves."""
+"""Name of a case -> folder, adapter, and the layout that saves."""
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
 
@@ -81,7 +81,7 @@ def loaded(folder: Path) -> Any:
 
 
 def held(folder: Path, adapter: dict[str, Any]) -> Any:
-    """The frozen model as a run holds it: its matrices rounded."""
+    """Returns the frozen model as a run holds it: with its matrices rounded."""
     model = loaded(folder)
     if "base_dtype" in adapter:
         with torch.no_grad():
@@ -144,7 +144,7 @@ def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(po
 
 
 def judged(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers says of each row."""
+    """Returns the logits that transformers computes for each row."""
     auto, known = transformers.AutoModelForSequenceClassification, {"dtype": torch.float32, "num_labels": 3}
     model = auto.from_pretrained(folder, **known, attn_implementation="eager")
     if adapter is not None:
@@ -156,7 +156,7 @@ def judged(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Te
 
 @pytest.mark.filterwarnings("ignore:.*were not initialized")
 def test_a_head_beside_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path) -> None:
-    """Of a model of tokens, whose head begins at random, on either side."""
+    """The base is a language model, so its head starts at random on either side."""
     hf, adapter, layout = tmp_path / "hf", LORA | {"targets": ["q_proj", "v_proj", "fc1"]}, Layout(tp=2, pp=2)
     save("llama", hf, torch.float32, **LAYERS)
 
@@ -204,7 +204,7 @@ def test_a_head_beside_an_adapter_goes_to_peft_merged_and_not_and_comes_back(poo
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_that_peft_saved_starts_a_run(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """With the frozen tables that PEFT saves beside adapters of them."""
+    """PEFT saves the frozen tables with the adapters on them."""
     hf, folder = tmp_path / "hf", tmp_path / "adapter"
     save("llama", hf, torch.float32, **LAYERS)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"] + (["embed_tokens"] if kind == "lora" else [])

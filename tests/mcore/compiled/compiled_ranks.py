@@ -25,18 +25,18 @@ class Compiled(NamedTuple):
 
     outcome: Outcome
     num_graphs: int
-    """Compiled on this rank."""
+    """Number of graphs compiled on this rank."""
     printed: str
 
 
 def train_each(groups: Groups, runs: Sequence[Run], backend: str, refused_after: int | None = None) -> list[Compiled]:
-    """Runs of one layout, compiled anew for each.
+    """Trains each run of one layout, compiled anew.
 
     Args:
         groups: The process groups.
-        runs: What is trained.
-        backend: As torch.compile takes it; eager finds graphs and runs them as they are.
-        refused_after: Of the graphs of a run, the backend then fails for all others.
+        runs: Runs to train.
+        backend: Name of a torch.compile backend; "eager" captures graphs and runs them as they are.
+        refused_after: Number of graphs after which the backend fails for all others; None: never.
     """
     from torch._dynamo.backends.registry import lookup_backend
 
@@ -61,7 +61,7 @@ def train_each(groups: Groups, runs: Sequence[Run], backend: str, refused_after:
 
 
 def names(groups: Groups, config: Config) -> list[list[str]]:
-    """Of all parameters and of all tensors in checkpoints, as written and compiled."""
+    """Returns the names of all parameters and checkpoint tensors, first as written, then compiled."""
     compiled.BACKEND = "eager"
     found = []
     for choice in ("none", "layers"):
@@ -74,7 +74,7 @@ def names(groups: Groups, config: Config) -> list[list[str]]:
 
 
 def trained_without_a_compiler(groups: Groups, run: Run, caches: Path) -> Compiled:
-    """A run with torch's own backend on a machine where there is no C++ compiler."""
+    """Trains with torch's own backend on a machine without a C++ compiler."""
     os.environ |= {"PATH": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches)}
     os.environ.pop("CXX", None)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -83,7 +83,7 @@ def trained_without_a_compiler(groups: Groups, run: Run, caches: Path) -> Compil
 
 
 def graphs_of_generation(groups: Groups, config: Config) -> int:
-    """Compiled while a prompt of another length than a row is read."""
+    """Returns the number of graphs compiled while reading a prompt whose length is not that of a row."""
     graphs = 0
 
     def counted(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Layers compiled by torch.compile: the oracle's numbers, under every kind of layout, and what cannot be compiled."""
+"""Layers compiled by torch.compile match the oracle under every kind of layout; what cannot be compiled is reported."""
 
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ OVERLAPPED = COMPILED | {"train__overlap_grad_reduce": True}
 
 
 def row(name: str, changes: dict[str, Any], num_layers: int = 2, **layout: Any) -> Row:
-    """Of the fewest layers and microbatches."""
+    """Builds a row with the fewest layers and microbatches."""
     batches = documents_steps() if changes.get("data__isolate_documents") else two_steps()
     return Row(name, changes, lean(case(**layout), num_layers), batches)
 
 
 def compiled_rows(pool: Pool, rows: list[Row], backend: str = "eager", **options: Any) -> list[Compiled]:
-    """Runs of one layout, each of which has to be the oracle's; what rank 0 says of them."""
+    """Trains rows of one layout, compares each with the oracle, and returns what rank 0 reports of them."""
     layout = rows[0].case.resolved(rows[0].config)
     runs = [Run(each.config, initial_parameters(each.config), each.batches) for each in rows]
     everyone = pool.run(train_each, layout, runs, backend, *options.values())

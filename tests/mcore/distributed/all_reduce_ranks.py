@@ -1,4 +1,4 @@
-"""The rank side of test_summed.py."""
+"""The rank side of test_all_reduce.py."""
 
 import torch
 
@@ -7,7 +7,7 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 def sums(groups: Groups, vectors: list[list[float]]) -> tuple[list[float], list[float], int]:
-    """This rank's vector summed over the world and over its pipeline stage, and the stage."""
+    """Returns this rank's vector summed over the world and over its pipeline stage, and the stage."""
     own = torch.tensor(vectors[groups.rank], dtype=torch.float64)
     both = AsyncAllReduce(own.clone()), AsyncAllReduce(own.clone(), groups.stage)
     world, stage = (each.get() for each in both)

@@ -1,4 +1,4 @@
-"""What a rank of a tensor-parallel group gets, and by which way."""
+"""What a rank of a tensor-parallel group receives, and by which way."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Received(NamedTuple):
-    """What one rank has got."""
+    """What one rank has received."""
 
     members: list[int]
-    """Of the group of hosts."""
+    """Ranks of the group of hosts."""
     is_same: bool
     """Whether all rows are those that were read."""
     of_hosts: list[list[Any]]
-    """Where rows never came to the device: number of sequences, starts of documents and counted tokens of each
-    microbatch."""
+    """Facts by the hosts' way, where rows never reached the device: number of sequences, starts of documents and
+    counted tokens of each microbatch."""
     expected: list[list[Any]]
-    """The same where they came."""
+    """The same facts where rows reached the device."""
 
 
 def batch(number: int, width: int, config: Config) -> Microbatch:
-    """A row of documents whose lengths, and places without loss, depend on its number."""
+    """Builds a row of documents whose lengths, and positions without loss, depend on its number."""
     rows = torch.arange(width).view(1, -1) + number
     ids = (torch.arange(width) // (number + 3)).view(1, -1)
     weights = {MAIN_TERM: torch.rand(1, width, generator=torch.Generator().manual_seed(number)) * (rows % 3 > 0)}
@@ -52,7 +52,7 @@ def batch(number: int, width: int, config: Config) -> Microbatch:
 
 
 def received(groups: Groups, configs: Sequence[Config], count: int) -> list[Received]:
-    """Of each configuration, by a group of hosts beside the one of devices."""
+    """Broadcasts batches of each configuration, through a group of hosts next to the group of devices."""
     hosts = replace(groups, tp_host=open_host_group(groups.tp, TIMEOUT))
     return [_received(hosts, config, count) for config in configs]
 
@@ -60,7 +60,7 @@ def received(groups: Groups, configs: Sequence[Config], count: int) -> list[Rece
 def _received(groups: Groups, config: Config, count: int) -> Received:
     batches = [batch(number, config.row_width, config) for number in range(count)]
     own = batches if groups.tp_rank == 0 else None
-    # where rows are packed, ranks that do not read do not know how many they are
+    # where rows are packed, ranks that do not read cannot know how many there are
     known = None if config.data.packing is not None else count
     found = broadcast_batches(own, known, [MAIN_TERM], config, groups)
     pairs = [(one.tensors(), other.tensors()) for one, other in zip(found, batches, strict=True)]
@@ -78,7 +78,7 @@ def _received(groups: Groups, config: Config, count: int) -> Received:
 
 
 def _without_rows(own: list[Microbatch] | None, count: int | None, config: Config, groups: Groups) -> list[list[Any]]:
-    """On a device whose tensors cannot be read, and to which nothing is sent."""
+    """Returns the facts on a device whose tensors cannot be read and to which nothing is sent."""
     send = dist.broadcast
 
     def among_hosts(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -99,8 +99,8 @@ def _facts(counts: WeighedTokens, rows: list[Microbatch]) -> list[list[Any]]:
 
 
 def splits_of_nccl(groups: Groups) -> tuple[int, str]:
-    """How often a group of hosts is made by splitting the communicator of a world that is bound to a GPU, which every
-    rank would have to take part in; and what the world is bound to afterwards."""
+    """Returns how often a group of hosts was made by splitting the communicator of a world bound to a GPU, which every
+    rank would have to take part in, and what the world is bound to afterwards."""
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("cuda", 0)
@@ -111,7 +111,7 @@ def splits_of_nccl(groups: Groups) -> tuple[int, str]:
 
 
 def from_a_rank_that_leaves(groups: Groups) -> None:
-    """The one that reads ends before it has sent anything."""
+    """Ends the rank that reads before it has sent anything."""
     hosts = replace(groups, tp_host=open_host_group(groups.tp, TIMEOUT))
     if groups.tp_rank != 0:
         with naming_lost_ranks(lambda: ""):
@@ -119,6 +119,6 @@ def from_a_rank_that_leaves(groups: Groups) -> None:
 
 
 def through_a_missing_interface(groups: Groups) -> None:
-    """gloo is to use a network interface that this machine has not."""
+    """Makes gloo use a network interface that this machine does not have."""
     os.environ["GLOO_SOCKET_IFNAME"] = "none0"
     open_host_group(groups.tp, TIMEOUT)

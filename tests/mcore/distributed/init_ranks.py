@@ -11,7 +11,7 @@ from mtrain.mcore.distributed.party import Purpose
 
 
 def rounds_with_a_slow_rank(groups: Groups, folder: str) -> list[int]:
-    """How many ranks had begun each of two rounds when this rank went on; another rank is the slow one in each."""
+    """Returns how many ranks had begun each of two rounds when this rank went on; each round has another slow rank."""
     seen = []
     for number in range(2):
 
@@ -28,12 +28,12 @@ def rounds_with_a_slow_rank(groups: Groups, folder: str) -> list[int]:
 
 
 def result_of_rank_zero(groups: Groups) -> int:
-    """Rank 0's rank plus 7, on every rank."""
+    """Returns rank 0's rank plus 7, on every rank."""
     return on_first_rank(lambda: groups.rank + 7)
 
 
 def error_of_rank_zero(groups: Groups) -> tuple[str, bool]:
-    """What the others learn of a fault on rank 0."""
+    """Returns what the other ranks see of an error on rank 0."""
 
     def fail() -> None:
         raise DataError(f"seen on rank {groups.rank}")
@@ -46,7 +46,7 @@ def error_of_rank_zero(groups: Groups) -> tuple[str, bool]:
 
 
 def purposes_in_an_open_world(groups: Groups) -> tuple[int, str, bool]:
-    """Exit code, message, and whether every rank has raised it, where the last rank has another configuration."""
+    """Gives the last rank another configuration; returns exit code, message, and whether every rank raised it."""
     seed = "2" if groups.rank == groups.layout.world_size - 1 else "1"
     fault = MachineError("nobody has noticed")
     try:

@@ -25,28 +25,28 @@ DEADLINE_S = 120.0
 
 
 class Came(NamedTuple):
-    """How a process has fared."""
+    """How opening a world ended for a process."""
 
     met: int
-    """Sum of 2**rank over the ranks of its world; 0 where it has none."""
+    """Sum of 2**rank over the ranks of its world; 0 where it got none."""
     exit_code: int
     text: str
-    """The message; empty where it has met others, or where another rank shows it."""
+    """The message; empty where it met the others, or where another rank shows it."""
 
 
 class Rank:
-    """A process that has begun."""
+    """A started process that opens a world."""
 
     def __init__(
         self, environ: Mapping[str, str], purpose: Purpose, timeout_s: float = 60.0, num_worlds: int = 1
     ) -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
-            environ: Variables beside those of this process.
-            purpose: Of its world.
-            timeout_s: How long it waits for others.
-            num_worlds: How many it opens, one after the other.
+            environ: Variables added to those of this process.
+            purpose: Purpose of its world.
+            timeout_s: Seconds that it waits for others.
+            num_worlds: Number of worlds it opens, one after the other.
         """
         context = multiprocessing.get_context("forkserver")
         self._here, there = context.Pipe()
@@ -56,7 +56,7 @@ class Rank:
         there.close()
 
     def came(self) -> Came:
-        """Waits for it."""
+        """Waits for the result."""
         assert self._here.poll(DEADLINE_S), "it hangs"
         found = Came(*json.loads(self._here.recv()))
         self.process.join()
@@ -90,7 +90,7 @@ def _open(
 
 
 class AgentStore:
-    """A store that outlives ranks, as torchrun's agent keeps one."""
+    """A store that outlives ranks, like that of torchrun's agent."""
 
     def __init__(self) -> None:
         self._store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -105,6 +105,6 @@ class AgentStore:
         """The variables that name it."""
 
     def wait_for(self, rank: int, number: int) -> None:
-        """Until the rank waits for others in the meeting of that number."""
+        """Waits until the rank waits for others in the meeting of that number."""
         key = f"mtrain/{number}/rank-{rank}"
         self._store.wait([key], timedelta(seconds=DEADLINE_S))

@@ -1,4 +1,4 @@
-"""Short vectors summed over ranks: right, and the same bits everywhere."""
+"""Short vectors summed over ranks: correct, and the same bits everywhere."""
 
 import math
 import random

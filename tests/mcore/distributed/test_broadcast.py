@@ -1,4 +1,4 @@
-"""Rows that one rank of a tensor-parallel group reads reach the others as they are."""
+"""Rows that one rank of a tensor-parallel group reads reach the others unchanged."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ PACKED: dict[str, Any] = {"kind": "mock", "seq_length": 64, "isolate_documents":
 
 
 def test_hosts_need_nothing_of_their_devices(pool: Pool) -> None:
-    """A GPU would be waited for: what the host decides by has come another way before any row is there."""
+    """Nothing waits for a GPU: what the host needs to decide has come another way before any row arrives."""
     layout = {"tp": 2, "cp": 2}
     data = [PACKED, {**INDEXED, "isolate_documents": True}, INDEXED]
     runs = [config(layout=layout, data=each) for each in data]
@@ -29,7 +29,7 @@ def test_hosts_need_nothing_of_their_devices(pool: Pool) -> None:
     assert [number for number, _, _ in packed] == [22] * 3, "those of the microbatch that has most"
     assert [each[1:] for each in packed] == [each[1:] for each in documents]
     assert [starts for _, starts, _ in alone] == [None] * 3
-    # tokens that count: other ones in other parts of the row
+    # the tokens that count differ between parts of the row
     assert packed[0][2] != ranks[2][0].expected[0][2]
 
 

@@ -59,7 +59,7 @@ def test_random_states_are_those_of_the_cpu() -> None:
 
 
 def test_megatron_finds_the_type_names_that_it_compares_with() -> None:
-    """Only for callers in megatron: elsewhere the name is torch's own."""
+    """Only callers in megatron see it: elsewhere the name is torch's own."""
     caller = {"__name__": "megatron.core.optimizer.somewhere", "torch": torch}
     exec("name = torch.zeros(2).type()", caller)
     assert caller["name"] == "torch.cuda.FloatTensor"
@@ -76,7 +76,7 @@ def test_installing_twice_changes_nothing() -> None:
 
 
 def test_nothing_of_megatron_is_compiled() -> None:
-    """Neither where the emulation came first, nor where megatron-core's data sets were imported before it."""
+    """Nothing is compiled, whether the emulation or megatron-core's data sets were imported first."""
     from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
     from torch._dynamo.utils import counters
 

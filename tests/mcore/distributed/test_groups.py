@@ -1,4 +1,4 @@
-"""Process groups are where the layout's arithmetic says."""
+"""Process groups match the layout's arithmetic."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ LAYOUTS = [  # by day every two axes together
 
 
 class Seen(NamedTuple):
-    """What a rank finds."""
+    """What a rank knows of its place."""
 
     rank: int
     coordinate: tuple[int, int, int, int]
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
 
 
 def look_around(groups: Groups) -> Seen:
-    """This rank's place and neighbours."""
+    """Returns this rank's place and neighbours."""
     members = {
         name: dist.get_process_group_ranks(group)
         for name, group in {"tp": groups.tp, "cp": groups.cp, "dp_cp": groups.dp_cp}.items()
@@ -41,7 +41,7 @@ def look_around(groups: Groups) -> Seen:
 
 
 def neighbours(layout: Layout, rank: int, axes: set[str]) -> list[int]:
-    """Ranks whose coordinates differ from this rank's on the given axes alone."""
+    """Returns the ranks whose coordinates differ from this rank's on the given axes alone."""
     own: Any = layout.coordinate(rank)._asdict()
     return [
         other
@@ -52,7 +52,7 @@ def neighbours(layout: Layout, rank: int, axes: set[str]) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_groups_are_those_of_the_layout(pool: Pool, layout: Layout) -> None:
-    """And losses and plans have one owner for each part of the batch."""
+    """Losses and plans also have one owner for each part of the batch."""
     everyone = pool.run(look_around, layout)
     for rank, seen in enumerate(everyone):
         assert seen.rank == rank
@@ -69,7 +69,7 @@ def test_groups_are_those_of_the_layout(pool: Pool, layout: Layout) -> None:
 
 
 def draw(groups: Groups) -> tuple[tuple[int, int, int], float, float]:
-    """This rank's place but for tp, and numbers as dropout of a replicated and of a sharded activation would draw."""
+    """Returns this rank's place without tp, and random numbers as dropout draws for replicated and sharded tensors."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     place, replicated = (groups.pp_rank, groups.cp_rank, groups.dp_rank), float(torch.rand(()))

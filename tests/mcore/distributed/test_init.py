@@ -66,7 +66,7 @@ LOST = {
     "store": dist.DistStoreError("wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"),
     "store, gone": dist.DistNetworkError("failed to recv, got 0 bytes"),
 }
-"""What torch raises: gloo's and the store's as seen, NCCL's as ProcessGroupNCCL.cpp and nccl's init.cc word them."""
+"""Errors of torch: those of gloo and the store as seen, NCCL's as in ProcessGroupNCCL.cpp and nccl's init.cc."""
 
 
 @pytest.mark.parametrize("error", LOST.values(), ids=LOST.keys())
@@ -102,7 +102,7 @@ def test_a_lack_of_memory_says_what_to_lower(allocate: Callable[[], object], not
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[int]:
-    """A port of this machine that another program listens on."""
+    """Yields a port of this machine on which another program listens."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

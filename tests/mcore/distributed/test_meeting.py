@@ -1,4 +1,4 @@
-"""Ranks that meet belong to one launch of one run, or all of them leave with one message that names both sides."""
+"""Ranks that meet belong to one launch of one run; else all of them stop with one message that names both sides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("pool")
 
 
 def environ(rank: int, port: int, size: int = 2, **more: str) -> dict[str, str]:
-    """As a launcher sets it."""
+    """Returns the environment of a rank as a launcher sets it."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {**place, **{name: str(number) for name, number in numbers.items()}, **more}
@@ -96,7 +96,7 @@ def test_ranks_of_two_launches_do_not_meet(tmp_path: Path, which: str, notice: N
 
 
 def test_of_one_launch_one_rank_speaks(tmp_path: Path) -> None:
-    """The others end alike and are silent."""
+    """The others exit with the same code and print nothing."""
     port, launch = free_port(), {"MTRAIN_LAUNCH": "a"}
     wrong = purpose(tmp_path, agreed={"train.seed": "2"})
     ranks = [Rank(environ(rank, port, 3, **launch), wrong if rank == 2 else purpose(tmp_path)) for rank in range(3)]
@@ -123,7 +123,7 @@ def test_two_processes_of_one_rank_are_refused(tmp_path: Path, rank: int, notice
 
 
 def test_ranks_that_have_met_are_not_disturbed(tmp_path: Path) -> None:
-    """A straggler is refused, by its number or by its run, also where it was to open the port itself."""
+    """A straggler is refused by its number or its run, even where it should have opened the port itself."""
     store = AgentStore()
     environments = [{**environ(rank, 0), **store.environ} for rank in range(2)]
     assert [each.met for each in met(*(Rank(each, purpose(tmp_path)) for each in environments))] == [3, 3]
@@ -159,14 +159,14 @@ def test_what_torchrun_starts_anew_meets_again(tmp_path: Path, story: Any, notic
                 ranks.append(Rank({**environ(rank, 0), **store.environ, **own}, purpose(tmp_path)))
             if len(start) == 2:
                 assert [each.met for each in met(*ranks)] == [3, 3]
-            else:  # ended by the agent, since the other one has crashed
+            else:  # ended by the agent, since the other rank crashed
                 store.wait_for(start[0][1], number)
                 ranks[0].process.kill()
                 ranks[0].process.join()
 
 
 def test_a_rank_that_waits_goes_over_to_the_later_start(tmp_path: Path) -> None:
-    """One has crashed while it waited, and its agent starts it anew; that of the other node has noticed nothing."""
+    """A rank crashed while it waited and its agent restarts it; the agent of the other node has noticed nothing."""
     store = AgentStore()
     gone = Rank({**environ(0, 0, 3), **store.environ}, purpose(tmp_path))
     store.wait_for(0, 0)
@@ -203,7 +203,7 @@ def test_a_process_opens_several_worlds_one_after_the_other(tmp_path: Path) -> N
 
 
 def test_a_rank_that_was_interrupted_may_come_again(tmp_path: Path) -> None:
-    """Its place is free."""
+    """The place of the interrupted rank is free again."""
     store = AgentStore()
     gone = Rank({**environ(1, 0), **store.environ}, purpose(tmp_path))
     store.wait_for(1, 0)
@@ -268,7 +268,7 @@ def test_a_silent_program_at_the_port_is_named(tmp_path: Path, notice: Notice) -
 
 
 def test_a_world_of_the_programs_own_has_one_purpose(pool: Pool) -> None:
-    """All ranks raise the same, of which one shows it; the next world is fine."""
+    """All ranks raise the same error, and one shows it; the next world opens."""
     found = pool.run(init_ranks.purposes_in_an_open_world, Layout(dp=3))
     assert {text for _, text, _ in found} == {found[0][1]}
     assert "rank 0 (process" in found[0][1]

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_ranks_gather_and_scatter_by_definition(pool: Pool, num_ranks: int) -> None:
-    """Two ranks swap halves; three leave it to gloo."""
+    """Two ranks swap halves; three leave the work to gloo."""
     for dtype in DTYPES:
         for in_place, async_op in ((False, False), (True, True)):
             found = pool.run(ranks.both, Layout(dp=num_ranks), dtype, in_place, async_op)
@@ -23,7 +23,7 @@ def test_all_ranks_gather_and_scatter_by_definition(pool: Pool, num_ranks: int) 
             for rank, each in enumerate(found):
                 assert each.gathered == gathered
                 rows = slice(2 * rank, 2 * rank + 2)
-                # two numbers have one sum; of three in half precision it depends on gloo's order
+                # the sum of two numbers is unique; that of three in half precision depends on gloo's order
                 if num_ranks == 2:
                     assert each.scattered == (summands[0] + summands[1])[rows].flatten().tolist()
                     assert each.names == [("send", "all-gather"), ("send", "reduce-scatter")]

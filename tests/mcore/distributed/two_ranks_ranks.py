@@ -19,7 +19,7 @@ from mtrain.mcore.distributed.two_ranks import all_gather_into_tensor, in_the_pl
 
 
 class Operations(TorchDispatchMode):
-    """What reaches torch.distributed's backend inside the block, and what it stands for."""
+    """Records the calls that reach torch.distributed's backend inside the block, and the operations they stand for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Operations(TorchDispatchMode):
 
 
 class Found(NamedTuple):
-    """Of one rank."""
+    """Results of one rank."""
 
     gathered: list[float]
     scattered: list[float]
@@ -41,12 +41,12 @@ class Found(NamedTuple):
 
 
 def own(rank: int, dtype: torch.dtype, rows: int) -> Tensor:
-    """[rows, 3]: numbers that tell rank and place, and do not add exactly in half precision."""
+    """Builds [rows, 3] numbers that differ by rank and place, and do not add exactly in half precision."""
     return (torch.arange(3 * rows).view(rows, 3) * 1.37 + 100.21 * rank).to(dtype)
 
 
 def both(groups: Groups, dtype: torch.dtype, in_place: bool, async_op: bool) -> Found:
-    """An all-gather and a reduce-scatter over the world, begun one after the other."""
+    """Starts an all-gather and a reduce-scatter over the world, one after the other."""
     size, rank = dist.get_world_size(), groups.rank
     whole, part = torch.empty(2 * size, 3, dtype=dtype), own(rank, dtype, 2)
     summands = own(rank, dtype, 2 * size)
@@ -67,14 +67,14 @@ def both(groups: Groups, dtype: torch.dtype, in_place: bool, async_op: bool) -> 
 
 
 def maxima(groups: Groups) -> list[float]:
-    """Not a sum: torch's own."""
+    """Runs a reduction that is not a sum; torch's own does it."""
     largest = torch.empty(1)
     reduce_scatter_tensor(largest, torch.tensor([3.0, -1.0]) * (1 - 2 * groups.rank), op=dist.ReduceOp.MAX)
     return largest.tolist()
 
 
 def nothing(groups: Groups) -> list[int]:
-    """Tensors without elements, as of experts without tokens."""
+    """Sends tensors without elements, like those of experts without tokens."""
     empty = torch.empty(0, 4)
     all_gather_into_tensor(empty, empty)
     reduce_scatter_tensor(empty, empty)
@@ -82,7 +82,7 @@ def nothing(groups: Groups) -> list[int]:
 
 
 def of_megatron(groups: Groups) -> list[tuple[str, str | None]]:
-    """What a gather and a scatter along the sequence send."""
+    """Returns what a gather and a scatter along the sequence send."""
     operations = Operations()
     with operations:
         whole = gather_from_sequence_parallel_region(torch.ones(2, 3), group=groups.tp)

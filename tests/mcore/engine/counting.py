@@ -1,4 +1,4 @@
-"""Counts what a training step asks of the network and of the host; the rank side of test_collectives.py."""
+"""Counts a training step's collectives and host reads; the rank side of test_collectives.py."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Counts(NamedTuple):
     """What one step of one rank did."""
 
     collectives: Counter[tuple[str, int]]
-    """(name, elements): transfers between stages are not among them, what two ranks swap is."""
+    """(name, elements) of each collective, swaps of two ranks included; transfers between stages are left out."""
     reads: Counter[str]
-    """Values that the host asked a tensor for, by the file that asked: where a GPU would be waited for."""
+    """Reads of a tensor's value by the host, which on a GPU would wait for it; by the file that reads."""
 
 
 class Counting(TorchDispatchMode):
-    """Counts inside its `with` block; everything goes on as it would."""
+    """Counts inside its `with` block and changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts(Counter(), Counter())
 
     def __enter__(self) -> Counting:
-        self._tolist = torch.Tensor.tolist  # reads memory without an operation that could be seen
+        self._tolist = torch.Tensor.tolist  # reads memory without an operation that could be counted
         counts = self.counts
 
         def tolist(tensor: Tensor) -> Any:
@@ -80,7 +80,7 @@ class Counting(TorchDispatchMode):
 
 
 def _asking_file() -> str:
-    """The innermost file that is not part of torch or of this counting, from its package on."""
+    """Returns the innermost file on the stack outside torch and this module, as a path from its package on."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -91,21 +91,21 @@ def _asking_file() -> str:
 
 
 Way = Literal["ours", "megatrons", "bare"]
-"""Of making a step: megatron-core's own normalisation, logging of the loss, and optimizer step; or gradients reduced
-and stepped on, without any normalisation."""
+"""How a step is made: by us; by megatron-core, with its normalization, loss logging and optimizer step; or bare, with
+gradients reduced and a step without any normalization."""
 Steps = Mapping[Way, Counts]
-"""The same step in several ways."""
+"""Counts of the same step made in several ways."""
 
 
 def count_steps(
     groups: Groups, configs: Sequence[Config], batch: GlobalBatch, ways: Sequence[Way] = ("ours",)
 ) -> list[Steps]:
-    """Under each configuration, each way on a model of its own."""
+    """Counts a step of each configuration, each way on a model of its own."""
     return [{way: _counted(groups, config, batch, way) for way in ways} for config in configs]
 
 
 def _counted(groups: Groups, config: Config, batch: GlobalBatch, way: Way) -> Counts:
-    """Of the second step where it is ours, which could leave something to the next one; else of the first."""
+    """Counts our second step, as the first could leave work to it; other ways are counted in their first step."""
     built = build(groups, config)
     if way == "ours":
         _our_step(built, groups, config, batch)
@@ -127,7 +127,7 @@ def _our_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch) 
 
 
 def _plain_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, normalises: bool) -> None:
-    """As megatron-core's users write it: a sum of losses, an int32 count, a report to be logged."""
+    """Makes a step as megatron-core's users write it: a sum of losses, an int32 count, a report to be logged."""
     count = groups.layout.num_microbatches(len(batch), config.train.micro_batch_size)
     terms = [MAIN_TERM, *config.loss.side_terms]
     rows = slice_for_rank(

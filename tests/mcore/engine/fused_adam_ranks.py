@@ -18,7 +18,7 @@ from tests.mcore.state.checkpoint_ranks import Outcome
 
 
 class AdamByGroup(torch.optim.Optimizer):
-    """Their arguments, their state and their counting, on any device; the arithmetic is torch's."""
+    """Has the arguments, state and counting of the fused Adams, on any device; the arithmetic is torch's."""
 
     def __init__(self, params: Any, adam_w_mode: bool, **defaults: Any) -> None:
         assert adam_w_mode
@@ -58,7 +58,7 @@ class AdamByGroup(torch.optim.Optimizer):
 def train(
     groups: Groups, config: Config, folder: Path, resume_at: int | None, stop: int, save_at: int | None = None
 ) -> tuple[Outcome, bool]:
-    """As `checkpoint_ranks.train`; and whether this rank holds nothing of some group of parameters."""
+    """Trains like `checkpoint_ranks.train`; also says whether this rank holds nothing of some group of parameters."""
     empty = []
 
     class Seen(AdamByGroup):

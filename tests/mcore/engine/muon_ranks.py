@@ -16,18 +16,18 @@ from tests.mcore.state.checkpoint_ranks import Parts, build
 
 
 class Share(NamedTuple):
-    """What a rank keeps of the optimizer's state."""
+    """The optimizer state that a rank keeps."""
 
     momenta: int
-    """Elements that have a momentum alone."""
+    """Number of elements that have a momentum alone."""
     moments: int
-    """Elements that have both moments."""
+    """Number of elements that have both moments."""
     names: frozenset[str]
-    """Checkpoint keys of the parameters with moments, layers without a number."""
+    """Checkpoint keys of the parameters with moments, without layer numbers."""
 
 
 class Skipped(NamedTuple):
-    """An update of fp16 that overflowed."""
+    """An fp16 update that overflowed."""
 
     overflowed: bool
     largest_momentum: float
@@ -36,7 +36,7 @@ class Skipped(NamedTuple):
 
 
 def share(groups: Groups, config: Config) -> Share:
-    """Of the optimizer as it is built."""
+    """Counts the state of a newly built optimizer."""
     parts = build(groups, config)
     keys = {place.data: place.key for place in sharded_parameters(map(unwrap, parts.model.chunks), groups)}
     counts, names = {True: 0, False: 0}, set()
@@ -48,7 +48,7 @@ def share(groups: Groups, config: Config) -> Share:
 
 
 def overflow(groups: Groups, config: Config) -> Skipped:
-    """One step at a loss scale that no gradient survives."""
+    """Makes one step at a loss scale that no gradient survives."""
     parts = build(groups, config)
     before = [states[MAIN].clone() for _, states in flat_slice_states(parts.model.optimizer.inner)]
     batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None

@@ -25,21 +25,21 @@ CASES = [
 
 
 def by_day(*chosen: Case, of: Sequence[Case] = CASES) -> list[Any]:
-    """Rows of a test; those that are not chosen repeat at night what the chosen ones show."""
+    """Returns the rows of a test; those not chosen run at night only, as they repeat what the chosen ones show."""
     return [each if each in chosen else pytest.param(each, marks=pytest.mark.nightly) for each in of]
 
 
 EACH_AXIS = by_day(CASES[3], CASES[5])
-"""But cp, which the balance of experts has by day; virtual stages exchange no more than stages."""
+"""Cases of each axis but cp, which the balance of experts runs by day; virtual stages exchange what stages do."""
 TWO_RANKS = by_day(CASES[1], of=[CASES[1], CASES[4], CASES[6]])
-"""Precision and optimizer ask the same of every layout."""
+"""Cases of two ranks; precision and optimizer exchange the same on every layout."""
 SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
 ONE_TERM_AND_TWO: tuple[Mapping[str, Any], ...] = ({}, {"loss__side_terms": SIDE_TERMS})
 REPLICATED = {"train__distributed_optimizer": False}
 ALIKE = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.1}}}
 OUR_READ = Counter({"mtrain/mcore/engine/loss_reduction.py": 1})
 NORM = {("allreduce_", 1): 1}
-"""megatron-core's own, which it calls on one rank as well."""
+"""The all-reduce of megatron-core's own norm, which it calls on one rank as well."""
 
 
 EACH_WAY: tuple[Way, ...] = ("ours", "megatrons", "bare")
@@ -50,7 +50,7 @@ _counted: dict[str, list[list[Steps]]] = {}
 def steps_of_all_ranks(
     pool: Pool, case: Case, *changes: Mapping[str, Any], ways: Sequence[Way] = EACH_WAY
 ) -> list[list[Steps]]:
-    """One report a rank, on each of the changes; what was counted once is kept."""
+    """Returns one report per rank for each of the changes; what was counted once is kept."""
     key = f"{case} {changes} {ways}"
     if key not in _counted:
         # whole logits, so that every sum has the size that it has in megatron-core's own step
@@ -60,12 +60,12 @@ def steps_of_all_ranks(
 
 
 def added_by(one: Counts, other: Counts) -> Counter[tuple[str, int]]:
-    """Collectives that one has beside those of the other."""
+    """Returns the collectives that the first has in addition to those of the second."""
     return one.collectives - other.collectives
 
 
 def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], int]:
-    """One sum of a short vector, in each of so many stages apart: each rank swaps with log2(ranks) others."""
+    """Returns the cost of a sum of a short vector in each of some stages: each rank swaps with log2(ranks) others."""
     size = math.prod(case.layout.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")) // stages
     assert size & (size - 1) == 0
     return {("send", numbers): size.bit_length() - 1} if size > 1 else {}
@@ -94,7 +94,7 @@ def test_side_terms_of_the_same_denominator_cost_none(pool: Pool, case: Case) ->
 
 @pytest.mark.parametrize("case", EACH_AXIS[1:], ids=str)
 def test_terms_of_several_denominators_need_them_before_the_forward_pass(pool: Pool, case: Case) -> None:
-    """Within the stage. A loss function's own collectives over TP are as many as for the main term."""
+    """The sum stays within the stage. A loss function's own collectives over TP are as many as for the main term."""
     for _, steps in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
         assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=13) | small(
             case, numbers=2, stages=case.layout.get("pp", 1)
@@ -122,13 +122,13 @@ PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
     ids=str,
 )
 def test_packed_rows_add_two_numbers_where_ranks_do_not_read(pool: Pool, case: Case) -> None:
-    """One broadcast between hosts of TP, and nothing where every rank reads; rows of one sample each here."""
+    """Packing costs one broadcast between hosts of TP, and none where every rank reads; a row here has one sample."""
     receives, alone = case.layout.get("tp", 1) > 1, PACKED | {"data__packing": None}
     for one, other in steps_of_all_ranks(pool, case, alone, PACKED, ways=["ours"]):
         added = added_by(other["ours"], one["ours"])
         assert added[("broadcast_", 2)] == receives
         assert other["ours"].reads == one["ours"].reads
-        # what travels with the rows has one field more, the sequence of each position
+        # each row carries one more field, the sequence of each position
         assert added.total() == 2 * receives
 
 
@@ -146,12 +146,12 @@ EXPERTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "case",
-    by_day(CASES[2], of=[CASES[2], CASES[3], CASES[5]]),  # tp shares rows as cp does, dp shares none
+    by_day(CASES[2], of=[CASES[2], CASES[3], CASES[5]]),  # tp shares rows like cp, dp shares none
     ids=str,
 )
 def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(pool: Pool, case: Case) -> None:
-    """A z-loss alone costs the plan, moving biases one sum a step. A balance of sequences costs one sum for each router
-    and microbatch where ranks share rows. The host waits for none of it."""
+    """A z-loss alone costs the plan, and moving biases one sum a step. A balance over sequences costs one sum per
+    router and microbatch where ranks share rows. The host waits for none of it."""
     stages, is_shared = case.layout.get("pp", 1), "dp" not in case.layout
     biases = Counter({("allreduce_", 2 // stages * 4): 1})
     alone = {"z_coefficient": 0.1}
@@ -174,7 +174,7 @@ JUDGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", [case(8, 2, cp=2), case(4, 2, dp=2), case(8, 2, pp=2, cp=2)], ids=str)
 def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them(pool: Pool, case: Case) -> None:
-    """One in forward and one in backward for each microbatch, of one number a row, on the last stage."""
+    """Each microbatch costs one sum in forward and one in backward, of one number per row, on the last stage."""
     layout, is_shared = case.resolved(case.config(**JUDGED)), "cp" in case.layout
     for rank, (steps,) in enumerate(steps_of_all_ranks(pool, case, JUDGED, ways=WITHOUT_MEGATRONS)):
         is_last = layout.coordinate(rank).pp == layout.pp - 1
@@ -185,7 +185,7 @@ def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them
 
 @pytest.mark.parametrize("case", EACH_AXIS, ids=str)
 def test_the_host_waits_once_and_nowhere_that_megatron_core_does_not(pool: Pool, case: Case) -> None:
-    """With one term and with two."""
+    """The host waits once with one term, and with two."""
     for rank in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
         for steps in rank:
             assert steps["ours"].reads - steps["megatrons"].reads == OUR_READ
@@ -207,7 +207,7 @@ def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case:
     num_microbatches = len(batch) // case.micro_batch_size
     for counted in steps_of_all_ranks(pool, case, *chunks, ways=["ours"]):
         whole, selected, chunked = (steps["ours"] for steps in counted)
-        # on a CPU a factor of 1 is left out, which a look tells; tests/simulated_gpu counts none on a GPU
+        # on a CPU one look finds a factor of 1, which is then left out; tests/simulated_gpu counts no look on a GPU
         looks = Counter({"mtrain/loss/vocab_parallel/chunks.py": num_microbatches})
         assert whole.reads + looks == selected.reads == chunked.reads
         calls = [_calls(counts.collectives) for counts in (whole, selected, chunked)]
@@ -223,7 +223,7 @@ def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case:
 
 
 def _calls(collectives: Counter[tuple[str, int]]) -> Counter[str]:
-    """By name, whatever the size."""
+    """Counts collectives by name, whatever their size."""
     found: Counter[str] = Counter()
     for (name, _), count in collectives.items():
         found[name] += count

@@ -9,7 +9,7 @@ from tests.pool import Pool
 
 
 def test_resuming_is_exact_with_an_adam_that_counts_by_group(pool: Pool, tmp_path: Path) -> None:
-    """Which passes over groups of which a rank holds nothing: here one holds a part of the table alone, and no norm."""
+    """Ranks that hold nothing of a group skip its count: here one rank holds only a part of the table, no norm."""
     layout, config = Layout(dp=2), configured(**TIED, **{"model.num_layers": 1, "model.vocab_size": 800})
     straight = pool.run(fused_adam_ranks.train, layout, config, tmp_path, None, 4, 2)
     resumed = pool.run(fused_adam_ranks.train, layout, config, tmp_path, 2, 4, 3)

@@ -1,4 +1,4 @@
-"""What is reported of a step."""
+"""What a step reports."""
 
 import math
 
@@ -9,7 +9,7 @@ COEFFICIENTS = {MAIN_TERM: 1.0, "z": 0.25}
 
 
 def totals(**terms: tuple[float, float]) -> StepTotals:
-    """Of (numerator, denominator) by term; the squared norm is 36."""
+    """Builds totals from (numerator, denominator) by term; the squared norm is 36."""
     found = {term: TermTotals(*pair, planned=pair[1]) for term, pair in terms.items()}
     return StepTotals(found, False, NO_TOKENS, 64, 36.0, COEFFICIENTS)
 

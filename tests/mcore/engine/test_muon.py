@@ -1,4 +1,4 @@
-"""Muon on any layout: the exact steps, the same state, and what it costs."""
+"""Muon on any layout: steps match the exact ones, the state is the same, and its cost is known."""
 
 from collections import Counter
 from typing import Any
@@ -75,7 +75,7 @@ def test_nothing_stays_nothing() -> None:
     ],
 )
 def test_every_step_is_the_exact_one(pool: Pool, changes: dict[str, Any], layouts: str) -> None:
-    num_steps = 1 if "model__mla" in changes else 2  # other matrices; how momenta go on is not theirs
+    num_steps = 1 if "model__mla" in changes else 2  # MLA changes the matrices, not how momenta go on
     report = check(pool, rich_config(**MUON, **changes), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
     updates = [each for layout in report.layouts for each in layout.deviations if each.kind == "update"]
@@ -91,14 +91,14 @@ def test_every_step_is_the_exact_one(pool: Pool, changes: dict[str, Any], layout
     ],
 )
 def test_every_step_of_experts_is_the_exact_one(pool: Pool, layouts: str, num_steps: int) -> None:
-    """With a depth of multi-token prediction; matrices of one expert lie on few ranks, and their owner anywhere."""
+    """The model has a depth of multi-token prediction; an expert's matrices lie on few ranks, their owner anywhere."""
     report = check(pool, expert_config(**MUON, model__num_layers=2), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sp=True, dp=2), Layout(pp=2, dp=2), Layout(cp=4)], ids=str)
 def test_the_state_of_matrices_is_divided_as_planned(pool: Pool, layout: Layout) -> None:
-    """A momentum for each element of a matrix, once over the data-parallel ranks, and moments for everything else."""
+    """A matrix has one momentum per element, once over the data-parallel ranks; everything else has both moments."""
     given = config(**MUON, train__precision="fp32", model__qk_norm=True)
     shares = pool.run(share, layout, given)
     replicas = layout.dp * layout.cp
@@ -134,7 +134,7 @@ def test_an_update_that_overflows_leaves_the_momentum(pool: Pool) -> None:
     ids=str,
 )
 def test_a_step_costs_two_exchanges_a_round_and_no_further_read(pool: Pool, case: Case) -> None:
-    """Every rank of a stage owns one tensor a round; a layer has four tensors with matrices."""
+    """Every rank of a stage owns one tensor per round; a layer has four tensors with matrices."""
     configs = [case.config(**MUON), case.config()]
     layout = case.resolved(configs[0])
     stage = layout.world_size // layout.pp

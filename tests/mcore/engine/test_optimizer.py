@@ -19,7 +19,7 @@ def test_a_rank_without_gradients_adds_nothing() -> None:
 
 
 def test_the_norm_is_taken_block_by_block_of_any_shape() -> None:
-    """Memory for one block alone: gradients end inside of it, at its edge and behind it, one is not contiguous."""
+    """Memory holds one block at a time: gradients end inside a block, at its edge and after it; one is strided."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(_BLOCK,), (_BLOCK + 1,), (3, _BLOCK - 1), (5, 7), (0,)]
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]

@@ -1,4 +1,4 @@
-"""Passes over memory that a training step makes: counted by operation, not timed."""
+"""Passes over memory that a training step makes, counted by operation, not timed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(groups: Groups, config: Config, batch: GlobalBatch) -> dict[str, Counter[str]]:
-    """Of one step on one rank, by its part."""
+    """Counts the operations of one step on one rank, by part of the step."""
     built, counted = build(groups, config), {}
     with Operations() as counted["gradient"]:
         totals = built.training.forward_backward(own_microbatches(batch, groups, config))

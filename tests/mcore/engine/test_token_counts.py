@@ -1,4 +1,4 @@
-"""Text, padding and loss tokens are those of the global batch, on every rank of every layout."""
+"""Text, padding and loss tokens are counted over the global batch, and are the same on every rank of every layout."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.pool import Pool
     ids=str,
 )
 def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, case: Case) -> None:
-    """In fp32 and in fp16, where a step scales what it counts in."""
+    """The counts also hold in fp16, where a step scales the losses that travel with them."""
     batch = [cut(sample, SEQ - slot) for slot, sample in enumerate(three_steps()[0])]
     text, padding = sum(SEQ - slot for slot in range(len(batch))), sum(range(len(batch)))
     loss = sum(int((sample.mask > 0).sum()) for sample in batch if sample.weight > 0)
@@ -36,7 +36,7 @@ def test_every_rank_knows_the_counts_of_the_global_batch(pool: Pool, case: Case)
     "case", [pytest.param(case(2, 1, dp=2), marks=pytest.mark.nightly), case(2, 2, tp=2, sp=True, pp=2)], ids=str
 )
 def test_packing_leaves_text_and_loss_tokens_and_takes_padding_away(pool: Pool, case: Case) -> None:
-    """In fp16, where the numerators are scaled by what the packed batch plans."""
+    """The run is in fp16, where the numerators are scaled by what the packed batch plans."""
     batch = [cut(sample, 1 + 2 * slot) for slot, sample in enumerate(three_steps()[0])]
     fp16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**10, "data__isolate_documents": True}
     configs = [case.config(**fp16), case.config(**fp16, data__packing={})]

@@ -1,4 +1,4 @@
-"""Weight gradients that the product which makes them adds up; their numbers are those of tests/parity."""
+"""Weight gradients that matrix products accumulate themselves; tests/parity compares the numbers."""
 
 from collections import Counter
 from typing import Any
@@ -25,7 +25,7 @@ def test_a_product_is_added(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_every_linear_layer_adds_its_own(pool: Pool, precision: dict[str, str]) -> None:
-    """And the table, which the loss multiplies, has its gradient once."""
+    """The table, by which the loss multiplies, has its gradient once."""
     changes = TIED | precision | {"train.micro_batch_size": 2}
     given = [configured(**changes, **{"model.megatron": {FIELD: is_fused}}) for is_fused in (False, True)]
     plain, fused = (pool.run(step, Layout(), config)[0] for config in given)

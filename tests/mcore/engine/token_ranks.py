@@ -10,7 +10,7 @@ from tests.parity.ranks import build, own_microbatches
 
 
 def counted(groups: Groups, configs: Sequence[Config], batch: GlobalBatch) -> list[tuple[int, TokenCounts]]:
-    """Text, padding and loss tokens as the step under each configuration tells every rank."""
+    """Returns text, padding and loss tokens as the step under each configuration reports them to every rank."""
     found = []
     for config in configs:
         totals = build(groups, config).training.forward_backward(own_microbatches(batch, groups, config))

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of weight gradients that products add up."""
+"""The rank side of the tests of weight gradients that matrix products accumulate."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.mcore.state.checkpoint_ranks import build
 
 
 class Fused(NamedTuple):
-    """A step."""
+    """Weight gradients of one step."""
 
     shapes: list[tuple[int, ...]]
-    """Of the gradients that a product has added, one for each product."""
+    """Shapes of the gradients that a product has added, one for each product."""
     gradients: list[list[float]]
-    """Of all parameters that learn."""
+    """Gradients of all parameters that learn."""
 
 
 def step(groups: Groups, config: Config) -> Fused:
-    """Forward and backward of the first step."""
+    """Runs forward and backward of the first step."""
     shapes: list[tuple[int, ...]] = []
 
     def noted(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:

@@ -16,18 +16,18 @@ from tests.mcore.state.checkpoint_ranks import build
 
 
 class Found(NamedTuple):
-    """By flipping one bit after the other."""
+    """What the replica check finds when bits are flipped one after the other."""
 
     equal: list[str]
-    """What the check said of the untouched state, before and after."""
+    """Messages of the check on the untouched state, before and after."""
     compared: list[str]
     """Keys of which another rank holds the same slice, counted by hand."""
     flipped: list[str]
-    """Keys in which the check has found a flipped bit."""
+    """Keys in which the check found a flipped bit."""
 
 
 def flipped_one_by_one(groups: Groups, config: Config) -> Found:
-    """In everything that rank 1 holds, one after the other."""
+    """Flips a bit in each tensor that rank 1 holds, one after the other."""
     built = build(groups, config)
     check = ReplicaCheck(groups)
 

@@ -1,4 +1,4 @@
-"""The one number that each step notes of a parameter's gradient."""
+"""The one number that each step records of a parameter's gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flipped bit in one replica is found by name, whatever it is a replica over; replicas that are equal never part."""
+"""A flipped bit in one replica is found by name, on whatever axis it is replicated; equal replicas stay equal."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_flipped_bit_in_a_replica_is_named(
 
 
 def test_what_a_save_would_hold_is_compared_first(pool: Pool, tmp_path: Path) -> None:
-    """The interval is far; the save is due."""
+    """The next check by interval is far away, but a save is due."""
     small = {"model.num_layers": 1, "train.micro_batch_size": 2}
     config = configured(**{"run.dir": str(tmp_path), "checkpoint.interval_steps": 2, **small, **WHOLE})
     for ending in pool.run(numeric_fault_ranks.run, Layout(dp=2), config, f"flip rank=0 step=2 phase={FC2}:-1"):
@@ -85,7 +85,7 @@ def test_what_a_save_would_hold_is_compared_first(pool: Pool, tmp_path: Path) ->
 
 
 def test_what_has_replicas_is_known_from_names_and_places(pool: Pool) -> None:
-    """Under tp 2 x pp 2 with tied embeddings: what is compared, and a bit in each of it is found."""
+    """The layout is tp 2 x pp 2, the embeddings are tied: the right tensors are compared, and each flipped bit is found."""
     config = configured(**{"model.tied_embeddings": True, "train.precision": "bf16", "model.num_layers": 2})
     for found in pool.run(replica_ranks.flipped_one_by_one, Layout(tp=2, pp=2), config):
         assert found.equal == []

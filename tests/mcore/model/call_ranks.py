@@ -11,7 +11,7 @@ from tests.parity.ranks import build, own_microbatches
 
 
 def uncalled(groups: Groups, config: Config, batch: GlobalBatch) -> tuple[list[str], int]:
-    """Modules that hold parameters of their own and were not called in a step, and how many hold some."""
+    """Returns the modules with parameters of their own that a step did not call, and the number of such modules."""
     built = build(groups, config)
     owners: dict[str, nn.Module] = {
         name: module

@@ -17,10 +17,10 @@ HEAD_DIM = 6
 
 
 class Example(NamedTuple):
-    """Whole vectors of all heads, and the gradients of what the norm makes of them."""
+    """Whole vectors of all heads, and the gradients of the norm's outputs."""
 
     query: Tensor
-    """[seq, batch, heads, HEAD_DIM]; float64 or another."""
+    """[seq, batch, heads, HEAD_DIM]; float64 or another dtype."""
     key: Tensor
     query_weight: Tensor
     """[heads * HEAD_DIM]."""
@@ -30,7 +30,7 @@ class Example(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of a rank's heads: outputs, gradients of inputs and of weights; sizes of all-reduces."""
+    """Results of a rank's heads: outputs, gradients of inputs and of weights; sizes of all-reduces."""
 
     outputs: tuple[Tensor, Tensor]
     input_gradients: tuple[Tensor, Tensor]
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 
 class _AllReduces(TorchDispatchMode):
-    """Notes how many elements each all-reduce has."""
+    """Records the number of elements of each all-reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _AllReduces(TorchDispatchMode):
 
 
 def normalised(groups: Groups, example: Example, is_zero_centered: bool, epsilon: float) -> Found:
-    """Runs forward and backward with the heads that this rank has."""
+    """Runs forward and backward with the heads of this rank."""
     heads, key_heads = (part.shape[2] // groups.layout.tp for part in (example.query, example.key))
     config = TransformerConfig(
         num_layers=1,
@@ -87,6 +87,6 @@ def normalised(groups: Groups, example: Example, is_zero_centered: bool, epsilon
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """Of a leaf that the backward pass has reached."""
+    """Returns the gradient of a leaf that the backward pass has reached."""
     assert tensor.grad is not None
     return tensor.grad

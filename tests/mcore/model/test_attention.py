@@ -25,7 +25,7 @@ CASES = [
 
 
 def visible(window: int | None, documents: bool) -> Tensor:
-    """[batch, query, key] bool."""
+    """Returns [batch, query, key] bool: which keys a query sees."""
     place = torch.arange(SEQ)
     distance = place[:, None] - place[None, :]
     seen = (distance >= 0) & (distance < (SEQ if window is None else window))
@@ -37,7 +37,7 @@ def visible(window: int | None, documents: bool) -> Tensor:
 
 
 def expected(inputs: dict[str, Any], seen: Tensor) -> list[Any]:
-    """Output and gradients of query, key and value."""
+    """Returns the output and the gradients of query, key and value."""
     query, key, value = (torch.from_numpy(inputs[name]).requires_grad_() for name in ("query", "key", "value"))
     repeats = HEADS // key.shape[2]
     keys, values = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
@@ -49,7 +49,7 @@ def expected(inputs: dict[str, Any], seen: Tensor) -> list[Any]:
 
 
 def starts() -> Any:
-    """[batch, seq] first token of each token's document."""
+    """Returns [batch, seq] the first token of each token's document."""
     whole = np.zeros((ROWS, SEQ), np.int32)
     for row, edges in zip(whole, EDGES, strict=True):
         row[edges] = edges

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert without asking for sizes: what megatron-core's permutation gives, to the bit."""
+"""Tokens sorted by expert without reading sizes on the host match megatron-core's permutation, to the bit."""
 
 import pytest
 import torch

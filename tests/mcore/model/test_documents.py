@@ -1,7 +1,7 @@
 """One kernel for all documents of a microbatch, against attention written out.
 
-The kernel itself is torch's and needs a GPU: where there is one it takes part; elsewhere a plain function with its
-documented meaning stands in, and its shapes are those that torch's own says for tensors without data.
+The kernel is torch's own and needs a GPU. Where there is one it takes part; elsewhere a plain function with its
+documented meaning replaces it, and shapes are checked by torch's own meta kernel.
 """
 
 import math
@@ -38,7 +38,7 @@ def plain_kernel(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """torch's varlen_attn by its documentation: the last query of each sequence at its last key."""
+    """Computes torch's varlen_attn by its documentation: the last query of each sequence is at its last key."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert window_size[1] == 0, "causal"
     outputs = []
@@ -56,7 +56,7 @@ def plain_kernel(
 
 
 def held(cp: int, rank: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Positions that a rank holds, and as runs."""
+    """Returns the positions that a rank holds, and the same as runs."""
     if cp == 1:
         return torch.arange(SEQ), [(0, SEQ)]
     chunk = SEQ // (2 * cp)
@@ -90,7 +90,7 @@ def test_one_kernel_attends_inside_every_document(cp: int, rank: int, window: in
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_torch_agrees_on_the_shapes(cp: int) -> None:
-    """Of tensors without data, by the kernel's own account of itself."""
+    """The kernel's own meta implementation judges the shapes, on tensors without data."""
     nowhere = torch.device("meta")
     own, runs = held(cp, 0)
     query = torch.empty(len(own), ROWS, HEADS, 16, dtype=torch.bfloat16, device=nowhere)
@@ -106,7 +106,7 @@ def test_keys_are_gathered_only_where_documents_are_cut() -> None:
 
 
 def test_the_kernel_is_taken_on_a_gpu_in_half_precision_and_is_right_there() -> None:
-    """On this machine it may be seen to stay away; where there is a GPU it is held to attention written out."""
+    """The kernel must not be used without a GPU; on one it is compared with attention written out."""
     query = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
     assert not is_varlen_usable(query, query, query), "no GPU holds these"
     if not torch.cuda.is_available():

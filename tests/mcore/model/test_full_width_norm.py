@@ -19,7 +19,7 @@ def example(groups: int, dtype: torch.dtype = torch.float64) -> Example:
     generator = torch.Generator().manual_seed(groups)
 
     def draw(*shape: int) -> Tensor:
-        # heads of very different size, so that a mean over a part of them is another one
+        # heads of very different size, so that a mean over some of them differs
         scale = torch.arange(1.0, 1 + shape[-2]).view(-1, 1) if len(shape) > 1 else 1.0
         return (torch.randn(*shape, dtype=torch.float64, generator=generator) * scale).to(dtype)
 
@@ -33,7 +33,7 @@ def pair(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def expected(given: Example, is_zero_centered: bool) -> Found:
-    """From the definition, by autograd, in float64 on one process."""
+    """Computes the results from the definition, by autograd, in float64 on one process."""
     outputs, of_inputs, of_weights = [], [], []
     for x, weight, gradient in (
         (given.query, given.query_weight, given.query_gradient),
@@ -53,7 +53,7 @@ def expected(given: Example, is_zero_centered: bool) -> Found:
 
 
 def assembled(found: list[Found], tp: int, name: str, number: int) -> Tensor:
-    """All heads, from the ranks of the first TP group."""
+    """Returns all heads, from the ranks of the first TP group."""
     parts = [getattr(each, name)[number] for each in found[:tp]]
     return torch.cat(parts, dim=2 if parts[0].ndim > 1 else 0)
 

@@ -1,4 +1,4 @@
-"""Products of experts: both ways alike, empty experts, and what is chosen where."""
+"""Products of experts: both implementations agree, empty experts work, and the right one is chosen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def test_the_grouped_product_is_taken_where_it_is() -> None:
 
 
 class Grouped(torch.autograd.Function):
-    """A kernel as some devices have had it: it writes only what belongs to an expert with tokens."""
+    """Imitates a kernel of some devices: it writes only the rows of experts that have tokens."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

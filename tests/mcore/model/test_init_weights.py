@@ -20,7 +20,7 @@ from tests.parity.ranks import Arrays, arrays
 from tests.pool import Pool
 
 LARGE = {"model__hidden_size": 64, "model__ffn_hidden_size": 704, "model__vocab_size": 997}
-"""Some tensors have more rows than are drawn at once."""
+"""Sizes at which some tensors have more rows than are drawn at once."""
 CASES = [
     case(tp=2, sp=True),
     case(tp=4),
@@ -34,7 +34,7 @@ CASES = [
 
 
 def initial_weights(groups: Groups, config: Config) -> Arrays | None:
-    """Whole tensors on rank 0."""
+    """Returns the whole tensors on rank 0."""
     return arrays(gather_whole(parameter_shards(build_model(config, groups), groups)))
 
 
@@ -93,7 +93,7 @@ def test_tensors_and_seeds_differ(pool: Pool, single: Arrays) -> None:
 
 
 def built_twice(groups: Groups, configs: list[Config]) -> list[list[Arrays]]:
-    """Of each: weights that are drawn, and those of a model whose weights follow."""
+    """Returns for each configuration the drawn weights, and those of a model built to be given its weights later."""
     models = [[build_model(config, groups, weights_follow=follow) for follow in (False, True)] for config in configs]
     return [
         [
@@ -128,7 +128,7 @@ WHOLE = (600, 3, 20)
 
 
 def defined() -> torch.Tensor:
-    """The whole tensor: 256 rows from each generator, seeded by the first 63 bits of a SHA-256."""
+    """Returns the whole tensor: 256 rows from each generator, seeded by the first 63 bits of a SHA-256."""
     blocks = []
     for block in range(3):
         digest = hashlib.sha256(f"7:w:{block}".encode()).digest()
@@ -153,7 +153,7 @@ def test_a_part_is_that_of_the_whole(
 
 
 def test_threads_share_no_generator() -> None:
-    """Of many blocks, so that threads that shared one would meet in it."""
+    """The tensor has many blocks, so that threads sharing a generator would collide."""
     rows = 256 * 200
     one, several = torch.zeros(rows, 8), torch.zeros(rows, 8)
     draw(one, "7:w", (rows, 8), (0, 0), 0.5, 1)

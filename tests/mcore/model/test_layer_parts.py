@@ -1,4 +1,4 @@
-"""Every part of a layer has its description, and its modules."""
+"""Every part of a layer has a description and modules."""
 
 from __future__ import annotations
 

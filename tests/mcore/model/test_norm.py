@@ -36,7 +36,7 @@ def gradients(output: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_outputs_and_gradients_are_those_of_the_definition(zero_centered: bool, transposed: bool) -> None:
-    """Tokens of all sizes, one of them zero; transposed, as heads lie that are views of a projection."""
+    """Tokens have all magnitudes, zero included; the transposed case has the strides of heads that are views."""
     module = norm(zero_centered)
     hidden = torch.randn(5, 3, SIZE, generator=torch.Generator().manual_seed(1)) * 10 ** torch.linspace(-3, 3, 5).view(
         5, 1, 1

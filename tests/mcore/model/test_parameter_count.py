@@ -1,4 +1,4 @@
-"""The planned number of parameters on each rank is that of the model which megatron-core builds."""
+"""The planned number of parameters on each rank is that of the model that megatron-core builds."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ CASES = [
 
 
 def num_built_parameters(groups: Groups, given: list[Config]) -> list[tuple[int, int]]:
-    """Of each model: all of them, and those in matrices as Muon sees them."""
+    """Counts the parameters of each model: all of them, and those in matrices under Muon."""
     return [_num_built(groups, each) for each in given]
 
 

@@ -1,4 +1,4 @@
-"""Our SwiGLU against its formula: the same bits, the derivative, and which feed-forward parts take it."""
+"""Our SwiGLU against its formula: the same bits, the derivative, and which feed-forward parts use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of model.megatron under the layout of the run, and under others that share its model."""
+"""Fields of model.megatron under the layout of the run, and under other layouts that share its model."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ BATCHED = {"batch_p2p_comm": True, "overlap_p2p_comm": False}
 def test_fields_of_transfers_belong_to_a_layout(
     fields: dict[str, Any], run: dict[str, int], other: Layout, expected: tuple[bool, bool, bool]
 ) -> None:
-    """(overlap, overlap in warm-up and flush, batched) of a reference, a teacher or a generator of the run."""
+    """Expects (overlap, overlap in warm-up and flush, batched) for a reference, a teacher or a generator of the run."""
     found = transformer_config(config(layout=run, model__megatron=fields), other, torch.device("cpu"))
     assert (found.overlap_p2p_comm, found.overlap_p2p_comm_warmup_flush, found.batch_p2p_comm) == expected
 
@@ -55,7 +55,7 @@ def test_products_in_8_bits_are_asked_for(changes: dict[str, Any], expected: tup
 @pytest.mark.parametrize(
     ("layout", "changes", "expected"),
     [
-        (Layout(tp=2, sp=True), {}, False),  # every rank has a part of each matrix, of which there is one copy
+        (Layout(tp=2, sp=True), {}, False),  # every rank has its only copy of a part of each matrix
         (Layout(tp=2, sp=True), EXPERTS, True),  # each rank has whole experts
         (Layout(tp=2, sp=True, ep=2), EXPERTS, False),
         (Layout(tp=2, sp=True), {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}, True),
@@ -87,7 +87,7 @@ def test_no_transfer_between_stages_waits_for_the_whole_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [48, 2560])
 def test_scaled_embeddings_bring_nothing_to_the_device(dtype: torch.dtype, size: int) -> None:
-    """Their factor is rounded as before, and no tensor: one would be copied to a GPU in each forward pass."""
+    """Their factor is rounded as before, but is no tensor: a tensor would be copied to a GPU in each forward pass."""
     rows = torch.randn(3, 1, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = rows * torch.tensor(size**0.5, dtype=dtype)
     build._scale_embeddings(torch.nn.Identity(), (), rows)

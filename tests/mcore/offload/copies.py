@@ -11,7 +11,7 @@ from mtrain.mcore.offload import activations
 
 
 class Copies:
-    """Counts those of this process inside of its `with` block."""
+    """Counts the copies of this process inside its `with` block."""
 
     def __init__(self) -> None:
         self.gone: list[int] = []

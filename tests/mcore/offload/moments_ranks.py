@@ -18,7 +18,7 @@ from tests.mcore.state.checkpoint_ranks import Outcome
 from tests.plan.allocations import Allocations
 
 AT_ONCE_BYTES = 2**13
-"""Some parameters of the small models together; of others one alone is more."""
+"""Bytes moved at a time: several parameters of the small models fit, of others a single one is larger."""
 STOP, SAVE_AT = 4, 2
 
 
@@ -27,15 +27,15 @@ class Crossed(NamedTuple):
 
     on_device: Outcome
     on_host: Outcome
-    """Each saves on its way."""
+    """A run that saves on its way."""
     from_host: Outcome
-    """Resumes on the device what was saved from the host."""
+    """A run on the device that resumes from what the host run saved."""
     from_device: Outcome
-    """The other way round."""
+    """A run on the host that resumes from what the device run saved."""
 
 
 def cross(groups: Groups, config: Config, folder: Path, counts_by_group: bool) -> Crossed:
-    """All four, one after the other."""
+    """Makes all four runs, one after the other."""
     host_moments.MOMENTS_AT_ONCE_BYTES = AT_ONCE_BYTES
     found = []
     for resume_at in (None, SAVE_AT):
@@ -59,15 +59,15 @@ class Memory(NamedTuple):
     moments: int
     on_host: int
     largest: int
-    """Of the moments of one parameter."""
+    """Bytes of the moments of the largest parameter."""
     at_once: int
-    """Most that the update makes."""
+    """Most bytes that the update allocates at once."""
     num_elsewhere: int
-    """Moments that lie outside of the host's memory, before it and behind it."""
+    """Number of moments outside the host's memory before and after the update."""
 
 
 def memory(groups: Groups, config: Config) -> Memory:
-    """Of a run whose moments are on the host."""
+    """Measures a run whose moments are on the host."""
     host_moments.MOMENTS_AT_ONCE_BYTES = AT_ONCE_BYTES
     parts = checkpoint_ranks.build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
@@ -98,7 +98,7 @@ def _num_elsewhere(optimizer: Optimizer, moments: HostMoments) -> int:
 
 
 def num_moments(groups: Groups, config: Config) -> int:
-    """That lie on this rank's host, after an update."""
+    """Returns the number of elements whose moments lie on this rank's host, after an update."""
     parts = checkpoint_ranks.build(groups, config)
     totals = parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
     assert parts.training.update(totals, config.optimizer.lr) is not None

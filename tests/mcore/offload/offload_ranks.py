@@ -19,11 +19,11 @@ class Moved(NamedTuple):
     num_gone: int
     """Blocks of memory that left this rank for the host."""
     num_back: int
-    """And came back."""
+    """Blocks of memory that came back."""
 
 
 def train_each(groups: Groups, runs: Sequence[Run]) -> list[Moved]:
-    """Runs of one layout, in which tensors of any size move."""
+    """Trains runs of one layout in which tensors of any size move."""
     activations.SMALLEST_MOVED_BYTES = 1
     found, states = [], random_states(groups)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Activations that move to the host: the same bits under every layout, and memory that is free in between."""
+"""Activations moved to the host: the same bits under every layout, and their device memory is free meanwhile."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_moved_activations_change_no_bit(pool: Pool, layout: dict[str, Any], mod
 
 
 def assert_same(plain: Moved, moved: Moved) -> None:
-    """Bit for bit."""
+    """Compares both runs bit for bit."""
     assert [(each.loss, each.grad_norm) for each in plain.outcome.steps] == [
         (each.loss, each.grad_norm) for each in moved.outcome.steps
     ]
@@ -78,7 +78,7 @@ ROWS_OF_INPUT = 1024
 
 
 class Layer(nn.Module):
-    """Keeps its input, a block of memory of which two views are multiplied, and a few numbers."""
+    """Keeps its input, a block of memory with two views that are multiplied, and a few numbers."""
 
     def __init__(self, width: int, next_width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    """As far as a transformer block is looked at."""
+    """Has as much of a transformer block as the code reads."""
 
     pre_process, final_layernorm = True, None
     input_tensor: Tensor | None = None
@@ -118,14 +118,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def block() -> Iterator[Block]:
-    """Of four layers, whose weights are the same in each test."""
+    """Yields four layers with the same weights in each test."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield Block(WIDTHS)
 
 
 def rows() -> Tensor:
-    """What enters; nobody else holds it."""
+    """Returns the input; nothing else holds it."""
     return torch.linspace(-1, 1, ROWS_OF_INPUT * WIDTHS[0], dtype=torch.float64).view(ROWS_OF_INPUT, WIDTHS[0]).clone()
 
 
@@ -148,13 +148,13 @@ def test_memory_moves_once_and_weights_and_small_tensors_stay(block: Block, monk
         sizes = [8 * ROWS_OF_INPUT * part for width in WIDTHS[:3] for part in (width, 2 * width, width, width)]
         assert sorted(copies.gone) == sorted(sizes)
         assert copies.back == []
-        # the third layer had the time of the fourth, which stays
+        # the third layer had time to move during the fourth, which stays
         alive = [[not each.expired() for each in layer.storages] for layer in block.layers]  # type: ignore[union-attr]
         assert alive == [[False, False]] * 3 + [[True, True]]
         output.sum().backward()
     assert sorted(copies.back) == sorted(sizes)
     assert all(torch.equal(*pair) for pair in zip(gradients(block), expected, strict=True))
-    # all of it is free again, so that another pass takes nothing more
+    # all of it is free again, so another pass takes no more memory
     size = place.host.size_bytes
     block(hidden_states=rows()).sum().backward()
     assert place.host.size_bytes == size
@@ -215,7 +215,7 @@ def test_without_gradients_and_behind_a_failed_pass_nothing_moves(block: Block) 
 
 
 def test_what_a_stage_received_stays(block: Block) -> None:
-    """The schedule holds it for its gradient, so moving it would free nothing."""
+    """The schedule holds the received tensor for its gradient, so moving it would free nothing."""
     block.pre_process = False
     received = rows().requires_grad_()
     block.input_tensor = received

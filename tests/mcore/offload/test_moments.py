@@ -1,4 +1,4 @@
-"""Moments that lie on the host: the same bits under every layout, and few of them on the device at one time."""
+"""Moments kept on the host: the same bits under every layout, and few of them on the device at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS: list[Any] = [
     (Layout(tp=2), FP16 | NOT_DISTRIBUTED, False),
     # one rank holds a part of the table alone, and no norm
     (Layout(dp=2), TIED | {"model.num_layers": 1, "model.vocab_size": 800}, True),
-    # which parameters a rank updates is not the update's concern
+    # the update does not depend on which parameters a rank updates
     pytest.param(Layout(pp=2), ADAPTER | BF16, False, marks=pytest.mark.nightly),
     pytest.param(Layout(cp=2), {}, False, marks=pytest.mark.nightly),
     pytest.param(Layout(dp=2, ep=2), EXPERTS | FP16, False, marks=pytest.mark.nightly),
@@ -37,7 +37,7 @@ ROWS: list[Any] = [
 def test_moments_on_the_host_change_no_bit(
     pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any], counts_by_group: bool
 ) -> None:
-    """Neither of a run, nor of one that resumes where the other was saved."""
+    """No bit changes in a run, nor in one that resumes where the other was saved."""
     for rank in pool.run(moments_ranks.cross, layout, configured(**changes), tmp_path, counts_by_group):
         on_device, on_host, from_host, from_device = Crossed(*rank)
         assert on_device.saved is not None
@@ -50,7 +50,7 @@ def test_moments_on_the_host_change_no_bit(
 
 
 def test_few_moments_are_on_the_device_at_one_time(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are updated, those before and those behind them."""
+    """The device holds moments that are being updated, and those just before and after them."""
     monkeypatch.setattr(memory, "MOMENTS_AT_ONCE_BYTES", AT_ONCE_BYTES)
     layout, config = Layout(dp=2), configured(**BF16, **ON_HOST, **{"model.vocab_size": 200})  # tables are largest
     estimate = memory.memory_per_rank(config, layout, 0)
@@ -65,7 +65,7 @@ def test_few_moments_are_on_the_device_at_one_time(pool: Pool, monkeypatch: pyte
 
 
 def test_a_rank_may_have_none(pool: Pool) -> None:
-    """Buffers are divided where they end, padding included: two of four ranks have what is behind a matrix."""
+    """Buffers are divided at their padded length: two of four ranks hold only what follows a matrix."""
     few = {"adapter.rank": 1, "adapter.targets": ["proj"], "model.num_layers": 1}
     assert pool.run(moments_ranks.num_moments, Layout(dp=4), configured(**few, **ON_HOST)) == [32, 0, 32, 0]
 

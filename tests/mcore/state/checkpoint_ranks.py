@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Everything that a rank continues from."""
+    """The state that a rank continues from."""
 
     parameters: list[Any]
     """This rank's model weights."""
@@ -64,7 +64,7 @@ class Standing(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """The model on all ranks together, by global name; on rank 0, else empty."""
+    """The model of all ranks together, by global name; on rank 0, else empty."""
 
     parameters: Arrays
     main: Arrays
@@ -80,11 +80,11 @@ class Outcome(NamedTuple):
     begin: Standing
     end: Standing
     loaded: LoadedState | None
-    """Where it was resumed, if it was."""
+    """State that a resumed run loaded."""
     saved: Standing | None
-    """When a checkpoint was saved, if one was."""
+    """State when a checkpoint was saved, if one was."""
     whole: dict[str, Whole]
-    """At "begin", "save" and "end", if asked for."""
+    """Whole model at "begin", "save" and "end", if asked for."""
 
 
 class Parts(NamedTuple):
@@ -95,14 +95,14 @@ class Parts(NamedTuple):
 
 
 def in_few_passes(config: Config, groups: Groups) -> Config:
-    """The configuration with the largest microbatches that fill the pipeline; each pass costs as much as any other."""
+    """Returns the configuration with the largest microbatches that fill the pipeline; each pass costs the same."""
     layout = groups.layout
     size = max(1, config.train.global_batch_size // layout.dp // layout.pp)
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": size})})
 
 
 def build(groups: Groups, config: Config) -> Parts:
-    """Model, optimizer and step on the initial weights."""
+    """Builds model, optimizer and step on the initial weights."""
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     return Parts(model, TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths)))
@@ -120,13 +120,13 @@ def train(
     """Trains from the start, or from the checkpoint of a step, until `stop` steps are done; may save on the way.
 
     Args:
-        groups: Of this rank.
-        config: Of the run.
-        folder: Of its checkpoints.
-        resume_at: The step of a checkpoint.
-        stop: Steps in all.
-        save_at: Before this step, or after the last.
-        gathered_at: When the whole model is gathered: "begin", "save", "end".
+        groups: Process groups of this rank.
+        config: Configuration of the run.
+        folder: Folder of the run's checkpoints.
+        resume_at: Step of the checkpoint to resume; None starts anew.
+        stop: Number of steps in all.
+        save_at: Step before which a checkpoint is saved, or the last step plus one.
+        gathered_at: Moments at which the whole model is gathered: "begin", "save", "end".
     """
     config = in_few_passes(config, groups)
     parts, loaded, saved = build(groups, config), None, None
@@ -154,24 +154,24 @@ def train(
 def train_and_resume(
     groups: Groups, config: Config, folder: Path, stop: int, save_at: int, gathered_at: Collection[str] = ()
 ) -> tuple[Outcome, Outcome]:
-    """A run that saves on its way, and another, built anew on the same ranks, that resumes there."""
+    """Makes a run that saves on its way, and another, built anew on the same ranks, that resumes there."""
     straight = train(groups, config, folder, None, stop, save_at, gathered_at)
     return straight, train(groups, config, folder, save_at, stop)
 
 
 def begin_and_resume(groups: Groups, config: Config, folder: Path, stop: int, saved_at: int) -> tuple[Outcome, Outcome]:
-    """A run before its first step, and another that resumes at a checkpoint; the model when each begins."""
+    """Builds a run before its first step, and another that resumes at a checkpoint; gathers the model at each start."""
     fresh = train(groups, config, folder, None, 0, None, ["begin"])
     return fresh, train(groups, config, folder, saved_at, stop, None, ["begin"])
 
 
 def resumed_at(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> list[Outcome]:
-    """Runs that resume at a checkpoint, one after the other, and go no further."""
+    """Resumes runs at some checkpoints, one after the other, without any step."""
     return [train(groups, config, folder, step, step) for step in steps]
 
 
 def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: int) -> list[tuple[int, Whole]]:
-    """Takes the weights of a checkpoint into new runs: updates that Adam has made, and the model."""
+    """Starts new runs from the weights of a checkpoint; returns Adam's update count and the model of each."""
     found = []
     for config in configs:
         parts = build(groups, config)
@@ -181,7 +181,7 @@ def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: in
 
 
 def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> None:
-    """Saves the initial weights under the numbers of some steps; all of them count as good."""
+    """Saves the initial weights under several step numbers; all of them count as good."""
     parts, saver = build(groups, config), Saver(folder, groups, config)
     for step in steps:
         saver.confirm(step)
@@ -190,7 +190,7 @@ def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> 
 
 
 def save_and_die(groups: Groups, config: Config, folder: Path, step: int, victim: int, operation: int) -> None:
-    """One rank is killed in the middle of a save, before one of its operations with files of the checkpoints."""
+    """Kills one rank in the middle of a save, before one of its file operations on the checkpoints."""
     parts = build(groups, config)
     if groups.rank == victim:
         kill_self_before_operation(operation, folder)
@@ -198,7 +198,7 @@ def save_and_die(groups: Groups, config: Config, folder: Path, step: int, victim
 
 
 def save_without_psutil(groups: Groups, config: Config, folder: Path) -> int:
-    """Saves where psutil cannot be imported; the number of processes that this started and left."""
+    """Saves where psutil cannot be imported; returns the number of processes that this started and left."""
     parts = build(groups, config)
     sys.modules["psutil"] = None  # type: ignore[assignment]
     save_checkpoint(folder, parts.model, 1)
@@ -207,7 +207,7 @@ def save_without_psutil(groups: Groups, config: Config, folder: Path) -> int:
 
 
 def save_on_full_disk(groups: Groups, config: Config, folder: Path, victim: int) -> tuple[str, str]:
-    """Class and text of what saving raises on this rank when the files of one rank may not grow."""
+    """Returns class and text of the error that saving raises on this rank when one rank's files may not grow."""
     parts = build(groups, config)
     if groups.rank == victim:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -215,13 +215,13 @@ def save_on_full_disk(groups: Groups, config: Config, folder: Path, victim: int)
 
 
 def save_error(groups: Groups, config: Config, folder: Path, step: int) -> tuple[str, str]:
-    """Class and text of what saving raises on this rank."""
+    """Returns class and text of the error that saving raises on this rank."""
     parts = build(groups, config)
     return _raised(lambda: save_checkpoint(folder, parts.model, step))
 
 
 def load_errors(groups: Groups, cases: Sequence[tuple[Config, Path]]) -> list[tuple[str, str]]:
-    """Class and text of what loading raises on this rank, for each configuration and folder of one checkpoint."""
+    """Returns class and text of the error that loading raises on this rank, for each configuration and folder."""
     return [_load_error(groups, config, folder) for config, folder in cases]
 
 
@@ -232,9 +232,9 @@ def _load_error(groups: Groups, config: Config, folder: Path) -> tuple[str, str]
 
 
 def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
-    """Global tensors as megatron-core's own loader reads them, by checkpoint key."""
+    """Returns global tensors by checkpoint key, as megatron-core's own loader reads them."""
     path = folder / step_name(step)
-    # not its load_plain_tensors: with torch 2.15 its own list of what there is cannot be made
+    # not its load_plain_tensors: with torch 2.15 its own listing of the tensors fails
     wanted = {
         key: ShardedTensor.from_rank_offsets(
             key, torch.empty(facts.shape, dtype=facts.dtype, device="meta")
@@ -245,7 +245,7 @@ def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
 
 
 def standing(parts: Parts) -> Standing:
-    """What this rank would continue from."""
+    """Returns the state that this rank would continue from."""
     inner = parts.model.optimizer.inner
     held = []
     for part in inner.chained_optimizers:
@@ -257,7 +257,7 @@ def standing(parts: Parts) -> Standing:
 
 
 def whole(parts: Parts, groups: Groups) -> Whole:
-    """The model, gathered."""
+    """Gathers the whole model."""
     states: dict[str, dict[Tensor, Tensor]] = {}
     for parameter, name, values in whole_states(parts.model):
         states.setdefault(name, {})[parameter] = values
@@ -301,7 +301,7 @@ def _numpy(tensor: Tensor) -> Any:
 
 
 def newest_step(root: Path) -> int:
-    """Of the newest whole checkpoint."""
+    """Returns the step of the newest whole checkpoint."""
     entry = newest_good(root).entry
     assert entry is not None
     return entry.step

@@ -18,12 +18,12 @@ from tests.mcore.state.checkpoint_ranks import Arrays, Parts, _arrays, _entry, b
 
 
 def initial_weights(groups: Groups, config: Config) -> Arrays:
-    """Whole tensors on rank 0."""
+    """Returns the whole tensors on rank 0."""
     return _arrays(gather_whole(parameter_shards(build_model(config, groups), groups)))
 
 
 def save_with_biases(groups: Groups, config: Config, folder: Path) -> None:
-    """Saves initial weights whose biases for the choice are numbers of their layer and expert."""
+    """Saves initial weights whose biases of the expert choice encode their layer and expert."""
     parts = build(groups, config)
     for router in routers(parts):
         bias: Any = router.expert_bias
@@ -33,7 +33,7 @@ def save_with_biases(groups: Groups, config: Config, folder: Path) -> None:
 
 
 def loaded_biases(groups: Groups, config: Config, folder: Path) -> tuple[Arrays, Arrays]:
-    """The biases in a run that resumes, and in one that starts from the weights."""
+    """Returns the biases in a run that resumes, and in one that starts from the weights."""
     resumed, started = build(groups, config), build(groups, config)
     load_checkpoint(_entry(folder, 1), resumed.model)
     load_weights(_entry(folder, 1), started.model)
@@ -41,7 +41,7 @@ def loaded_biases(groups: Groups, config: Config, folder: Path) -> tuple[Arrays,
 
 
 def routers(parts: Parts) -> list[torch.nn.Module]:
-    """Of this rank."""
+    """Returns the routers of this rank."""
     layers = [layer for chunk in parts.model.chunks for layer in unwrap(chunk).decoder.layers]
     return [layer.mlp.router for layer in layers if layer.is_moe_layer]
 
@@ -52,7 +52,7 @@ def _biases(parts: Parts, groups: Groups) -> Arrays:
 
 
 def loss_scales_after_an_overflow(groups: Groups, config: Config) -> list[float]:
-    """One expert's gradient overflows on the last rank, twice; the scales of all optimizers of this rank."""
+    """Makes an expert's gradient overflow on the last rank, twice; returns this rank's scales of all optimizers."""
     parts = build(groups, config)
     for _ in range(2):
         parts.model.optimizer.zero_grad()

@@ -25,16 +25,16 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_query_groups": 1,
 }
-"""Under names that are Megatron's and ours."""
+"""Sizes whose names Megatron and we share."""
 VOCABULARY = 32
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The weight of a name, exact in bf16, without its leading axis of layers.
+    """Returns the weight of a name, exact in bf16, without its leading axis of layers.
 
     Args:
-        name: Of the parameter, layers with their number.
-        shape: Of the whole parameter.
+        name: Name of the parameter, layers with their number.
+        shape: Shape of the whole parameter.
     """
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return torch.randint(-128, 128, shape, generator=generator) / 256

@@ -32,13 +32,13 @@ ITERATION = 100
 
 
 def save_like_megatron_lm(groups: Groups, config: Config, folder: Path, prefix: str, stacked: bool) -> float:
-    """Writes iter_0000100 of a newly drawn GPTModel and the file that names it; its loss on the first batch.
+    """Writes iter_0000100 of a newly drawn GPTModel and its tracker file; returns the model's loss on the first batch.
 
     Args:
         groups: One pipeline stage.
-        config: The same model in our words.
-        folder: Of the checkpoints.
-        prefix: Of all keys.
+        config: Our configuration of the same model.
+        folder: Folder of the checkpoints.
+        prefix: Prefix of all keys.
         stacked: Whether all layers are one tensor.
     """
     model = _model(groups, config)
@@ -104,7 +104,7 @@ def _model(groups: Groups, config: Config) -> GPTModel:
 
 @torch.no_grad()
 def _loss(model: GPTModel, config: Config) -> float:
-    """Mean over the tokens of the first global batch, padding of the vocabulary left out; in nats."""
+    """Returns the mean loss over the tokens of the first global batch, without vocabulary padding; in nats."""
     numerator = denominator = 0.0
     for batch in StepLoader(config, 0, 1).batches(0):
         with with_their_router():
@@ -116,14 +116,14 @@ def _loss(model: GPTModel, config: Config) -> float:
 
 
 def foreign_weights(groups: Groups, config: Config, folder: Path) -> dict[str, torch.Tensor] | None:
-    """Global tensors of our model by name, on rank 0."""
+    """Returns our model's global tensors by name, on rank 0."""
     parts = build(groups, config)
     resume_or_initialize(parts.model, RunFolder(folder / "run"), None)
     return gather_whole(parameter_shards(parts.model.chunks, groups))
 
 
 def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> float:
-    """The loss of our model on the same batch."""
+    """Returns our model's loss on the same batch."""
     parts = build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     found = resume_or_initialize(parts.model, RunFolder(folder / "run"), loader)

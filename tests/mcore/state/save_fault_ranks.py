@@ -30,16 +30,16 @@ from tests.checkpoint.checkpoints import save
 from tests.mcore.state.checkpoint_ranks import Parts, build, in_few_passes
 
 _LIMIT_S = 3600.0
-"""Of a save."""
+"""Time limit of a save."""
 
 
 class Ending(NamedTuple):
     """How a rank's steps and saves ended."""
 
     steps: int
-    """Training steps that were made."""
+    """Number of training steps made."""
     error: tuple[str, str]
-    """Class and text of what was raised; ("nothing", "") where nothing was."""
+    """Class and text of the error; ("nothing", "") where none was raised."""
     seconds: float
     warnings: list[str]
     """Lines for the user."""
@@ -54,7 +54,7 @@ def train_and_save(
     num_steps: int = 4,
     first: int = 0,
 ) -> Ending:
-    """Trains from step `first` on and saves after the steps named, numbered as they are; a fault strikes once."""
+    """Trains from step `first` on and saves after the steps in `saves`; a fault strikes once."""
     if fault is not None:
         os.environ[fault_points.VARIABLE] = fault
     config = in_few_passes(config, groups)
@@ -63,7 +63,7 @@ def train_and_save(
 
 
 def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
-    """Saves after one step; the steps that are published when `save` returns."""
+    """Saves after one step; returns the steps that are published when `save` returns."""
     parts, saver = build(groups, config), Saver(folder, groups, config)
     saver.save(parts.model, 1)
     found = published_steps(folder)
@@ -75,8 +75,8 @@ _OTHER = "process 1 on another-node [c0ffee]\n"
 
 
 def lose_the_folder(groups: Groups, config: Config, run: Path, has_saved: bool) -> Ending:
-    """Another run puts its name into the lock file while a save of this one is in flight; or before it, and it has
-    saved the step as well."""
+    """Lets another run write its name into the lock file, during a save of this one or before it; `has_saved`: the
+    other run has saved the step as well."""
     folder = RunFolder(run)
     folder.create()
     parts = build(groups, config)
@@ -99,7 +99,7 @@ def lose_the_folder(groups: Groups, config: Config, run: Path, has_saved: bool) 
 
 
 def resume_or_initialize(groups: Groups, config: Config, folder: Path) -> tuple[int, list[str], tuple[str, str]]:
-    """Step of the checkpoint that is verified and loaded (0: none), the warnings, and what was raised."""
+    """Returns the step of the checkpoint that was verified and loaded (0: none), the warnings, and the error."""
     parts, found = build(groups, config), (0, list[str]())
     try:
         with opened_checkpoint(lambda unusable: newest_good(folder, unusable), lambda text: None) as newest:
@@ -151,13 +151,13 @@ def _ending(work: Callable[[Callable[[], None]], Any]) -> Ending:
 
 
 def answers(groups: Groups, busy_polls: list[int]) -> tuple[list[bool], list[bool]]:
-    """Of a save that keeps rank r busy for so many polls: what each poll says, and what asking and waiting says then.
+    """Polls a save during which rank r is busy for some polls; returns all answers, and those of asking and waiting.
 
     Every rank polls only when the one before it has gone on from its own poll.
 
     Args:
         groups: The process groups.
-        busy_polls: Of each rank.
+        busy_polls: Number of polls during which the save of each rank is busy.
     """
     store, rank = dist.distributed_c10d._get_default_store(), groups.rank
     work: Future[Any] = Future()

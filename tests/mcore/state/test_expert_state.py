@@ -33,19 +33,19 @@ DENSE_FIRST = {
     "expert_bias": True,
     "bias_update_rate": 0.1,
 }
-"""Layers differ, so their numbers are in the keys of the checkpoint. The biases of the choice move: where they were not
+"""Layers differ, so the keys of the checkpoint have their numbers. The biases of the choice move: where they were not
 resumed, tokens would go elsewhere."""
 EVERYWHERE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40}
-"""Layers are alike and stacked in the checkpoint."""
+"""All layers are alike, and stacked in the checkpoint."""
 FEW_LAYERS = {"model.num_layers": 2}
-"""One of each kind."""
+"""One layer of each kind."""
 LATE: dict[str, Any] = {"model.experts": DENSE_FIRST | {"first_dense_layers": 2}}
 ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, ep=2, etp=2)
 SAVED = Layout(tp=2, sp=True, dp=2, ep=2, etp=2)
 
 
 def with_experts(experts: dict[str, Any], **changes: Any) -> Config:
-    """The small model of the checkpoint tests, with experts."""
+    """Returns the small model of the checkpoint tests, with experts."""
     return configured(**{"model.experts": experts} | changes)
 
 
@@ -94,7 +94,7 @@ def test_resuming_on_the_same_layout_is_exact(
 
 @pytest.fixture(scope="module")
 def saved_runs() -> dict[int, Any]:
-    """By the identity of their experts: pytest would make one anew where tests take turns."""
+    """Runs by the identity of their experts; pytest would repeat them where tests alternate between parameters."""
     return {}
 
 
@@ -156,7 +156,7 @@ def test_experts_get_the_same_bits_on_another_layout_and_train_alike(
 
 
 def test_biases_of_the_choice_travel_between_layouts(pool: Pool, tmp_path: Path) -> None:
-    """In bf16 too they are float32: no bfloat16 holds these values."""
+    """The biases are float32 in bf16 as well: no bfloat16 holds these values."""
     config = with_experts(DENSE_FIRST, **BF16, **{"model.num_layers": 3})
     pool.run(expert_ranks.save_with_biases, Layout(tp=2, sp=True, ep=2), config, tmp_path)
     expected = {

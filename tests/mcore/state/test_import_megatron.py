@@ -43,7 +43,7 @@ QWEN_MOE: dict[str, Any] = QWEN | {"model__tied_embeddings": False, "model__qk_n
 
 
 def sample(**changes: Any) -> Config:
-    """A small model."""
+    """Configures a small model."""
     return config(**(SMALL | changes))
 
 
@@ -55,7 +55,7 @@ def looked_at(folder: Path, **changes: Any) -> None:
 
 
 def loss(pool: Pool, folder: Path, num_ranks: int, **changes: Any) -> float:
-    """Of our model on a layout, from these weights."""
+    """Returns the loss of our model on a layout, from these weights."""
     user = sample(checkpoint__initialize_from=str(folder), **changes)
     return float(pool.run(loss_from_foreign_weights, Layout.from_config(user, num_ranks), user, folder)[0])
 
@@ -91,7 +91,7 @@ def test_weights_of_megatron_lm_give_the_same_loss_on_another_layout(
 
 @pytest.fixture(scope="module")
 def llama(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of Megatron-LM's."""
+    """Writes a checkpoint in Megatron-LM's format."""
     folder, user = tmp_path_factory.mktemp("megatron"), sample()
     pool.run(save_like_megatron_lm, Layout.from_config(user, 1), user, folder, "", True)
     return folder
@@ -131,7 +131,7 @@ def test_common_files_are_never_read_and_bridges_configuration_is_compared(
 
 
 def test_what_megatron_0_19_has_written_is_read_to_the_last_bit(pool: Pool, tmp_path: Path) -> None:
-    """Its arguments are an object among the tensors, where 0.16 has a file of its own."""
+    """Version 0.19 keeps its arguments as an object among the tensors, where 0.16 has a separate file."""
     with tarfile.open(megatron_0_19.ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     sizes = {f"model__{name}": value for name, value in megatron_0_19.MODEL.items()}
@@ -142,7 +142,7 @@ def test_what_megatron_0_19_has_written_is_read_to_the_last_bit(pool: Pool, tmp_
     assert len(whole) == 2 + 2 * 6
     for name, found in whole.items():
         expected = megatron_0_19.drawn(name, tuple(found.shape))
-        if name == "embedding.word_embeddings.weight":  # its rows that only pad are drawn in Megatron, and zero here
+        if name == "embedding.word_embeddings.weight":  # Megatron draws its padding rows, ours are zero
             expected[30:] = 0
         assert found.equal(expected), name
 
@@ -157,7 +157,7 @@ BOOKKEEPING = (
     "chained_0.optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1",
     "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2",
 )
-"""Keys that Megatron-LM's training loop writes beside the weights."""
+"""Keys that Megatron-LM's training loop writes with the weights."""
 
 
 @pytest.mark.parametrize("key", BOOKKEEPING)

@@ -30,11 +30,11 @@ KEYS = {
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
 }
-"""Of a layer, as megatron-core's TransformerEngine layers have them."""
+"""Keys of a layer, as megatron-core's TransformerEngine layers have them."""
 
 
 def latent(q_lora_rank: int | None, **changes: Any) -> Config:
-    """The small model of the checkpoint tests, with latents."""
+    """Returns the small model of the checkpoint tests, with latent attention."""
     plain = {"model.num_query_groups": None, "model.qk_norm": False, "model.qkv_bias": False}
     return configured(**plain, **{"model.mla": {**SIZES, "q_lora_rank": q_lora_rank}}, **changes)
 
@@ -42,7 +42,7 @@ def latent(q_lora_rank: int | None, **changes: Any) -> Config:
 # main weights of bf16 on other layouts: test_save_and_load.py
 @pytest.fixture(scope="module", params=[{}, pytest.param(BF16, marks=pytest.mark.nightly)], ids=["fp32", "bf16"])
 def straight(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run on tp2sp that saved after a step and made two more: (configuration, its folder, rank 0)."""
+    """Makes a run on tp2sp that saved after a step and made two more: (configuration, its folder, rank 0)."""
     config, folder = latent(8, **request.param), tmp_path_factory.mktemp("latent")
     return config, folder, pool.run(checkpoint_ranks.train, SAVED, config, folder, None, 3, 1, ["begin", "save"])[0]
 

@@ -1,4 +1,4 @@
-"""Ranks look whether a save is done without waiting for each other."""
+"""Ranks find out whether a save is done without waiting for each other."""
 
 from mtrain.plan.layout import Layout
 from tests.mcore.state.save_fault_ranks import answers

@@ -30,15 +30,15 @@ BF16 = {"train.precision": "bf16"}
 FP16 = {"train.precision": "fp16", "train.initial_loss_scale": 2.0**21}  # overflows in two of the first three steps
 
 STEADY = {"optimizer.epsilon": 1e-3}
-"""So that Adam turns the rounding of a gradient near zero into no step (see tests/parity/cases.py)."""
+"""Epsilon with which Adam makes no step of the rounding of a gradient near zero (see tests/parity/cases.py)."""
 
 SAVED, SAVED_TIED = Layout(tp=2, dp=2), Layout(pp=2, dp=2)
-"""A pipeline parts the tables that are tied."""
+"""Layouts that save; a pipeline puts the tied tables on different ranks."""
 FACTS = set(CheckpointInfo.model_fields)
 
 
 def configured(**changes: Any) -> Config:
-    """A small model whose sizes divide by nothing that buffers are padded to; keys are `section.key`."""
+    """Configures a small model whose sizes are not multiples of any buffer padding; keys are `section.key`."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": "unused"},
         "model": {
@@ -71,7 +71,7 @@ def assert_same_bits(one: Arrays, other: Arrays) -> None:
 
 
 def assert_same_standing(one: Standing, other: Standing) -> None:
-    """On one rank of one layout."""
+    """Compares the states of one rank under one layout."""
     assert (one.adam_step, one.loss_scaler) == (other.adam_step, other.loss_scaler)
     assert one.random_bytes == other.random_bytes
     assert len(one.held) == len(other.held) > 0
@@ -82,13 +82,13 @@ def assert_same_standing(one: Standing, other: Standing) -> None:
 
 
 def assert_same_model(one: Whole, other: Whole) -> None:
-    """On any two layouts."""
+    """Compares the models of any two layouts."""
     for mine, theirs in zip(one, other):
         assert_same_bits(mine, theirs)
 
 
 def _tokens(values: Any) -> Any:
-    """Without the rows of the padded vocabulary, which follow tp; they must be zero."""
+    """Removes the rows of the padded vocabulary, whose number follows tp; they must be zero."""
     if values.shape[:1] not in [(58,), (60,), (64,)]:
         return values
     assert not values[57:].any()
@@ -210,7 +210,7 @@ def test_another_layout_gets_the_same_bits_and_trains_alike(
 def test_depths_of_multi_token_prediction_travel_between_layouts(
     pool: Pool, tmp_path: Path, tied: dict[str, Any]
 ) -> None:
-    """With a pipeline the last stage holds a copy of the embeddings for them."""
+    """The last stage of a pipeline holds a copy of the embeddings for the depths."""
     config = configured(**tied, **{"model.mtp_depths": 2})
     straight: Outcome = pool.run(ranks.train, Layout(pp=2), config, tmp_path, None, 3, 1, ["save"])[0]
     assert "mtp.layers.1.eh_proj.weight" in straight.whole["save"].parameters
@@ -238,7 +238,7 @@ def test_float32_main_weights_of_bf16_travel_between_layouts(pool: Pool, half: A
 
 
 def test_a_new_run_starts_from_the_main_weights(pool: Pool, half: Any) -> None:
-    """In every precision."""
+    """The main weights are the start in every precision."""
     folder, straight = half
     dtypes = {"fp32": np.float32, "bf16": None, "fp16": np.float16}
     configs = [configured(**TIED, **{"train.precision": precision}) for precision in dtypes]
@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(pool: Pool, half: A
 
 
 def republished(folder: Path, change: Callable[[Path], Any], root: Path) -> Path:
-    """The same checkpoint in another folder, changed before it was published: its manifest knows no better."""
+    """Publishes the same checkpoint in another folder, changed before publication, so that the manifest agrees."""
     attempt = begin_staging(root, 2)
     shutil.copytree(folder / step_name(2), attempt.path, dirs_exist_ok=True)
     (attempt.path / "mtrain.json").unlink()
@@ -367,7 +367,7 @@ def test_megatron_core_reads_what_was_saved(pool: Pool, half: Any) -> None:
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])  # of 1: test_save_faults.py
 def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(pool: Pool, tmp_path: Path, victim: int) -> None:
-    """Before its first, ninth, ... (or each) operation with a file, until the save outlives the killer."""
+    """The kill comes before the first, ninth, ... (or each) file operation, until the save ends before the kill."""
     config = configured(**BF16)
     pool.run(ranks.save, Layout(dp=2), config, tmp_path, [1])
     outcomes = []

@@ -1,4 +1,4 @@
-"""Faults while saving, each made to happen: an intact newest checkpoint stays, and one message says why."""
+"""Faults injected while saving: the newest checkpoint stays intact, and one message says why."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ BY_NIGHT = [
     *((0, phase) for phase in ("open", "write.0", "write.20", "write.26", "written", "state", "end")),
     *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.26")),
 ]
-"""Between those, where the same files are there."""
+"""Further phases between those by day, with the same files present."""
 
 
 def newest_whole(folder: Path) -> CheckpointEntry:
-    """The newest checkpoint, every byte of it read."""
+    """Returns the newest checkpoint, after reading every byte of it."""
     entry = newest_good(folder).entry
     assert entry is not None
     verify_files(entry, entry.manifest.files)
@@ -45,7 +45,7 @@ def newest_whole(folder: Path) -> CheckpointEntry:
 
 
 def small(**changes: Any) -> Config:
-    """Two layers: more would write the same tensors once more."""
+    """Configures two layers: more would only write the same tensors again."""
     return configured(**{"model.num_layers": 2} | changes)
 
 
@@ -60,7 +60,7 @@ def saved_once(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(saved_once: Path, tmp_path: Path) -> Path:
-    """The same folder for one test alone."""
+    """Copies that folder for one test alone."""
     return shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True, symlinks=True)
 
 

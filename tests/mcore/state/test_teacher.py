@@ -12,7 +12,7 @@ from tests.config.samples import config
 
 
 def saved(folder: Path, **changes: Any) -> Path:
-    """The checkpoint directory of a run with this configuration."""
+    """Writes the checkpoint directory of a run with this configuration."""
     (folder / "config.yaml").write_text(config_yaml(config(**changes)))
     checkpoint = folder / "checkpoints" / "step_00000010"
     checkpoint.mkdir(parents=True)

@@ -14,7 +14,7 @@ from mtrain.mcore.engine.rank_model import RankModel
 
 @torch.no_grad()
 def whole_states(model: RankModel) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """(parameter, name of the state, float32 tensor of the parameter's shape). Collective."""
+    """Yields (parameter, name of the state, float32 tensor of the parameter's shape). Collective."""
     optimizer = model.optimizer
     held = {id(flat_slice.parameter): (flat_slice, states) for flat_slice, states in flat_slice_states(optimizer.inner)}
     shards = optimizer.inner.chained_optimizers[0].config.use_distributed_optimizer

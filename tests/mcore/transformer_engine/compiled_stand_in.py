@@ -1,6 +1,6 @@
-"""TransformerEngine's Python without its compiled part: what it imports of that is there and does nothing.
+"""TransformerEngine's Python without its compiled part: everything it imports from that exists and does nothing.
 
-Its wheel of pure Python is enough to build its modules, and so to see their parameters; nothing can be computed.
+Its pure Python wheel is enough to build its modules, and so to see their parameters; nothing can be computed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NOT_NEEDED = (
         for kernel in ("pad", "permutation", "cross_entropy")
     ),
 )
-"""Modules that nothing here calls, and that would import packages of hundreds of megabytes."""
+"""Modules that nothing here calls and that would import packages of hundreds of megabytes."""
 
 
 class _Enumeration(type):
-    """A class that has every member it is asked for; it cannot be called."""
+    """A class that has any member it is asked for; it cannot be called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -52,12 +52,12 @@ class _Module(types.ModuleType):
 
 
 def install(folder: Path) -> None:
-    """Makes TransformerEngine importable; before megatron-core is imported.
+    """Makes TransformerEngine importable; call it before megatron-core is imported.
 
     Args:
         folder: The unpacked wheel.
     """
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it then looks for no shared library
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # makes it look for no shared library
     sys.path.insert(0, str(folder))
     for name in _NOT_NEEDED:
         sys.modules[name] = MagicMock(__spec__=None)
@@ -69,5 +69,5 @@ def install(folder: Path) -> None:
         attention: Any = importlib.import_module(
             "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
         )
-    # it asks the libraries of a GPU what they can do
+    # these ask the libraries of a GPU for their versions
     attention.get_cudnn_version, attention.get_device_compute_capability = lambda: (9, 19, 0), lambda: (9, 0)

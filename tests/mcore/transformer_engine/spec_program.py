@@ -2,8 +2,8 @@
 
     python -m tests.mcore.transformer_engine.spec_program FOLDER_OF_THE_WHEEL [MODEL ...]
 
-One rank of a world that is not there; without names of models all of them. Prints JSON: the models that were compared,
-those for which te is refused, and the differences, of parameters, buffers, places in checkpoints and initial weights.
+The world has one real rank; without names of models it builds all of them. Prints JSON: the models that were compared,
+those for which te is refused, and the differences in parameters, buffers, places in checkpoints and initial weights.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ MARKS = {
     "allreduce": True,
     "shared": False,
 }
-"""What megatron-core marks parameters with -> what it takes a parameter without the mark for."""
+"""Attribute that megatron-core marks parameters with -> its meaning on a parameter without the mark."""
 _is_available = torch.cuda.is_available
 
 
 def configured(path: Path, keys: Sequence[str] = ()) -> Config:
-    """A run of the model on rows of one document."""
+    """Configures a run of the model on rows of one document."""
     files = [path, ROOT / "configs" / "run" / "pretrain.yaml"]
     return load_config(files, ["data.isolate_documents=false", "data.seq_length=64", *keys])
 
 
 def is_refused(config: Config) -> bool:
-    """Whether the model has what TransformerEngine's layers cannot follow; no other reason is left."""
+    """Says whether the model has a part that TransformerEngine's layers cannot follow; no other reason is allowed."""
     model = config.model.model_copy(update={"backend": "te"})
     try:
         return chosen_backend(config.model_copy(update={"model": model}), torch.device("cuda")) != "te"
@@ -76,7 +76,7 @@ def is_refused(config: Config) -> bool:
 
 
 def small(path: Path, layout: dict[str, Any], *further: str) -> Config:
-    """The model in little: what is left is names, and how sizes are divided."""
+    """Reduces the model to a small one that keeps its names, and how sizes are divided."""
     sizes: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 64,
@@ -90,7 +90,7 @@ def small(path: Path, layout: dict[str, Any], *further: str) -> Config:
 
 
 def built(config: Config, groups: Groups, backend: Backend) -> Any:
-    """A chunk of the model with its initial weights."""
+    """Builds a chunk of the model with its initial weights."""
     with torch.no_grad():
         try:
             vars(build)["chosen_backend"] = lambda *given: backend
@@ -103,7 +103,7 @@ def built(config: Config, groups: Groups, backend: Backend) -> Any:
 
 
 def described(chunk: Any, groups: Groups) -> dict[str, Any]:
-    """What a chunk has, by kind and name."""
+    """Describes the contents of a chunk, by kind and name."""
     found: dict[str, Any] = {}
     for name, parameter in chunk.named_parameters():
         facts = {mark: getattr(parameter, mark, default) for mark, default in MARKS.items()}
@@ -117,7 +117,7 @@ def described(chunk: Any, groups: Groups) -> dict[str, Any]:
             where = f"place {each.key} {list(each.global_offset)}"
             assert where not in found
             found[where] = [
-                # the third number of a replica is a turn at writing, which goes by the order of the parameters
+                # the third number of a replica is its writing order, which follows the order of the parameters
                 *(list(part) for part in (each.global_shape, each.local_shape, each.replica_id[:2])),
                 each.prepend_axis_num,
                 each.allow_shape_mismatch,
@@ -125,13 +125,13 @@ def described(chunk: Any, groups: Groups) -> dict[str, Any]:
             ]
     states = nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp}))
     others = {state.key for state in states if isinstance(state, ShardedObject)}
-    # pickled by TransformerEngine beside the weights, and not kept: empty without fp8
+    # TransformerEngine pickles it with the weights; we do not keep it, as it is empty without fp8
     found |= {f"object {key}": True for key in others if not key.endswith("_extra_state")}
     return found
 
 
 def compare(path: Path, layout: dict[str, Any], *further: str) -> list[str]:
-    """What differs."""
+    """Lists the differences between both backends."""
     config = small(path, layout, *further)
     with opened_groups(Layout.from_config(config, WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
         ours, theirs = (described(built(config, groups, backend), groups) for backend in BACKENDS)
@@ -144,7 +144,7 @@ def compare(path: Path, layout: dict[str, Any], *further: str) -> list[str]:
 
 
 def recipes(path: Path) -> dict[str, str]:
-    """train.fp8_recipe -> what TransformerEngine makes of it."""
+    """Returns train.fp8_recipe -> the recipe that TransformerEngine builds for it."""
     found = {}
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
         keys = ["train.fp8=hybrid", f"train.fp8_recipe={recipe}", "model.ffn_hidden_size=128", "model.hidden_size=128"]
@@ -155,9 +155,9 @@ def recipes(path: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Of every model under every layout."""
+    """Compares every model under every layout."""
     assert faulty_gpu_packages() == {}
-    warnings.simplefilter("ignore")  # of TransformerEngine, and of timeouts that a world of nobody does not have
+    warnings.simplefilter("ignore")  # from TransformerEngine, and about timeouts, which a fake world does not have
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
     paths = sorted((ROOT / "configs" / "model").glob("*.yaml"))
     refused = [path for path in paths if is_refused(configured(path))]

@@ -1,4 +1,4 @@
-"""Which layers a run gets, as if there were a GPU and TransformerEngine."""
+"""The layers that a run gets, as if there were a GPU and TransformerEngine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's layers have the parameters of ours: names, shapes, marks, places in checkpoints, initial weights.
+"""TransformerEngine's layers have our parameters: names, shapes, marks, places in checkpoints, initial weights.
 
 So a run may change its backend, and everything that goes through the parameters (optimizer, norms of gradients,
 checkpoints, conversion) is the same for both. Its own Python builds the modules; nothing compiled is needed for that.

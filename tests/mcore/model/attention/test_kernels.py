@@ -1,4 +1,4 @@
-"""Attention kernels that give the logarithms of their sums: numbers on a CPU, and arguments of those on GPUs."""
+"""Attention kernels that return the log-sum-exp: numbers on a CPU, and arguments of the kernels on GPUs."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_a_cpu_gives_outputs_logarithms_and_gradients(is_causal: bool, keys: int
 @pytest.mark.parametrize("dim", [16, 20])
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
 def test_kernels_of_gpus_take_these_arguments(dtype: torch.dtype, kernel: str, dim: int) -> None:
-    """By torch's own description of their results: no GPU is here."""
+    """torch's own description of the results judges them, as no GPU is needed for it."""
     query = torch.empty(BATCH, HEADS, QUERIES, dim, dtype=dtype, device="meta")
     key, value = (torch.empty(BATCH, GROUPS, KEYS, dim, dtype=dtype, device="meta") for _ in range(2))
     assert kernel_of(query) == kernel

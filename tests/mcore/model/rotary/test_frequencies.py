@@ -1,4 +1,4 @@
-"""Rotary frequencies are those of transformers, bit for bit."""
+"""Rotary frequencies match those of transformers, bit for bit."""
 
 import math
 
@@ -35,7 +35,7 @@ SECTIONS = {
 
 
 def huggingface_parameters(rope: RopeSection) -> dict[str, object]:
-    """`rope_parameters` of a transformers configuration."""
+    """Returns the `rope_parameters` of a transformers configuration."""
     parameters: dict[str, object] = {"rope_theta": rope.base, "factor": rope.factor}
     match rope.scaling:
         case "none":

@@ -11,7 +11,7 @@ from mtrain.mcore.model.rotary.rotation import rotated, split_and_rotated, turne
 
 
 def angles(rows: int, seed: int = 0) -> Tensor:
-    """[seq, rows, 1, 3]."""
+    """Draws angles of shape [seq, rows, 1, 3]."""
     return 10 * torch.randn(5, rows, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -23,7 +23,7 @@ def both(turns: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("head_dim", [6, 8])
 def test_pairs_turn_as_complex_numbers(rows: int, head_dim: int) -> None:
-    """Heads are views of a projection, as they are in attention; dimensions from 2 r on stay."""
+    """Heads are views of a projection, as in attention; dimensions from 2 r on stay."""
     turns = angles(rows)
     mixed = torch.randn(5, 2, 4, head_dim + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     heads = mixed[..., :head_dim]
@@ -45,7 +45,7 @@ def test_its_gradient_is_the_derivative(head_dim: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_a_projection_is_split_and_turned(rows: int, num_queries: int) -> None:
-    """Queries and keys as above, values as they are, all where attention reads them; the gradient comes together."""
+    """Queries and keys are rotated as above and values copied to where attention reads them; the gradient is one."""
     turns = angles(rows)[:3]
     mixed = torch.randn(3, 2, 2, num_queries + 2, 8, dtype=torch.float64, requires_grad=True)
     known = turns_of(both(turns), mixed.dtype)
