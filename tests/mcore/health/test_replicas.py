@@ -85,7 +85,7 @@ def test_what_a_save_would_hold_is_compared_first(pool: Pool, tmp_path: Path) ->
 
 
 def test_what_has_replicas_is_known_from_names_and_places(pool: Pool) -> None:
-    """The layout is tp 2 x pp 2, the embeddings are tied: the right tensors are compared, and each flipped bit is found."""
+    """The layout is tp 2 x pp 2 with tied embeddings: the right tensors are compared, each flipped bit is found."""
     config = configured(**{"model.tied_embeddings": True, "train.precision": "bf16", "model.num_layers": 2})
     for found in pool.run(replica_ranks.flipped_one_by_one, Layout(tp=2, pp=2), config):
         assert found.equal == []
