@@ -62,7 +62,10 @@ def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_f
         model, named = _built(built, folder, read, content, has_file, given, name), dict(built.named)
         if has_file and (made := load().post_processor) is not None:
             model.post_processor = made
-    return _with_special_tokens(model, {**named, **given}, built, has_file)
+    given = {**named, **given}
+    if padding := (content.get("padding") or {}).get("pad_token"):
+        given.setdefault("pad_token", padding)  # where neither the settings nor transformers' class name one
+    return _with_special_tokens(model, given, built, has_file)
 
 
 def _mentions_bytes(content: Mapping[str, Any]) -> bool:
@@ -123,8 +126,6 @@ def _with_tokens(
     for role in ROLES:
         if isinstance(given.get(role), dict) and "__type" not in given[role]:  # as special_tokens_map.json has it
             given[role] = {"__type": "AddedToken", **given[role]}
-    if (content.get("padding") or {}).get("pad_token"):
-        given.setdefault("pad_token", content["padding"]["pad_token"])
     if _ADDITIONAL in given and not given.get(_EXTRA):
         given[_EXTRA] = given.pop(_ADDITIONAL)
     specific = {key: given.pop(key) for key in list(given) if _is_specific(key, given[key])}

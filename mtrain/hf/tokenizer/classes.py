@@ -172,7 +172,7 @@ def _gemma(vocabulary: Vocabulary, merges: Merges, settings: Mapping[str, Any]) 
 
 _END = "<|endoftext|>"
 _OF_QWEN: dict[str, str | None] = {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END}
-_OF_GPT: dict[str, str | None] = {"unk_token": _END, "bos_token": _END, "eos_token": _END}
+_OF_GPT: dict[str, str | None] = {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None}
 _OF_GEMMA = {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
 _OF_COHERE = {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"} | {
     "pad_token": "<PAD>",
@@ -185,7 +185,7 @@ _BUILT = {
     "GPTNeoXTokenizer": BuiltClass(_gpt_neox, {**_OF_GPT, "pad_token": "<|padding|>"}, drops_post_processor=True),
     "CohereTokenizer": BuiltClass(_cohere, _OF_COHERE, adds_named="posted"),
     "Qwen2Tokenizer": BuiltClass(_qwen(_QWEN2), _OF_QWEN, adds_named="special"),
-    "Qwen3_5Tokenizer": BuiltClass(_qwen(_QWEN3_5), _OF_QWEN),
+    "Qwen3_5Tokenizer": BuiltClass(_qwen(_QWEN3_5), _OF_QWEN, reads_merges_file=False),
     "LlamaTokenizer": BuiltClass(
         _llama, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, reads_merges_file=False
     ),
