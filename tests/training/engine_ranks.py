@@ -22,23 +22,23 @@ Batch = list[Datum]
 
 
 class Run(NamedTuple):
-    """What a rank has seen; the same on all ranks."""
+    """Results of a rank; the same on all ranks."""
 
     steps: list[StepResult]
     log_probs: list[Any]
-    """Of the last batch after the last step, as numpy; so is the next."""
+    """Log-probabilities of the last batch after the last step, as numpy; so is the next field."""
     entropy: list[Any]
     evaluation: EvalResult
 
 
 def squared(inputs: TermInputs) -> LossPair:
-    """A loss function of the user's."""
+    """A user's own loss function."""
     return weigh(inputs.logits.cross_entropy(inputs.labels).square(), inputs)
 
 
 @contextlib.contextmanager
 def free(groups: Groups) -> Iterator[None]:
-    """The pool's torch.distributed without the pool's process groups: a program that has opened it itself."""
+    """Removes the pool's process groups but keeps its torch.distributed, as in a program that has opened it itself."""
     dist.barrier()
     parallel_state.destroy_model_parallel()
     before = set(dist.distributed_c10d._world.pg_map)
@@ -49,13 +49,13 @@ def free(groups: Groups) -> Iterator[None]:
 
 
 def train(groups: Groups, config: Config, batches: Sequence[Batch], size: int, save_to: str | None = None) -> Run:
-    """One step a batch, each in calls of `size` samples."""
+    """Makes one step for each batch, in calls of `size` samples."""
     with free(groups), Engine(config) as engine:
         return steps_of(engine, batches, size, save_to)
 
 
 def steps_of(engine: Engine, batches: Sequence[Batch], size: int, save_to: str | None = None) -> Run:
-    """As `train`; saves the initial weights and the last ones."""
+    """Trains like `train`; saves the initial weights and the last ones."""
     if save_to is not None:
         engine.save(save_to)
     done = []
@@ -81,7 +81,7 @@ class Calls(NamedTuple):
 def whole_and_in_parts(
     groups: Groups, cases: Sequence[Calls], batches: Sequence[Batch], size: int
 ) -> list[list[list[StepResult]]]:
-    """By case: the steps of one call each, and of calls of `size` samples."""
+    """Returns, for each case, the steps of one call each, and those of calls of `size` samples."""
     found: list[list[list[StepResult]]] = []
     with free(groups):
         for config, loss, options in cases:
@@ -98,7 +98,7 @@ def whole_and_in_parts(
 
 
 def one_after_the_other(groups: Groups, configs: Sequence[Config], batches: Sequence[Batch]) -> list[Run]:
-    """An engine a configuration, in one process."""
+    """Trains one engine for each configuration, in one process."""
     runs = []
     with free(groups):
         for config in configs:
@@ -108,7 +108,7 @@ def one_after_the_other(groups: Groups, configs: Sequence[Config], batches: Sequ
 
 
 def opened_by_the_engine(groups: Groups, config: Config, batches: Sequence[Batch], port: int, store: str) -> list[Run]:
-    """Twice as a program under a launcher, the second time in a thread."""
+    """Trains twice like a program under a launcher, the second time in a thread."""
     rank, size = str(groups.rank), str(groups.layout.world_size)
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -129,12 +129,12 @@ def opened_by_the_engine(groups: Groups, config: Config, batches: Sequence[Batch
     in_a_thread(work)
     assert handlers == {number: signal.getsignal(number) for number in handlers}, "signals are the program's"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))  # to be closed
-    dist.barrier()  # else the rank that is ready first closes connections that the other one still makes
+    dist.barrier()  # else the first rank to finish closes connections that the other still makes
     return runs
 
 
 def raised(inputs: TermInputs, power: float) -> LossPair:
-    """A loss function of the user's with an option."""
+    """A user's own loss function with an option."""
     return weigh(inputs.logits.cross_entropy(inputs.labels) ** power, inputs)
 
 
@@ -142,8 +142,8 @@ NAMED = "tests.training.engine_ranks:raised"
 
 
 def with_losses(groups: Groups, configs: Sequence[Config], batch: Batch) -> list[tuple[float, float, float]]:
-    """(loss, grad_norm, loss of an evaluation) of one step: of the first configuration with its own loss, with the
-    user's, with the same by its name; of the second with its own."""
+    """Returns (loss, grad_norm, loss of an evaluation) of one step: of the first configuration with its own loss, with
+    the user's, with the same by its name; of the second with its own."""
     found = []
     with free(groups):
         first, second = configs
@@ -161,11 +161,11 @@ def with_losses(groups: Groups, configs: Sequence[Config], batch: Batch) -> list
 def save_and_go_on(
     groups: Groups, config: Config, batches: Sequence[Batch], folder: str, load: bool
 ) -> list[StepResult]:
-    """The steps after a save: of the engine that has saved, or of a new one that loads."""
+    """Returns the steps after a save: of the engine that has saved, or of a new one that loads."""
     with free(groups):
         if load:
             with Engine(config) as engine:
-                engine.forward_backward(batches[0])  # dropped by the load
+                engine.forward_backward(batches[0])  # discarded by the load
                 engine.load(folder)
                 return [_step(engine, batch) for batch in batches[engine.step :]]
         with Engine(config) as engine:
@@ -180,7 +180,7 @@ def _step(engine: Engine, batch: Batch) -> StepResult:
 
 
 def exported(groups: Groups, config: Config, folder: str) -> None:
-    """Writes a folder of Hugging Face; a second call refuses."""
+    """Writes a Hugging Face folder; a second call is refused."""
     with free(groups), Engine(config) as engine:
         engine.export_hf(folder)
         with pytest.raises(ConfigError, match="exists and is not overwritten"):
@@ -188,13 +188,13 @@ def exported(groups: Groups, config: Config, folder: str) -> None:
 
 
 def log_probs(groups: Groups, config: Config, batch: Batch) -> list[Any]:
-    """Of the first weights, as numpy."""
+    """Returns log-probabilities under the first weights, as numpy."""
     with free(groups), Engine(config) as engine:
         return [each.numpy() for each in engine.forward(batch).log_probs]
 
 
 def with_adapters_off(groups: Groups, config: Config, batch: Batch) -> dict[str, Any]:
-    """Log-probabilities and a loss: with trained adapters, without them, and of a model that never had any."""
+    """Returns log-probabilities and a loss: with trained adapters, without them, and of a model that never had any."""
     found = {}
     with free(groups):
         with Engine(config) as engine:
@@ -220,7 +220,7 @@ def _scores(engine: Engine, batch: Batch) -> Any:
 
 
 def messages_of(groups: Groups, config: Config, names: Sequence[str]) -> list[str]:
-    """What each mistake is answered with; one engine makes them all, and can be used after each."""
+    """Returns the error message of each mistake; one engine makes them all and stays usable after each."""
     with free(groups), Engine(config) as engine:
         return [_message_of(engine, name) for name in names]
 

@@ -24,7 +24,7 @@ from tests.training.engine_ranks import free
 
 @needs_extras("factors", "scale")
 def scaled(inputs: TermInputs) -> LossPair:
-    """What weights do, by extras; sees whole microbatches."""
+    """Does with extras what weights do; sees whole microbatches."""
     factors = inputs.extras["factors"] * inputs.extras["scale"]
     return weigh(factors * inputs.logits.cross_entropy(inputs.labels), inputs)
 
@@ -32,39 +32,39 @@ def scaled(inputs: TermInputs) -> LossPair:
 @per_token
 @needs_extras("factors", "scale")
 def scaled_by_token(inputs: TermInputs) -> LossPair:
-    """The same of a few tokens at a time."""
+    """Does the same for a few tokens at a time."""
     return scaled(inputs)
 
 
 @needs_extras(scale="factors")
 def scaled_where_asked(inputs: TermInputs, scale: float | None = None) -> LossPair:
-    """Reads an extra only under an option."""
+    """Reads an extra only if an option is given."""
     losses = inputs.logits.cross_entropy(inputs.labels)
     return weigh(losses if scale is None else losses * inputs.extras["factors"], inputs)
 
 
 @per_token
 def unmarked(inputs: TermInputs) -> LossPair:
-    """Does not say what it reads."""
+    """Reads extras without declaring them."""
     return weigh(inputs.extras["factors"] * inputs.logits.cross_entropy(inputs.labels), inputs)
 
 
 class Found(NamedTuple):
-    """Of one step."""
+    """Results of one step."""
 
     loss: float
     grad_norm: float
 
 
 class Seen(NamedTuple):
-    """By what the factors came."""
+    """Results by the way in which the factors came: weights or extras."""
 
     weights: Found
     extras: list[Found]
-    """By loss function."""
+    """Results of each loss function."""
     refusals: list[tuple[type[MtrainError], str]]
     after: Found
-    """A step of weights, after the refusals."""
+    """Result of a step with weights, after the refusals."""
 
 
 def by_weights_and_extras(
@@ -75,7 +75,7 @@ def by_weights_and_extras(
     given: Sequence[Datum],
     wrong: Sequence[Datum],
 ) -> Seen:
-    """Steps that have to be the same, and messages of what is refused; the weights never change."""
+    """Returns steps that have to agree, and the messages of refusals; the weights never change."""
     with free(groups), Engine(config) as engine:
         weights = _step(engine, weighted)
         found = [_step(engine, given, loss) for loss in losses]
@@ -100,7 +100,7 @@ def _refused(engine: Engine, batch: Sequence[Datum], loss: LossFunction) -> tupl
 
 
 def steps_of_config(groups: Groups, config: Config, batch: Sequence[Datum], num_steps: int) -> list[StepResult]:
-    """Steps over the same batch, with the loss of the configuration; the second half of it in a call of its own."""
+    """Makes steps over the same batch, with the loss of the configuration; its second half is a call of its own."""
     done, half = [], len(batch) // 2
     with free(groups), Engine(config) as engine:
         for _ in range(num_steps):

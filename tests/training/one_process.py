@@ -21,12 +21,12 @@ from mtrain.training.trainer import train, train_on
 
 
 def train_fresh(groups: Groups, config: Config) -> None:
-    """One run in a process that has seen none."""
+    """Trains one run in a process that has made none."""
     train_on(groups, config, StopSignal())
 
 
 def count_drawn(groups: Groups, configs: Sequence[Config]) -> list[int]:
-    """How many tensors each run draws."""
+    """Returns the number of tensors that each run draws."""
     found = []
     for config in configs:
         with mock.patch.object(init_weights, "draw", wraps=init_weights.draw) as draw:
@@ -36,7 +36,7 @@ def count_drawn(groups: Groups, configs: Sequence[Config]) -> list[int]:
 
 
 def memory_of_saves(groups: Groups, config: Config) -> list[str]:
-    """The threads in which a run takes memory for its saves, in order."""
+    """Returns the threads in which a run takes memory for its saves, in order."""
     found, taking = list[str](), snapshot._memory
 
     def noted(size_bytes: int, on_gpu: bool) -> Tensor:
@@ -49,7 +49,7 @@ def memory_of_saves(groups: Groups, config: Config) -> list[str]:
 
 
 def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) -> None:
-    """One run after the other as a user's program calls them, the second one in a thread."""
+    """Trains one run after the other as a user's program calls them, the second one in a thread."""
     rank, size = str(groups.rank), str(groups.layout.world_size)
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -64,11 +64,11 @@ def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) 
     assert not parallel_state.is_initialized()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))  # to be closed
-    dist.barrier()  # else the rank that is ready first closes connections that the other one still makes
+    dist.barrier()  # else the first rank to finish closes connections that the other still makes
 
 
 def in_a_thread(action: Callable[[], None]) -> None:
-    """Runs it beside the main thread, and waits; what it raises is raised here."""
+    """Runs the action in another thread and waits; its errors are raised here."""
     raised: list[BaseException] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""A run of adapters from start to finish by its commands: trained, exported whole and apart, asked."""
+"""A run of adapters from start to finish by its commands: trained, exported merged and separately, prompted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.training.test_start_from_hf import command, configured
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a a"}]
 IDS = [WORDS.index(word) for word in ("user", "a", "<end>", "assistant", "a", "a", "<end>")]
-"""What the template of the run makes of them, by hand."""
+"""Token ids that the template of the run makes of the conversation, by hand."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on two ranks, with another template than that of its model."""
+    """Makes a finished run on two ranks, with another template than that of its model."""
     folder = tmp_path_factory.mktemp("adapters")
     save("llama", folder / "hf", torch.float32, num_key_value_heads=2)
     word_tokenizer(folder / "hf")
@@ -57,7 +57,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_both_exports_compute_the_same_and_write_conversations_as_they_were_trained(folder: Path) -> None:
-    """Merged beside training, and as an adapter for a server."""
+    """The exports are one merged while training, and an adapter for a server."""
     merged = folder / "run" / "exports" / "step_00000002"
     export_adapter(folder / "run", folder / "adapter", None)
     first = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
@@ -85,7 +85,7 @@ def test_a_run_of_adapters_is_asked_beside_its_frozen_model(folder: Path) -> Non
 
 
 def test_an_engine_exports_adapters_merged(folder: Path, pool: Pool, tmp_path: Path) -> None:
-    """From the folder of PEFT, which is a start as any other."""
+    """The start is the folder of PEFT, which serves like any other start."""
     export_adapter(folder / "run", tmp_path / "adapter", None)
     adapter = {"rank": 2, "path": str(tmp_path / "adapter")}
     config = load_config([folder / "run.yaml"], [f"adapter={json.dumps(adapter)}", "layout.tp=2"])

@@ -41,7 +41,7 @@ def test_a_change_with_consent_is_recorded_with_its_step(
     assert finished(start(command("train.num_steps=2")))[0] == 0
     shutil.copytree(run, tmp_path / "before")
 
-    # a start that changes something and dies before it saves has left nothing behind but config.yaml
+    # a start that changes something and dies before it saves has left nothing but config.yaml
     monkeypatch.setenv(fault_points.VARIABLE, "kill rank=0 step=4 phase=snapshot")
     code, _, _ = finished(start(command(*steps, CONSENT, "optimizer.lr=0.02")))
     assert code != 0

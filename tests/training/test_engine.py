@@ -1,4 +1,4 @@
-"""`Engine` under a user's own loop: the numbers are those of the oracle, of one call and of `mtrain train`."""
+"""`Engine` in a user's own loop: its numbers match the oracle, one call for all, and `mtrain train`."""
 
 import json
 import math
@@ -44,7 +44,7 @@ LAYOUTS = [
 
 
 def datum_of(sample: Sample) -> Datum:
-    """The sequence that a row of a batch was made of."""
+    """Returns the sequence that a row of a batch was made of."""
     ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
     return Datum(ids, [0.0, *sample.mask.tolist()], sample.weight)
 
@@ -54,7 +54,7 @@ def data_of(batches: list[list[Sample]]) -> list[list[Datum]]:
 
 
 def parameters_of(path: Path) -> Parameters:
-    """A checkpoint's weights by the oracle's names."""
+    """Returns a checkpoint's weights by the oracle's names."""
     found = {}
     for key, values in read_weights(path).items():
         if ".layers." not in key:
@@ -71,7 +71,7 @@ def parameters_of(path: Path) -> Parameters:
     ids=str,
 )
 def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, tmp_path: Path, case: Case) -> None:
-    """From the engine's own first weights: losses, norms, weights, log-probabilities, in float64 and one piece."""
+    """The oracle starts from the engine's first weights and computes losses, norms, weights, log-probabilities."""
     batches, config = weighted_steps()[1:], case.config()
     given = (config, data_of(batches), 6, str(tmp_path))
     runs = pool.run(engine_ranks.train, case.resolved(config), *given)
@@ -102,7 +102,7 @@ def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, 
 
 
 @pytest.mark.nightly  # the day shows it by the test below, and a pipeline of three calls by the one above
-@pytest.mark.parametrize(  # without replicas nothing travels beside the computation
+@pytest.mark.parametrize(  # without replicas nothing is sent during the computation
     ("case", "overlap"), [(LAYOUTS[0], False), (LAYOUTS[2], False), (LAYOUTS[3], False), (LAYOUTS[3], True)], ids=str
 )
 def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -> None:
@@ -116,8 +116,8 @@ def test_three_calls_are_one_to_the_bit(pool: Pool, case: Case, overlap: bool) -
 
 
 def test_calls_of_parts_are_one_call_for_every_kind_of_sum(pool: Pool) -> None:
-    """To the bit: one denominator for the step, gradients that travel beside the computation, means over sequences
-    beside another term, extras, biases of experts."""
+    """Results agree to the bit: one denominator for the step, gradients sent during the computation, means over
+    sequences with another term, extras, biases of experts."""
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "score": "sigmoid"}
     experts |= {"expert_bias": True, "bias_update_rate": 0.1}
     beside = {"near": {"function": "kl", "coefficient": 0.1, "aggregation": "seq-mean-token-mean"}}
@@ -129,7 +129,7 @@ def test_calls_of_parts_are_one_call_for_every_kind_of_sum(pool: Pool) -> None:
         ),
         Calls(small.config(model__experts=experts)),
     ]
-    # three calls and then two: what is reduced beside the last backward pass is not known by counting them
+    # three calls and then two: counting them does not tell what is reduced during the last backward pass
     batches = [
         [replace(datum, extras=extras_of(datum, slot)) for slot, datum in enumerate(batch[:size])]
         for size, batch in zip((12, 8), data_of(three_steps()))
@@ -142,13 +142,13 @@ def test_calls_of_parts_are_one_call_for_every_kind_of_sum(pool: Pool) -> None:
 
 
 def extras_of(datum: Datum, slot: int) -> dict[str, Any]:
-    """Log-probabilities about those of a new model, so that some ratios are clipped."""
+    """Returns log-probabilities close to those of a new model, so that some ratios are clipped."""
     near = [-4.1 + 0.3 * math.sin(slot + place) for place in range(len(datum.input_ids))]
     return {"advantages": (-1.0) ** slot * (1 + slot), "old_logprobs": near, "ref_logprobs": near[::-1]}
 
 
 def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
-    """Three samples on two ranks with rows for four of them, and batches of any size in an evaluation."""
+    """Three samples lie on two ranks with rows for four; an evaluation has batches of any size."""
     batch = data_of(three_steps())[0][2:5]
     alone = pool.run(engine_ranks.train, Layout(), case(num_layers=1).config(), [batch], 3)[0]
     spread = pool.run(engine_ranks.train, Layout(dp=2), case(4, num_layers=1, dp=2).config(), [batch], 3)[0]
@@ -165,7 +165,7 @@ def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
     ids=str,
 )
 def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> None:
-    """Losses, log-probabilities of each sample, and an evaluation in other batches."""
+    """Packed samples have the same losses and log-probabilities, also in an evaluation in other batches."""
     packed = {"data__isolate_documents": True, "data__packing": {}}
     batches = data_of([[cut(sample, 1 + 5 * slot % SEQ) for slot, sample in enumerate(b)] for b in weighted_steps()])
     batches[1][3] = Datum([5])  # nothing to read
@@ -191,7 +191,7 @@ def small(**changes: Any) -> Config:
 
 MUON = {"optimizer__kind": "muon"}
 FP16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**22}
-"""Both parts of the loss scale fit until a gradient overflows: some of the first steps are skipped."""
+"""An initial scale at which gradients overflow: some of the first steps are skipped."""
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ FP16 = {"train__precision": "fp16", "train__initial_loss_scale": 2.0**22}
 def test_the_numbers_are_those_of_mtrain_train(
     pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any]
 ) -> None:
-    """Bit for bit, on the samples that the trainer has read."""
+    """Numbers agree bit for bit, on the samples that the trainer has read."""
     num_steps = 3 if "train__precision" in changes else 2
     config = small(run__dir=str(tmp_path), train__num_steps=num_steps, **changes)
     stream = StepLoader(config, 0, 1)._stream
@@ -228,7 +228,7 @@ def test_the_numbers_are_those_of_mtrain_train(
 
 @pytest.mark.nightly  # the day shows it by test_one_process.py, which closes and opens the same groups
 def test_engines_in_one_process_are_those_of_fresh_ones(pool: Pool) -> None:
-    """Inside a torch.distributed that the program has opened, each under another layout."""
+    """The program has opened torch.distributed itself; each engine has another layout."""
     batches = [batch[:8] for batch in data_of(three_steps())[:2]]
     layouts: list[dict[str, Any]] = [{"layout__tp": 2}, {"layout__pp": 2}, {}]
     configs = [small(**changes) for changes in layouts]
@@ -270,7 +270,7 @@ def test_a_new_engine_goes_on_from_a_save(pool: Pool, tmp_path: Path, other: dic
 
 
 def test_without_its_adapters_a_model_is_the_one_that_never_had_any(pool: Pool) -> None:
-    """To the bit: log-probabilities and a loss, behind a step that has moved the adapters."""
+    """Log-probabilities and a loss agree to the bit, after a step that has moved the adapters."""
     batch = data_of(three_steps())[0][:4]
     config = small(layout__tp=2, adapter={"rank": 2})
     for found in pool.run(engine_ranks.with_adapters_off, Layout(tp=2), config, batch):
@@ -319,7 +319,7 @@ SAMPLES = {
 
 
 def assert_named(answers: list[list[str]], expected: dict[str, str]) -> None:
-    """On every rank."""
+    """Compares the messages of every rank."""
     for messages in answers:
         for (name, pattern), message in zip(expected.items(), messages, strict=True):
             assert re.match(pattern, message), f"{name}: {message}"

@@ -1,4 +1,4 @@
-"""Extras reach a loss function beside the very tokens that they were given for, under every layout."""
+"""Extras reach a loss function with the very tokens that they were given for, under every layout."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CHUNKS = {"loss__chunk_tokens": 5}
 BOTH = [extras_ranks.scaled, extras_ranks.scaled_by_token]
 LAYOUTS = [
     pytest.param(case(2, num_layers=1, cp=2), PACKED | CHUNKS, BOTH[1:], id="packed chunks"),
-    # stages and replicas take extras along as those of losses by name in tests/parity/objectives
+    # stages and replicas pass extras on like those of losses by name in tests/parity/objectives
     pytest.param(case(2, num_layers=1, tp=2, cp=2), PACKED, BOTH, id="packed", marks=pytest.mark.nightly),
     pytest.param(case(2, num_layers=2, pp=2, dp=2), CHUNKS, BOTH[1:], id="chunks", marks=pytest.mark.nightly),
 ]
 
 
 def rollouts() -> tuple[list[Datum], list[Datum]]:
-    """The same thing said by weights, and by extras: one number a token, or one a prediction; one a sequence."""
+    """Says the same by weights and by extras: one number for each token, prediction or sequence."""
     rng = np.random.default_rng(4)
     weighted, given = [], []
     for slot in range(13):
@@ -55,7 +55,7 @@ def rollouts() -> tuple[list[Datum], list[Datum]]:
 def test_extras_lie_beside_their_tokens(
     pool: Pool, case: Case, changes: dict[str, Any], losses: list[LossFunction], notice: Notice
 ) -> None:
-    """Factors that are powers of two and small fractions: as weights and as extras they give the same to the bit."""
+    """Factors are powers of two and small fractions: as weights and as extras they give the same results to the bit."""
     weighted, given = rollouts()
     extras: list[dict[str, Any]] = [
         {"factors": 1, "scale": [1.0, 1.0, math.nan, 1.0]},

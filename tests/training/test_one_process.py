@@ -1,4 +1,4 @@
-"""`train` may be called again in the same process and off its main thread: each run is that of a fresh process."""
+"""`train` may be called again in the same process and off its main thread: each run equals that of a fresh process."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def small(folder: Path, changes: dict[str, Any]) -> Config:
 
 
 def saved(run: Path) -> dict[str, Any]:
-    """Digest of every file with tensors of the last checkpoint."""
+    """Returns the digest of every file with tensors of the last checkpoint."""
     manifest = json.loads((run / "checkpoints" / "step_00000001" / "mtrain.json").read_text())
     return {name: facts["blake3"] for name, facts in manifest["files"].items() if name.endswith(".distcp")}
 
@@ -59,7 +59,7 @@ def test_runs_in_one_process_are_those_of_fresh_processes(pool: Pool, tmp_path: 
 
 
 def test_memory_of_saves_is_taken_once_and_beside_training(pool: Pool, tmp_path: Path) -> None:
-    """Where a save is to come; what a signal may ask for takes it when it is needed."""
+    """Memory is taken early where a save is planned; a save that only a signal may ask for takes it when needed."""
     cases = {"saved": ({"interval_steps": 2}, ["snapshot-memory"]), "in-line": ({"async_save": False}, [])}
     cases["never"] = ({"at_end": False}, [])
     for name, (changes, threads) in cases.items():

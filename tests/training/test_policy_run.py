@@ -1,4 +1,4 @@
-"""An offline step of a policy from the command line's own path: rollouts in a file, as a program hands them over."""
+"""An offline step of a policy through the command line: rollouts in a file, as a program hands them over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRPO: dict[str, Any] = {
 
 
 def rollouts() -> list[dict[str, Any]]:
-    """Some have one loss token."""
+    """Makes rollouts, of which some have one loss token."""
     rng, records = np.random.default_rng(3), []
     for number in range(8):
         size = 2 + 2 * number
@@ -46,7 +46,7 @@ def rollouts() -> list[dict[str, Any]]:
 
 
 def of_teacher() -> list[dict[str, Any]]:
-    """The same texts with the three likeliest tokens of a teacher at each."""
+    """Makes the same texts with a teacher's three likeliest tokens at each position."""
     rng, records = np.random.default_rng(4), []
     for each in rollouts():
         logits = rng.normal(0, 2, (len(each["input_ids"]), VOCAB))
@@ -59,7 +59,7 @@ def of_teacher() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rollouts and a tokenizer."""
+    """Writes rollouts and a tokenizer."""
     path = tmp_path_factory.mktemp("policy")
     (path / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rollouts()))
     (path / "teacher.jsonl").write_text("".join(json.dumps(each) + "\n" for each in of_teacher()))
@@ -94,7 +94,7 @@ def small(folder: Path, **changes: Any) -> Config:
 
 
 def test_rollouts_of_a_file_are_those_of_a_program(pool: Pool, folder: Path) -> None:
-    """Loss, norm, each term and what is reported, of two steps over all rollouts, packed and cut for cp, and alone."""
+    """Two steps over all rollouts, packed and cut for cp, and alone, agree in loss, norm, each term and diagnostics."""
     cut = small(folder, layout__cp=2, data__packing={})
     pool.run(train_fresh, Layout(cp=2), cut, seed=cut.train.seed)
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
@@ -115,7 +115,7 @@ def test_rollouts_of_a_file_are_those_of_a_program(pool: Pool, folder: Path) -> 
 
 
 def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path) -> None:
-    """Of a file under cp, packed, as of a program on one rank; where the file has fewer than asked: refused."""
+    """A file under cp, packed, gives what a program gives on one rank; a file with too few tokens is refused."""
     given: dict[str, Any] = {
         "run__dir": str(folder / "distilled"),
         "data__train": [{"path": str(folder / "teacher.jsonl")}],
@@ -167,7 +167,7 @@ def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
 
 
 def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
-    """On its ranks, and before `verify resume` and `hf` start any, which would report a run that fails."""
+    """Ranks refuse it, and `verify resume` and `hf` do before they start any, instead of reporting a failed run."""
     for refuse in (own_objective, refuse_without_reference):
         with pytest.raises(
             ConfigError, match=r"verify draws samples of its own, which have no advantages, old_logprobs"

@@ -1,4 +1,4 @@
-"""Runs that crash while saving or find other data: what they leave, say and go on from."""
+"""Runs that crash while saving or find other data: what they leave, report and resume from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["command", "start"]
 
 
 def newest_step(run: Path) -> int:
-    """Of the newest checkpoint, every byte of it read."""
+    """Returns the step of the newest checkpoint, every byte of it read."""
     entry = newest_good(run / "checkpoints").entry
     assert entry is not None
     verify_files(entry, entry.manifest.files)

@@ -1,4 +1,4 @@
-"""`model.hf`: a folder of Hugging Face gives the architecture and the weights that a run starts from."""
+"""`model.hf`: a Hugging Face folder gives the architecture and the weights that a run starts from."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 LAYOUTS = [
     ("llama-tied", {"num_hidden_layers": 4}, "{pp: 2, vpp: 2}", 2),
-    # the day has tp, ep and pp by the others, families in tests/hf and tests/mcore/state
+    # the day covers tp, ep and pp by the others, families in tests/hf and tests/mcore/state
     ("mistral", {}, "{tp: 2, sp: true, pp: 2, stage_layers: [1, 2]}", 4),
     ("deepseek", {}, "{ep: 2, pp: 2, stage_layers: [2, 1]}", 4),
     ("gpt-oss", {"num_local_experts": 4, "num_key_value_heads": 2}, "{tp: 2, sp: true, etp: 1, ep: 2}", 2),
@@ -73,7 +73,7 @@ def test_a_start_has_the_weights_of_an_import_on_any_layout(
 
 
 def test_weights_of_the_parameters_dtype_are_read_where_they_belong(pool: Pool, tmp_path: Path) -> None:
-    """A second copy of a rank's weights would take as long as reading them, and as much memory."""
+    """A second copy of a rank's weights would cost as much time and memory as reading them."""
     save("llama-tied", tmp_path / "hf")
     held, rounded = (
         pool.run(hf_ranks.read_beside_parameters, Layout(), configured(tmp_path, f"train.precision={precision}"))[0]
@@ -99,7 +99,7 @@ def test_the_next_tensor_is_on_its_way_while_one_is_copied(pool: Pool, tmp_path:
 
 
 def test_a_run_starts_from_a_folder_and_goes_on_without_it(tmp_path: Path) -> None:
-    """An import of the same folder teaches it, and agrees with it until the first update."""
+    """The teacher is a run from an import of the same folder; both agree until the first update."""
     save("qwen2", tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "ours", None, num_workers=1)
     configured(tmp_path)

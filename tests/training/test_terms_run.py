@@ -38,7 +38,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds configurations, runs and a module of losses."""
+    """Makes the directory of configurations, runs and a module of losses."""
     path = tmp_path_factory.mktemp("terms")
     for name, hidden in (("student", 32), ("teacher", 48)):
         (path / f"{name}.yaml").write_text(f"model: {{{MODEL.format(hidden=hidden)}, vocab_size: 60}}\n{BASE}")
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(pool: Pool, folder: Path) -> Run:
-    """Runs to the end: exit code, standard output, standard error."""
+    """Returns a function that runs to the end and gives exit code, standard output, standard error."""
 
     def begin(config: str, name: str, *arguments: str, ranks: int = 1) -> tuple[int, str, str]:
         verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
@@ -61,7 +61,7 @@ def run(pool: Pool, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def teacher(run: Run, folder: Path) -> Path:
-    """A run of a wider model over two tensor-parallel ranks, whose padded vocabulary is another one."""
+    """Makes a run of a wider model over two tensor-parallel ranks, whose vocabulary is padded differently."""
     code, _, errors = run("teacher", "teacher", "layout.tp=2", "model.vocab_multiple=5", "train.num_steps=1", ranks=2)
     assert code == 0, errors
     return folder / "teacher"
@@ -73,7 +73,7 @@ def records(folder: Path, name: str, kind: str = "step") -> list[dict[str, Any]]
 
 
 def assert_the_same_terms(folder: Path, one: str, two: str, kind: str = "step") -> None:
-    """Of two runs: denominators, and losses but for rounding."""
+    """Compares two runs: denominators exactly, losses but for rounding."""
     for first, second in zip(records(folder, one, kind), records(folder, two, kind), strict=True):
         assert list(first["terms"]) == list(second["terms"])
         for name, term in first["terms"].items():
@@ -119,7 +119,7 @@ DEPTHS = ["model.mtp_depths=2", "loss.mtp_coefficient=0.3", "valid.at_end=true",
 
 @pytest.fixture(scope="module")
 def ahead(run: Run) -> str:
-    """What a run with two depths has printed."""
+    """Returns the output of a run with two depths."""
     code, output, errors = run("student", "ahead", *DEPTHS)
     assert code == 0, errors
     return output
@@ -139,7 +139,7 @@ def test_every_depth_is_logged_as_sum_over_sum(folder: Path, ahead: str) -> None
     assert first["objective"] == pytest.approx(means[0] + 0.15 * (means[1] + means[2]), rel=1e-12)
 
 
-@pytest.mark.nightly  # tests/parity has the depths on layouts, and the test of a teacher terms that a pipeline logs
+@pytest.mark.nightly  # tests/parity covers depths on layouts, the test of a teacher covers terms logged by a pipeline
 def test_every_depth_is_logged_alike_under_every_layout(run: Run, folder: Path, ahead: str) -> None:
     code, _, errors = run("student", "ahead2", *DEPTHS, "layout.pp=2", ranks=2)
     assert code == 0, errors
@@ -159,7 +159,7 @@ ROUTED = (
 
 @pytest.fixture(scope="module")
 def balanced(run: Run) -> str:
-    """What a run with losses of routers has printed."""
+    """Returns the output of a run with losses of routers."""
     code, output, errors = run("student", "balanced", *ROUTED)
     assert code == 0, errors
     return output
@@ -181,7 +181,7 @@ def test_losses_of_routers_are_logged_in_training_and_what_only_one_layout_gives
         assert step["objective"] == pytest.approx(sum(weighted), rel=1e-6)
 
 
-@pytest.mark.nightly  # tests/parity has these losses on layouts
+@pytest.mark.nightly  # tests/parity covers these losses on layouts
 def test_losses_of_routers_are_logged_alike_where_layouts_cut_the_batch_alike(
     run: Run, folder: Path, balanced: str
 ) -> None:
@@ -194,7 +194,7 @@ def test_losses_of_routers_are_logged_alike_where_layouts_cut_the_batch_alike(
 
 
 def test_a_run_that_starts_as_its_own_teacher_does_not_diverge_from_it(run: Run, folder: Path, teacher: Path) -> None:
-    """By way of the checkpoint: the weights that come back are the weights that were saved."""
+    """The way leads through the checkpoint: the weights that come back are the saved ones."""
     (entry,) = (teacher / "checkpoints").glob("step_*")
     options = [f"loss.teacher.checkpoint={entry}", f"checkpoint.initialize_from={teacher}"]
     code, _, errors = run("teacher", "same", *options, f"loss.function={DISTILLATION}", "train.num_steps=1")
@@ -209,7 +209,7 @@ MEASURED = ["loss.function=my_losses:unlikely_tokens", "loss.options={below: 0.0
 
 @pytest.fixture(scope="module")
 def measured(run: Run, folder: Path) -> list[dict[str, Any]]:
-    """Steps of a run whose loss says itself how many tokens count."""
+    """Returns the steps of a run whose loss itself reports how many tokens count."""
     code, _, errors = run("student", "measured", *MEASURED)
     assert code == 0, errors
     return records(folder, "measured")

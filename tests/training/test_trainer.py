@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they leave behind, how they stop, go on and refuse."""
+"""Whole runs through the command line: what they leave, how they stop, resume and refuse."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def start(pool: Pool, tmp_path: Path) -> Callable[[list[str]], Command]:
 
 @pytest.fixture
 def start_cold(tmp_path: Path) -> Callable[[list[str]], subprocess.Popen[str]]:
-    """The same in a new interpreter."""
+    """Starts a command in a new interpreter."""
 
     def begin(arguments: list[str]) -> subprocess.Popen[str]:
         pipe, environment = subprocess.PIPE, program_environment(tmp_path)
@@ -84,20 +84,20 @@ def start_cold(tmp_path: Path) -> Callable[[list[str]], subprocess.Popen[str]]:
 
 
 def finished(process: subprocess.Popen[str] | Command) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
+    """Returns exit code, standard output, standard error."""
     output, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode is not None
     return process.returncode, output, errors
 
 
 def records(run: Path, kind: str = "step") -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl."""
+    """Returns the complete lines of metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    """Until the run has recorded the step."""
+    """Waits until the run has recorded the step."""
     deadline = time.monotonic() + DEADLINE_S
     while not any(record["step"] >= step for record in records(run)):
         assert time.monotonic() < deadline, "the run makes no progress"
@@ -105,7 +105,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def wait_for_file(path: Path) -> None:
-    """Until a process has made it."""
+    """Waits until a process has made the file."""
     deadline = time.monotonic() + DEADLINE_S
     while not path.exists():
         assert time.monotonic() < deadline, f"nobody makes {path.name}"
@@ -113,21 +113,21 @@ def wait_for_file(path: Path) -> None:
 
 
 def running_ranks(run: Path, count: int) -> list[psutil.Process]:
-    """By rank: the processes whose heartbeats are there."""
+    """Returns the processes by rank; each has a heartbeat."""
     beats = [read_beat(run / "heartbeats", rank) for rank in range(count)]
     assert None not in beats
     return [psutil.Process(beat.pid) for beat in beats if beat is not None]
 
 
 def numbers(run: Path) -> list[tuple[Any, ...]]:
-    """What must not change, of every step."""
+    """Returns the numbers of every step that must not change."""
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["denominator"]) for r in records(run)]
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal comes while the samples of step 3 are read, which is finished."""
+    """The signal comes while the samples of step 3 are read; that step is finished."""
     assert finished(start(command(run="straight")))[0] == 0
     monkeypatch.setenv(fault_points.VARIABLE, "await_stop rank=0 step=3 phase=data")
     monkeypatch.setenv(fault_points.REACHED, str(tmp_path / "reached"))
@@ -186,7 +186,7 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_step(
     assert (tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "mtrain.json").exists()
 
 
-@pytest.mark.nightly  # the day shows it with a teacher in test_terms_run.py, and the first validation below
+@pytest.mark.nightly  # the day shows it by a teacher in test_terms_run.py and by the first validation below
 def test_layouts_log_the_same_losses_and_denominators(command: Any, start: Any, tmp_path: Path) -> None:
     options = ["valid.at_start=true", "valid.at_end=true", "valid.max_samples=7"]
     assert finished(start(command(*options, run="one")))[0] == 0

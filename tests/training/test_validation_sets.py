@@ -1,4 +1,4 @@
-"""Several validation sets in one run: each has the loss of exactly its samples, and the first one is the run's."""
+"""Several validation sets in one run: each has the loss of exactly its samples, and the first gives the run's loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["command", "start", "word_tokenizer"]
 def test_each_set_has_its_own_loss_and_the_first_one_is_the_runs(
     command: Callable[..., list[str]], start: Any, tmp_path: Path, word_tokenizer: Path
 ) -> None:
-    """Two tensor-parallel ranks, of which one reads no data; the sets have different numbers of passes."""
+    """One of two tensor-parallel ranks reads no data; the sets have different numbers of passes."""
     for name, words in {"train": "abcd", "long": "abcdefghi", "short": "fgh"}.items():
         lines = [json.dumps({"prompt": word, "response": f"{word} {words[0]}"}) for word in words]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

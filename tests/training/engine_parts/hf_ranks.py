@@ -22,16 +22,16 @@ class Streamed(NamedTuple):
     """(name, dtype, bytes) of each tensor, in the order in which they came."""
 
     everywhere: list[Any]
-    """One parameter after the other."""
+    """Tensors streamed one parameter at a time."""
     on_first: list[Any]
-    """All at once."""
+    """Tensors streamed all at once."""
     received: list[Any]
-    """By another process; on rank 0."""
+    """Tensors received by another process; on rank 0."""
     num_bytes: int
 
 
 def streamed_and_exported(groups: Groups, config: Config, folder: str) -> Streamed:
-    """The weights behind a step, in all ways; an export of them into a folder."""
+    """Streams the weights after a step in every way, and exports them into a folder."""
     with free(groups), Engine(config) as engine:
         engine.forward_backward([Datum(range(1, 9))] * 4)
         engine.optim_step(lr=0.1)
@@ -61,12 +61,12 @@ def _bits(named: Any) -> list[tuple[str, str, tuple[int, ...], bytes]]:
 
 
 def bits_of(values: Tensor) -> bytes:
-    """Of a tensor, in the order of a file."""
+    """Returns the bytes of a tensor, in the order of a file."""
     return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def group_pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Both ends of a group that torch.distributed's own world does not know, as RL frameworks open one."""
+    """Returns both ends of a group outside torch.distributed's own world, as RL frameworks open one."""
     store = HashStore()
     found: list[Any] = [None, None]
 
@@ -78,7 +78,7 @@ def group_pair() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         group._register_backend(torch.device("cpu"), kind, backend)
         found[rank] = group
 
-    other = threading.Thread(target=opened, args=(1,))  # both wait for each other
+    other = threading.Thread(target=opened, args=(1,))  # each end waits for the other
     other.start()
     opened(0)
     other.join()

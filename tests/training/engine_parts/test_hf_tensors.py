@@ -1,4 +1,4 @@
-"""Streamed weights are, bit for bit, those that an export writes."""
+"""Streamed weights equal, bit for bit, those that an export writes."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_come_as_an_export_writes_them(pool: Pool, tmp_path: Path, name: str) -> None:
-    """On all ranks, on the first alone, and in a process that receives them in buckets."""
+    """The tensors come on all ranks, on the first alone, and in a process that receives them in buckets."""
     layout, changes = CASES[name]
     ranks = pool.run(hf_ranks.streamed_and_exported, layout, small(**changes), str(tmp_path / "out"))
     tensors = load_file(tmp_path / "out" / "model.safetensors")

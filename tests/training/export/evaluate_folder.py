@@ -1,4 +1,4 @@
-"""Runs lm-eval on a folder of Hugging Face, without a network; for a Python that has lm-eval.
+"""Runs lm-eval on a Hugging Face folder, without a network; for a Python that has lm-eval.
 
 Usage: evaluate_folder.py FOLDER QUESTIONS: prints the accuracy on a file of lines {"question", "choices", "label"}.
 """

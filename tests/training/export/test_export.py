@@ -1,4 +1,4 @@
-"""`checkpoint.export_hf_every_steps`: folders of Hugging Face that appear beside training."""
+"""`checkpoint.export_hf_every_steps`: Hugging Face folders that appear while a run trains."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def test_a_sharded_run_exports_what_transformers_loads(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that saved at step 2 and exported nothing."""
+    """Makes a run that saved at step 2 and exported nothing."""
     folder = tmp_path_factory.mktemp("finished")
     save("llama", folder / "hf")
     configured(folder)
@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> RunFolder:
-    """A copy of it."""
+    """Copies that run."""
     return RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
 
 

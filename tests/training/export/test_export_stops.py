@@ -1,4 +1,4 @@
-"""Exports beside a run that is stopped: they hold up nothing, lose nothing and cost no exit code."""
+"""Exports of a run that is stopped: they hold up nothing, lose nothing and cost no exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVES = ("checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=2", "c
 
 
 def exported(run: RunFolder) -> list[int]:
-    """Steps whose folders are complete; nothing else lies in `exports`."""
+    """Returns the steps whose folders are complete; nothing else lies in `exports`."""
     names = sorted(path.name for path in run.exports.iterdir())
     for name in names:
         assert HfFolder(run.exports / name).names(), name

@@ -1,4 +1,4 @@
-"""What training exports runs in lm-eval, which is installed for this test beside what is there."""
+"""What training exports runs in lm-eval, which this test installs in addition to the packages that are there."""
 
 import json
 import os
@@ -22,13 +22,13 @@ WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
 
 @pytest.fixture(scope="module")
 def python_with_lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that sees this one's packages, and lm-eval."""
+    """Makes a Python that sees this one's packages, and lm-eval."""
     folder = tmp_path_factory.mktemp("lm-eval")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     own = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (own / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # --no-compile: of its thousands of modules a few are imported, and those are compiled then
+    # --no-compile: only a few of its thousands of modules are imported, and are compiled then
     line: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--no-compile", "lm-eval[hf]>=0.4.9,<0.5"]
     subprocess.run(line, check=True, capture_output=True)
     return python
@@ -72,7 +72,7 @@ def test_an_export_of_training_is_evaluated(python_with_lm_eval: Path, tmp_path:
 
 
 def _choice(model: torch.nn.Module, text: str, choices: list[str]) -> int:
-    """The place of the word that the model finds most likely."""
+    """Returns the index of the word that the model finds most likely."""
     tokens = torch.tensor([[WORDS[word] for word in text.split()]])
     logits = model(tokens).logits[0, -1]
     return int(torch.stack([logits[WORDS[choice.strip()]] for choice in choices]).argmax())

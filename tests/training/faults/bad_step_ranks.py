@@ -1,4 +1,4 @@
-"""What ranks do in the tests of bad steps: the real trainer, and what it began with."""
+"""Rank side of the tests of bad steps: runs of the real trainer, and the weights that they began with."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from tests.training.faults.numeric_fault_ranks import Ending, run
 
 
 def poisoned(inputs: TermInputs, token: int) -> LossPair:
-    """The loss of next tokens, nan on the ranks that hold a token of this id."""
+    """Computes the loss of next tokens; nan on the ranks that hold a token of this id."""
     numerator, denominator = weigh(inputs.logits.cross_entropy(inputs.labels), inputs)
     return LossPair(torch.where((inputs.tokens == token).any(), torch.nan, numerator), denominator)
 
 
 def raised(inputs: TermInputs, token: int, factor: float) -> LossPair:
-    """The same, so many times as large."""
+    """Computes the same loss, times `factor` on those ranks."""
     numerator, denominator = weigh(inputs.logits.cross_entropy(inputs.labels), inputs)
     return LossPair(torch.where((inputs.tokens == token).any(), factor * numerator, numerator), denominator)
 
 
 class Outcome(NamedTuple):
-    """Of a run, on one rank."""
+    """Result of a run on one rank."""
 
     ending: Ending
     initial: dict[str, Any] | None
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def watched(groups: Groups, config: Config, fault: str | None = None) -> Outcome:
-    """One start of a run."""
+    """Makes one start of a run."""
     seen: list[dict[str, Any] | None] = []
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
@@ -61,22 +61,22 @@ def watched(groups: Groups, config: Config, fault: str | None = None) -> Outcome
 
 
 class Standing(NamedTuple):
-    """Everything that a rank goes on from."""
+    """The whole state from which a rank goes on."""
 
     tensors: dict[str, Any]
-    """As numpy, by name and place: weights, main weights, moments, random states."""
+    """Weights, main weights, moments and random states as numpy, by name and place."""
     adam_step: int
     scaler: Any
 
 
 class _LeavesOut:
-    """A loader without one of its steps."""
+    """A loader that leaves out one step."""
 
     def __init__(self, loader: StepLoader, step: int) -> None:
         self._loader, self._step = loader, step
 
     def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
-        """As of the loader."""
+        """Iterates like the loader, without that step."""
         return Prefetch(lambda each: self._loader.batches(each + (each + 1 >= self._step)), from_step, 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class _LeavesOut:
 
 
 def standing_after(groups: Groups, config: Config, left_out: int | None = None) -> Standing:
-    """Trains to the end, of a loader that lacks a step where it is named, counted from 1."""
+    """Trains to the end; `left_out`, counted from 1, is a step that the loader leaves out."""
     built: list[Run] = []
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
@@ -105,7 +105,7 @@ def standing_after(groups: Groups, config: Config, left_out: int | None = None) 
 
 
 def with_hook(groups: Groups, config: Config, rank: int, step: int, name: str) -> Ending:
-    """A run in which the backward pass of one rank gives nan in one parameter, in one step."""
+    """Runs with a backward pass of one rank that gives nan in one parameter, in one step."""
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         made = build_run(config, groups, folder)
@@ -128,7 +128,7 @@ def _named_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Par
 
 
 def spoiled_once(groups: Groups, config: Config, fault: str) -> Ending:
-    """A run whose state a fault strikes the first time that it comes to its step, and not again."""
+    """Runs with a fault that damages the state when its step is first reached, and not again."""
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
         built = build_run(config, groups, folder)
@@ -138,12 +138,12 @@ def spoiled_once(groups: Groups, config: Config, fault: str) -> Ending:
 
 
 class _ForgetsFaults(TrainingStep):
-    """Takes the fault's name away when the step after it is made."""
+    """Removes the fault's name when the step after it is made."""
 
     _made = 0
 
     def forward_backward(self, *arguments: Any, **named: Any) -> Any:
-        """As of a step; the fault has struck behind the one before."""
+        """Makes a step; by then the fault has struck in the step before."""
         self._made += 1
         text = os.environ.get(fault_points.VARIABLE)
         if text is not None and self._made > fault_points.InjectedFault.parsed(text).step:

@@ -12,7 +12,7 @@ from tests.tools.small_disk import SmallDisk
 
 
 def full_then_read_only(disk: SmallDisk, command: Sequence[str]) -> list[int]:
-    """Exit codes of two starts."""
+    """Returns the exit codes of two starts."""
     codes = [disk.run("first", command)]
     disk.make_read_only()
     codes.append(disk.run("second", command))
@@ -21,7 +21,7 @@ def full_then_read_only(disk: SmallDisk, command: Sequence[str]) -> list[int]:
 
 
 def full_for_a_while(disk: SmallDisk, command: Sequence[str]) -> tuple[list[int], int]:
-    """Exit codes of three starts, and the step to which the last one goes."""
+    """Returns the exit codes of three starts, and the last step of the last one."""
     started = disk.start("first", [*command, "train.num_steps=1000000"])
     disk.wait_for(1, '"save"', "run/events.jsonl")
     with disk.filled():
@@ -30,7 +30,7 @@ def full_for_a_while(disk: SmallDisk, command: Sequence[str]) -> tuple[list[int]
         disk.wait_for(1, "no checkpoint of step", "first.err")
     disk.wait_for(1, "run/metrics.jsonl has what was waiting", "first.err")
     disk.wait_for(1, "tfevents.* has what was waiting", "first.err")
-    # a checkpoint behind what waited: the next start will not write those steps again
+    # a checkpoint later than what waited: the next start will not write those steps again
     disk.wait_for(disk.count('"save"', "run/events.jsonl") + 1, '"save"', "run/events.jsonl")
     with disk.filled():
         disk.wait_for(2, "could not write run/metrics.jsonl", "first.err")
@@ -44,7 +44,7 @@ def full_for_a_while(disk: SmallDisk, command: Sequence[str]) -> tuple[list[int]
 
 
 def leftovers_fill_the_disk(disk: SmallDisk, command: Sequence[str], fault: str) -> tuple[list[int], int]:
-    """Exit codes of a start that is killed in a save and of the next one, and the bytes that were left between them."""
+    """Returns exit codes of a start killed in a save and of the next one, and the bytes left over between them."""
     codes = [disk.run("first", command, {fault_points.VARIABLE: fault})]
     (left,) = disk.run_folder.glob("checkpoints/.tmp-step_*")
     with (left / "rest").open("wb", buffering=0) as rest:

@@ -30,7 +30,7 @@ def with_short_timeouts(
     device: str = "cpu",
     by_awake_clock: bool = False,
 ) -> None:
-    """On the same ranks, but in a world opened anew; `store` is a file that is not there yet."""
+    """Runs the action on the same ranks in a new world; `store` is a file that does not exist yet."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -45,14 +45,14 @@ def with_short_timeouts(
 
 
 def train_with_fault(groups: Groups, config: Config, fault: fault_points.InjectedFault) -> None:
-    """A whole run in which one rank fails."""
+    """Trains a whole run in which one rank fails."""
     os.environ[fault_points.VARIABLE] = str(fault)
     store, timeout_s = f"{config.run.dir}.store", config.train.process_group_timeout_s
     with_short_timeouts(groups, store, timeout_s, lambda again: train_on(again, config, StopSignal()))
 
 
 class Waited(NamedTuple):
-    """One call of one group to which the others did not come."""
+    """One call of one group that the other ranks did not join."""
 
     group: str
     call: str
@@ -60,7 +60,7 @@ class Waited(NamedTuple):
 
 
 def wait_in_vain(groups: Groups, store: str, timeout_s: float, by_awake_clock: bool) -> list[Waited]:
-    """Rank 0 begins two calls in every group of more than one rank, all at once, and waits; the others come to none."""
+    """Starts two calls on rank 0 in every group of more than one rank, all at once, and waits; the others join none."""
     waited: list[Waited] = []
     ended = Path(f"{store}.ended")
 

@@ -30,13 +30,13 @@ class Ending(NamedTuple):
 
     exit_code: int
     message: str
-    """Of the error; empty where there was none."""
+    """Message of the error; empty where there was none."""
     output: str
-    """What this rank printed."""
+    """Output that this rank printed."""
 
 
 def run(groups: Groups, config: Config, fault: str | None = None, build: Build = build_run) -> Ending:
-    """One start of the run; a fault strikes where it is named."""
+    """Makes one start of the run; a fault strikes where it is named."""
     os.environ.pop(fault_points.VARIABLE, None)
     if fault is not None:
         os.environ[fault_points.VARIABLE] = fault
@@ -51,7 +51,7 @@ def run(groups: Groups, config: Config, fault: str | None = None, build: Build =
 
 
 def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
-    """A checkpoint with NaN in it, as a program that does not look would publish it. On one rank."""
+    """Publishes a checkpoint with NaN in it, as a program without checks would. On one rank."""
     built = build(groups, config)
     parts = local_shards(built.model)
     for part in parts:

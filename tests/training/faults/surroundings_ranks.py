@@ -1,4 +1,4 @@
-"""What ranks do where the system under them changes: too many open files, a wall clock that jumps."""
+"""Rank side of tests that change the system: too many open files, a wall clock that jumps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _DAY_S = 86400.0
 
 
 class Jumped(NamedTuple):
-    """A start under such a clock."""
+    """Result of a start under a clock that jumps."""
 
     ending: Ending
     looks: int
-    """At the clock."""
+    """Number of times that the clock was read."""
 
 
 def without_descriptors(groups: Groups, config: Config, first: int, behind: int) -> Ending:
-    """A run in which rank 0 may open no further file from one step on, until another one."""
+    """Runs while rank 0 may open no further file from one step until another one."""
     before, seconds = resource.getrlimit(resource.RLIMIT_NOFILE), lock._CHECK_S
     lock._CHECK_S = 0.0  # looks at the lock file before every record
 
@@ -38,7 +38,7 @@ def without_descriptors(groups: Groups, config: Config, first: int, behind: int)
         made = 0
 
         def update(self, *arguments: Any) -> Any:
-            """As of a step."""
+            """Updates like a step, and sets or lifts the limit first."""
             Limited.made += 1
             if groups.rank == 0 and Limited.made == first:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
@@ -58,7 +58,7 @@ def without_descriptors(groups: Groups, config: Config, first: int, behind: int)
 
 
 def run_with_jumping_clock(groups: Groups, config: Config) -> Jumped:
-    """As `run`; every look at the wall clock finds it a day ahead or behind."""
+    """Runs like `run`; every reading of the wall clock is a day too late or too early."""
     real, looks = time.time, itertools.count()
 
     def jumping() -> float:

@@ -1,4 +1,4 @@
-"""Bad steps are left out, or gone back from: what follows is the run that never had their batch, on every layout."""
+"""Bad steps are skipped or rolled back: what follows is the run that never had their batch, on every layout."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NUM_STEPS = 12
 BAD = 10
 """The step with the bad batch, counted from 1; a window of 8 updates lies before it."""
 BAD_EARLY = 3
-"""The same where no window is needed, in a run of `SHORT`."""
+"""Step with the bad batch in a run of `SHORT`, where no window is needed."""
 SHORT = {"train.num_steps": 5}
 
 
 def config_of(run: Path, **changes: Any) -> Config:
-    """A vocabulary so large that many a token occurs once in the whole run; a rate that falls with each update."""
+    """Configures a vocabulary so large that many tokens occur only once in the run; the rate falls each update."""
     given = {
         "run.dir": str(run),
         "model.vocab_size": 1024,
@@ -47,7 +47,7 @@ def config_of(run: Path, **changes: Any) -> Config:
         "train.num_steps": NUM_STEPS,
         "optimizer.schedule": "linear",
         "optimizer.lr": 1e-3,
-        "optimizer.epsilon": 1e-4,  # a gradient near 0 would else move a weight by as much as one that is none
+        "optimizer.epsilon": 1e-4,  # else a gradient near 0 would move a weight as far as a large one
         "checkpoint.interval_steps": 3,
         "loss.function": "tests.training.faults.bad_step_ranks:poisoned",
         "loss.options": {"token": bad_token(BAD)},
@@ -56,12 +56,12 @@ def config_of(run: Path, **changes: Any) -> Config:
 
 
 def poisoned(step: int) -> dict[str, Any]:
-    """A loss that is NaN in that step."""
+    """Configures a loss that is NaN in that step."""
     return {"loss.options": {"token": bad_token(step)}, "train.on_nonfinite": "skip"}
 
 
 def spikes(action: str) -> dict[str, Any]:
-    """A loss that jumps in the bad step, and what follows."""
+    """Configures a loss that jumps in the bad step, and what follows."""
     options = {"token": bad_token(BAD), "factor": 100.0}
     spike = {"action": action, "window_steps": 8}
     return {
@@ -73,7 +73,7 @@ def spikes(action: str) -> dict[str, Any]:
 
 @cache
 def bad_token(bad: int) -> int:
-    """Of all tokens that the run reads, one that is read in that step alone."""
+    """Returns a token that the run reads in that step alone."""
     loader = StepLoader(_plain(), 0, 1)
     others = set().union(*(_tokens(loader, step) for step in range(NUM_STEPS) if step != bad - 1))
     return min(_tokens(loader, bad - 1) - others)
@@ -88,7 +88,7 @@ def _plain() -> Config:
 
 
 def exact_without(config: Config, initial: dict[str, Any], left_out: set[int]) -> list[StepResult]:
-    """One process in float64 that reads all batches but those, each update at the rate of its own number."""
+    """Trains in float64 on one process with all batches but those, each update at the rate of its own number."""
     num_steps = config.train.num_steps
     loader, kept = StepLoader(config, 0, 1), [step for step in range(num_steps) if step + 1 not in left_out]
     samples = [loader.samples(step) for step in kept]
@@ -104,7 +104,7 @@ def steps_of(run: Path) -> list[StepRecord]:
 
 
 def assert_is_the_run_without(run: Path, config: Config, initial: dict[str, Any], left_out: set[int]) -> None:
-    """Losses, norms, rates and the last weights, with float64; one record a step."""
+    """Compares losses, norms, rates and the last weights with float64; each step has one record."""
     exact, records, num_steps = exact_without(config, initial, left_out), steps_of(run), config.train.num_steps
     assert [record.step for record in records] == list(range(1, num_steps + 1))
     assert {record.step for record in records if record.skipped is not None} == left_out
@@ -159,7 +159,7 @@ def test_a_skipped_step_leaves_the_run_without_its_batch(
     "layout",
     [
         Layout(dp=2),
-        # that ranks agree is shown by the test above, that they load by tests/mcore/state; saves beside training below
+        # the test above shows that ranks agree, tests/mcore/state that they load; saves in the background below
         pytest.param(Layout(tp=2), marks=pytest.mark.nightly),
         pytest.param(Layout(pp=2), marks=pytest.mark.nightly),
         pytest.param(Layout(cp=2), marks=pytest.mark.nightly),
@@ -201,7 +201,7 @@ def test_a_rollback_leaves_the_run_without_the_batches_around(
     ("layout", "changes"),
     [
         (Layout(), {"train.precision": "fp16", "train.initial_loss_scale": 256.0, "model.hidden_dropout": 0.1}),
-        pytest.param(  # that ranks agree is shown above, and a loss that is NaN leaves alone what a large one does
+        pytest.param(  # ranks agree as shown above, and a NaN loss leaves untouched what a large loss does
             Layout(tp=2),
             {"model.hidden_dropout": 0.1, "train.on_spike": None, **SHORT},
             marks=pytest.mark.nightly,

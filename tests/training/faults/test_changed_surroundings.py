@@ -1,4 +1,4 @@
-"""What changes around a run: the machine's clock while it trains, the tokenizer between two starts."""
+"""Changes around a run: the machine's clock while it trains, the tokenizer between two starts."""
 
 from __future__ import annotations
 

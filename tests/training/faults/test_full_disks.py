@@ -1,6 +1,6 @@
-"""Runs whose disk fills up: what they say, what they leave, and how they go on when there is room again.
+"""Runs whose disk fills up: their messages, what they leave, and how they go on when there is room again.
 
-What happens on each disk is a scene of `full_disk_scenes.py`.
+Each disk plays a scene of `full_disk_scenes.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["command"]
 
 @pytest.fixture
 def on_a_small_disk() -> Callable[..., Any]:
-    """Plays a scene on a disk of its own, where the machine lets it mount one: tests/needs.py."""
+    """Plays a scene on a disk of its own, where the machine allows mounting one: tests/needs.py."""
     return play
 
 
 def said(folder: Path, *names: str) -> str:
-    """Standard errors of these commands."""
+    """Returns the standard errors of these commands."""
     return "".join((folder / f"{name}.err").read_text() for name in names)
 
 
 def steps_with_scalars(folder: Path) -> list[int]:
-    """What TensorBoard shows."""
+    """Returns the steps that TensorBoard shows."""
     return [event.step for event in EventAccumulator(str(folder)).Reload().Scalars("train/loss")]
 
 

@@ -1,4 +1,4 @@
-"""Which steps are spikes, and how many bad ones a run survives: by hand."""
+"""Which steps are spikes, and how many bad ones a run survives, computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def guard_after(losses: list[float], action: str = "skip", **spike: Any) -> Guar
 
 
 def test_the_limit_is_that_of_the_definition() -> None:
-    """Median 4.5; distances 0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 3.5, 3.5, of which the median is 2."""
+    """The median is 4.5; distances are 0.5, 0.5, 1.5, 1.5, 2.5, 2.5, 3.5, 3.5, whose median is 2."""
     assert highest([1, 2, 3, 4, 5, 6, 7, 8], 3.0) == pytest.approx(4.5 + 3 * 1.4826 * 2)
     assert highest([5.0] * 8, 10.0) == pytest.approx(5.5), "the spread is at least 1 % of the median"
     assert highest([5.0] * 7 + [1e9], 10.0) == pytest.approx(5.5), "one spike in the window hides no other"

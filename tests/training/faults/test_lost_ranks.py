@@ -18,7 +18,7 @@ TIMEOUT_S = 3
 
 
 def small(folder: Path) -> Config:
-    """Three steps, with a validation and a save in the step that fails."""
+    """Configures three steps, with a validation and a save in the step that fails."""
     return config(
         run__dir=str(folder),
         model__num_layers=1,
@@ -81,14 +81,14 @@ def test_the_others_name_a_rank_that_does_not_answer(
 def test_every_group_waits_for_exactly_the_timeout(
     pool: Pool, layout: Layout, by_awake_clock: bool, tmp_path: Path
 ) -> None:
-    """By the clock of gloo in a program's own world, else by one that stands still while the job is suspended."""
+    """A program's own world uses gloo's clock; ours uses one that stops while the job is suspended."""
     waited = pool.run(lost_ranks.wait_in_vain, layout, str(tmp_path / "store"), TIMEOUT_S, by_awake_clock)[0]
     names = {each.group for each in waited}
     assert len(names) > 5
     assert ("HOSTS_OF_TENSOR_PARALLEL" in names) == (layout.tp > 1)
     assert {each.call for each in waited} == {"receive", "all-reduce"}
     assert len(waited) % 2 == 0
-    # the timeouts of libraries are ten minutes and more; a busy machine looks later
+    # libraries have timeouts of ten minutes and more; a busy machine notices later
     assert all(TIMEOUT_S - 0.1 < each.seconds < 300 for each in waited), waited
 
 

@@ -1,4 +1,4 @@
-"""Numeric faults in whole runs: they end with exit code 4, and good checkpoints outlive them."""
+"""Numeric faults in whole runs: they end with exit code 4, and good checkpoints survive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OVERFLOWING = {
 
 
 def run_config(run: Path, **changes: Any) -> Config:
-    """A run of five steps that saves after every second one."""
+    """Configures a run of five steps that saves after every second one."""
     sizes = {"model.num_layers": 2, "train.micro_batch_size": 2, "train.num_steps": 5}
     return configured(**{"run.dir": str(run), "checkpoint.interval_steps": 2, **sizes, **changes})
 
@@ -57,7 +57,7 @@ def test_fp16_that_skips_every_step_ends(
 
 
 MOMENT = "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight"
-"""Its last element belongs to a row of padding, which no token reads: the loss never shows it."""
+"""Name of a moment whose last element is of a padding row, which no token reads: the loss never shows it."""
 
 NORM = "decoder.final_layernorm.weight"
 WAITS = {"checkpoint.async_save": False}
@@ -75,7 +75,7 @@ ROUTER_BIAS = "decoder.layers.mlp.router.expert_bias"
 
 
 def whole(run: Path) -> list[int]:
-    """Steps of the checkpoints that are there, every byte of them read."""
+    """Returns the steps of the checkpoints that are there, every byte of them read."""
     steps = published_steps(run / "checkpoints")
     for step in steps:
         entry = load_entry(run / "checkpoints" / step_name(step))
@@ -84,7 +84,7 @@ def whole(run: Path) -> list[int]:
 
 
 def goes_on(pool: Pool, layout: Layout, config: Config) -> None:
-    """The same command, without the fault, to its end."""
+    """Runs the same command, without the fault, to its end."""
     for ending in pool.run(ranks.run, layout, config):
         assert (ending.exit_code, ending.message) == (0, "")
     assert whole(Path(config.run.dir))[-1] == config.train.num_steps
@@ -122,7 +122,7 @@ def goes_on(pool: Pool, layout: Layout, config: Config) -> None:
 def test_a_state_that_is_not_finite_is_never_published(
     pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any], fault: str, named: str, notice: Notice
 ) -> None:
-    """Beside training, a NaN that reaches the loss may be found there before the writer has looked at it."""
+    """A NaN that reaches the loss may be found there before a background writer has looked at it."""
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, **changes})
     with notice:
         endings = pool.run(ranks.run, layout, config, f"nan rank=1 {fault}")
@@ -147,8 +147,8 @@ def test_a_state_that_is_not_finite_is_never_published(
 def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     pool: Pool, tmp_path: Path, is_async: bool, notice: Notice
 ) -> None:
-    """Beside training the save has not been published when the loss is known, and never is."""
-    layout = Layout(pp=2) if is_async else Layout()  # that it is never published is for all ranks to agree
+    """A background save has not been published when the loss is known, and never is."""
+    layout = Layout(pp=2) if is_async else Layout()  # all ranks have to agree that it is never published
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, "checkpoint.async_save": is_async})
     with notice:
         endings = pool.run(ranks.run, layout, config, f"huge rank={layout.world_size - 1} step=4 phase={NORM}:0")
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_no_finite_loss_follows_does_not_cost_the_one_before(
     assert whole(tmp_path) == [5]
 
 
-@pytest.mark.parametrize(  # a save in the last step is judged as one behind it
+@pytest.mark.parametrize(  # a save in the last step is judged like one after it
     "at_end", [pytest.param(True, marks=pytest.mark.nightly), False]
 )
 @pytest.mark.fault(

@@ -1,4 +1,4 @@
-"""A process that may open no further file trains on, and saves when it may again."""
+"""A process that can open no further file goes on training, and saves as soon as it can open files again."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_a_rank_without_descriptors_trains_on(
     assert "warning: no checkpoint of step 6" in first.output
     assert "Too many open files" in first.output
     saved = published_steps(tmp_path / "checkpoints")
-    # on a slow machine a save beside training is still on its way when the descriptors run out, and fails as well
+    # on a slow machine a background save is still on its way when the descriptors run out, and fails as well
     assert saved == [3, 9] or (saved == [9] and "warning: no checkpoint of step 3" in first.output)
     assert [step for step, *_ in numbers(tmp_path)] == list(range(1, 10))

@@ -1,4 +1,4 @@
-"""A real stop signal to a run that tokenises its data."""
+"""A real stop signal to a run that tokenizes its data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_start_that_tokenises_is_stopped_at_once(
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["data.kind=sft", f"data.train=[{{path: {tmp_path / 'samples.jsonl'}}}]", f"data.tokenizer={word_tokenizer}"]
     data += [f"data.cache_dir={tmp_path / 'cache'}", "train.micro_batch_size=1", "train.num_steps=2"]
-    # rank 0 or 1 builds; it stands at its first chunk until it is sent a signal, and the other one waits for it
+    # rank 0 or 1 builds; it stops at its first chunk until it gets a signal, and the other one waits for it
     monkeypatch.setenv(fault_points.VARIABLE, "await_stop rank=0 step=0 phase=tokenise")
     monkeypatch.setenv(fault_points.REACHED, str(tmp_path / "reached"))
     with notice:
@@ -51,7 +51,7 @@ def test_a_start_that_tokenises_is_stopped_at_once(
             rank.send_signal(signal.SIGUSR1)
         code, _, errors = finished(process)
     assert code == notice.exit_code, errors
-    # the other rank, whose words these may be, waits for the builder or still reads the file to know its content
+    # the other rank, which may have printed these, waits for the builder or still reads the file to know its content
     written = (tmp_path / "run" / "REQUEUE").read_text()
     assert re.search("stopped by a signal while the data were (tokenised|read)", written), written
     assert records(tmp_path / "run") == []

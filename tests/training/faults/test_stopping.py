@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("hangup")
 
 
 def has_handler(pid: int, number: signal.Signals) -> bool:
-    """Whether the process handles the signal by now."""
+    """Says whether the process handles the signal by now."""
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
 
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    """The ranks that are up."""
+    """Returns the ranks that are up."""
     ranks = {}
     for child in psutil.Process(launcher.pid).children():
         if "RANK" in (environment := child.environ()):
@@ -47,7 +47,7 @@ def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 
 
 def loads_torch(pid: int) -> bool:
-    """Whether the process has begun to load torch, which takes seconds."""
+    """Says whether the process has begun to load torch, which takes seconds."""
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
@@ -90,7 +90,7 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     ranks: int,
     notice: Notice,
 ) -> None:
-    """To the launcher, or to the last rank only."""
+    """The signal goes to the launcher, or to the last rank only."""
     if at == DATA_OPENS:
         monkeypatch.setenv(fault_points.VARIABLE, "usr1 rank=1 step=0 phase=build")
     arguments = command(f"layout.cp={ranks}", ranks=2)
@@ -99,7 +99,7 @@ def test_a_signal_before_the_first_step_leaves_the_marker_alone(
     with notice:
         if at == LAUNCHER_LOADS:
             wait_until(lambda: has_handler(process.pid, number))
-            process.send_signal(number)  # where the machine was so slow that a rank has begun, the same comes of it
+            process.send_signal(number)  # on a slow machine a rank may have begun; the result is the same
         if at == RANK_LOADS:
             last = ranks - 1
             wait_until(lambda: last in ranks_of(process) and loads_torch(ranks_of(process)[last].pid))

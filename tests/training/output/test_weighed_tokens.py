@@ -1,4 +1,4 @@
-"""Which tokens get logits: those that some term counts, in the order of the hidden states."""
+"""Only tokens that some term counts get logits, in the order of the hidden states."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_main_terms_share_one_distribution_and_every_depth_has_its_own() -> None
 
 
 def test_a_token_counts_by_a_weight_or_by_a_share_of_any_term() -> None:
-    """Every sequence has its share in the z-loss at one token, with or without a weight; the second has no weights."""
+    """Every sequence has a share in the z-loss at one token, with or without a weight; the second has no weights."""
     batch = microbatch()
     masks = np.stack([sample.mask for sample in three_steps()[0][:4]]) > 0
     assert masks.sum(1).tolist() == [32, 0, 1, 30]

@@ -26,14 +26,14 @@ from tests.training.engine_ranks import free
 
 @preference_loss(needs_reference=True)
 def hinge(sequences: ScoredSequences, beta: float = 0.1) -> PreferenceValue:
-    """A loss of the user's own, that of docs/preference.md."""
+    """The user's own loss of docs/preference.md."""
     pairs = sequences.pairs()
     chosen, rejected = beta * pairs.chosen.ratios, beta * pairs.rejected.ratios
     return sequences.value_of_pairs(relu(1 - (chosen - rejected)), pairs, (chosen, rejected))
 
 
 class Seen(NamedTuple):
-    """What a rank has seen; the same on all ranks."""
+    """Results of a rank; the same on all ranks."""
 
     references: list[float]
     steps: list[StepResult]
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
 
 def with_references(batch: Sequence[Datum], scores: Sequence[float]) -> list[Datum]:
-    """The batch with scores of a reference model."""
+    """Returns the batch with scores of a reference model."""
     return [
         replace(datum, member=None if datum.member is None else replace(datum.member, reference=score))
         for datum, score in zip(batch, scores, strict=True)
@@ -49,8 +49,8 @@ def with_references(batch: Sequence[Datum], scores: Sequence[float]) -> list[Dat
 
 
 def trained(groups: Groups, config: Config, batch: Sequence[Datum], sizes: Sequence[int]) -> list[Seen]:
-    """Two steps on one batch in calls of so many samples, by a new engine for each size; the reference is the model as
-    it begins."""
+    """Makes two steps on one batch, in calls of each number of samples in `sizes` by a new engine; the reference is the
+    model as it begins."""
     found = []
     with free(groups):
         for size in sizes:
@@ -67,7 +67,7 @@ def trained(groups: Groups, config: Config, batch: Sequence[Datum], sizes: Seque
 
 
 def messages(groups: Groups, config: Config, batches: Sequence[Sequence[Datum]]) -> list[str]:
-    """What is said of each batch; an empty text where it is trained."""
+    """Returns the message about each batch; an empty text where it is trained."""
     found = []
     with free(groups), Engine(config) as engine:
         for batch in batches:
@@ -81,18 +81,18 @@ def messages(groups: Groups, config: Config, batches: Sequence[Sequence[Datum]])
 
 
 def scores(groups: Groups, config: Config, batch: Sequence[Datum]) -> list[float]:
-    """Under the weights that a run begins from."""
+    """Scores a batch under the weights that a run begins from."""
     with free(groups), Engine(config) as engine:
         return engine.scores(batch)
 
 
 def rewards(groups: Groups, config: Config, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Of a reward model as its weights begin."""
+    """Returns the rewards of a reward model with its first weights."""
     return scores(groups, config, [Datum(ids, member=GroupMember(0, "chosen")) for ids in sequences])
 
 
 def gone_on(groups: Groups, config: Config, batch: Sequence[Datum], folder: str) -> tuple[StepResult, StepResult]:
-    """The second step behind a checkpoint of the first: of the engine that saved it, and of one that loads it."""
+    """Returns the second step after a checkpoint of the first: of the engine that saved, and of one that loads."""
     with free(groups):
         with Engine(config) as engine:
             for _ in range(2):
@@ -104,7 +104,7 @@ def gone_on(groups: Groups, config: Config, batch: Sequence[Datum], folder: str)
 
 
 def loaded_step(config: Config, batch: Sequence[Datum], folder: str) -> StepResult:
-    """The step behind a checkpoint."""
+    """Returns the step after a checkpoint."""
     with Engine(config) as engine:
         engine.load(folder)
         engine.forward_backward(batch)
@@ -112,7 +112,7 @@ def loaded_step(config: Config, batch: Sequence[Datum], folder: str) -> StepResu
 
 
 def loaded_elsewhere(groups: Groups, config: Config, batch: Sequence[Datum], folder: str) -> StepResult:
-    """`loaded_step` on the pool's ranks."""
+    """Runs `loaded_step` on the pool's ranks."""
     with free(groups):
         return loaded_step(config, batch, folder)
 
@@ -124,6 +124,6 @@ def bare(groups: Groups, config: Config) -> None:
 
 
 def evaluated(groups: Groups, config: Config, batch: Sequence[Datum]) -> EvalResult:
-    """Of the model as it begins."""
+    """Evaluates the model with its first weights."""
     with free(groups), Engine(config) as engine:
         return engine.evaluate([batch])

@@ -1,7 +1,7 @@
-"""Preference losses of a run that goes on from an adapter: what they compare with is what the run begins from.
+"""Preference losses of a run that starts from an adapter: its reference is what the run begins from.
 
-TRL's own loss functions judge, on transformers' model in float64 with the adapter of PEFT and a second one named "ref",
-which is frozen: a copy of the first, as TRL's trainers make one, or another.
+TRL's own loss functions judge, on transformers' model in float64 with the adapter of PEFT and a frozen one named "ref",
+which is a copy of the first, as TRL's trainers make one, or another adapter.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_adapter(folder: Path, name: str | Path, seed: int, rank: int = 3, **changes: Any) -> None:
-    """A trained one: neither of its matrices is zero."""
+    """Saves a trained adapter: neither of its matrices is zero."""
     torch.manual_seed(seed)
     base = LlamaForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     settings = {"r": rank, "lora_alpha": 2 * rank, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
@@ -100,7 +100,7 @@ def config(folder: Path, run: str, kind: str, **changes: Any) -> Config:
 
 
 class Oracle:
-    """The adapter that learns, and a frozen one beside it: both on the same frozen model, in float64."""
+    """The adapter that learns and a frozen one, both on the same frozen model, in float64."""
 
     def __init__(self, folder: Path, reference: str | None) -> None:
         base = LlamaForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64)
@@ -114,12 +114,12 @@ class Oracle:
         self._has_reference = reference is not None
 
     def policy(self, ids: Tensor) -> Tensor:
-        """Logits of what learns."""
+        """Returns the logits of the adapter that learns."""
         logits: Tensor = self.model(ids).logits
         return logits
 
     def reference(self, ids: Tensor) -> Tensor:
-        """Logits of what does not."""
+        """Returns the logits of the frozen adapter."""
         if not self._has_reference:
             with self.model.disable_adapter():
                 return self.policy(ids)
@@ -130,7 +130,7 @@ class Oracle:
             self.model.set_adapter("default")
 
     def loss(self, kind: str, folder: Path) -> Tensor:
-        """TRL's, over all records."""
+        """Returns TRL's loss over all records."""
         if kind == "kto":
             lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
             answers = [answer_of(each["prompt"], each["completion"]) for each in lines]
@@ -146,7 +146,7 @@ class Oracle:
         return self.trl.pairs("dpo", chosen, rejected, loss_types=[types[kind]], beta=0.1, label_smoothing=0.0)
 
     def steps(self, kind: str, folder: Path, config: Config) -> list[tuple[float, float]]:
-        """Loss and gradient norm of each update."""
+        """Returns loss and gradient norm of each update."""
         assert isinstance(config.optimizer, AdamWSection)
         adam, found = AdamW(config.optimizer), []
         for _ in range(NUM_STEPS):
@@ -160,7 +160,7 @@ class Oracle:
 
 
 def answer_of(prompt: str, answer: str) -> Answer:
-    """As the tokenizer of whole words has it: prompt, answer and the end."""
+    """Encodes as the tokenizer of whole words does: prompt, answer and the end."""
     first, second = ([NUMBERS[word] for word in text.split()] for text in (prompt, answer))
     return Answer([*first, *second, 1], [*[0] * len(first), *[1] * (len(second) + 1)])
 
@@ -171,20 +171,20 @@ def steps_of(run: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(("kind", "layout"), {"dpo": Layout(tp=2), "ipo": Layout(pp=2), "kto": Layout(dp=2)}.items())
 def test_a_run_from_an_adapter_compares_with_it(pool: Pool, folder: Path, kind: str, layout: Layout) -> None:
-    """Loss and gradient norm of each update; the first loss is that of a model that is its own reference."""
+    """Each update has TRL's loss and gradient norm; the first loss is that of a model that is its own reference."""
     run = config(folder, kind, kind, layout={"tp": layout.tp, "pp": layout.pp})
     pool.run(train_fresh, layout, run)
     found, expected = steps_of(folder / kind), Oracle(folder, "adapter").steps(kind, folder, run)
     assert found[0][0] == pytest.approx(FIRST[kind], rel=1e-5)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
-    # against the frozen model alone it is another loss
+    # compared with the frozen model alone, the loss differs
     assert abs(Oracle(folder, None).loss(kind, folder).item() / FIRST[kind] - 1) > 1e-2
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "another"])
 def test_a_run_keeps_the_reference_of_its_first_start(pool: Pool, folder: Path, is_gone: bool) -> None:
-    """Whatever has become of the adapter that it began from, and whether it still names it."""
+    """The reference stays, whatever became of the first adapter, and whether or not the run still names it."""
     here = folder / f"resumed {is_gone}"
     shutil.copytree(folder / "adapter", here / "start")
     run = config(folder, f"resumed {is_gone}/run", "dpo", adapter__path=str(here / "start"))
@@ -200,7 +200,7 @@ def test_a_run_keeps_the_reference_of_its_first_start(pool: Pool, folder: Path, 
 
 
 def test_a_run_that_begins_again_looks_at_the_adapter(pool: Pool, folder: Path) -> None:
-    """Scores of a start that came to no checkpoint are of the weights of then."""
+    """A start that reached no checkpoint left scores of older weights, which are not used."""
     here = folder / "again"
     for seed in (7, 8):
         shutil.rmtree(here / "start", ignore_errors=True)
@@ -222,7 +222,7 @@ def test_a_folder_of_peft_is_compared_with(pool: Pool, folder: Path, reference: 
 
 
 def test_a_run_of_adapters_is_compared_with_beside_its_own_frozen_model(pool: Pool, folder: Path) -> None:
-    """Of a run that trains another model whole: the first loss is DPO's by both models in float64."""
+    """The reference is a run of adapters, the policy another whole model: the first loss is DPO's, in float64."""
     torch.manual_seed(5)
     described = LlamaConfig(**SIZES, num_attention_heads=4, rms_norm_eps=1e-5, initializer_range=0.3)
     LlamaForCausalLM(described).save_pretrained(folder / "whole")

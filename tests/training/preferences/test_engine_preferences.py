@@ -32,7 +32,7 @@ def config(kind: str, **changes: Any) -> Config:
 
 
 def test_two_calls_of_whole_pairs_are_one_and_pairs_are_distinguished(pool: Pool) -> None:
-    """To the bit; but for the loss, which is a sum over pairs like the diagnostics, and adds in another order."""
+    """Results agree to the bit, except the loss: a sum over pairs like the diagnostics, added in another order."""
     whole, split = pool.run(preference_ranks.trained, Layout(dp=2), config("dpo"), data("dpo"), [12, 4])[0]
     for ours, theirs in zip(whole.steps, split.steps, strict=True):
         assert _sums_of_pairs(ours) == pytest.approx(_sums_of_pairs(theirs), rel=1e-12, abs=1e-12)
@@ -72,7 +72,7 @@ def test_packed_rows_on_another_layout_make_the_same_of_pairs(pool: Pool) -> Non
     exit_code=3,
 )
 def test_groups_that_cannot_be_compared_are_named(pool: Pool, notice: Notice) -> None:
-    """And empty answers, a rank without a sequence, and a step in which nothing is left are none of them."""
+    """Empty answers, a rank without a sequence, and a step in which nothing is left are allowed."""
     good = preference_ranks.with_references(data("dpo"), [-5.0] * 12)
     none = replace(good[1], weights=[0.0] * len(good[1].input_ids))
     assert good[3].member is not None

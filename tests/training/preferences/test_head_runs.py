@@ -1,4 +1,4 @@
-"""Runs of models with a head from files, as `mtrain train` makes them, and their folders in transformers."""
+"""Runs of models with a head from files, made like `mtrain train`, and their folders in transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of tokens with a tied table, its tokenizer, pairs with margins, and texts with a class."""
+    """Makes a language model with a tied table, its tokenizer, pairs with margins, and texts with a class."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("heads")
@@ -89,7 +89,7 @@ def rewards_in_transformers(folder: Path, sequences: list[list[int]]) -> list[fl
 
 @pytest.fixture(scope="module")
 def packed(pool: Pool, folder: Path) -> list[dict[str, Any]]:
-    """Records of a reward model from packed rows on two tensor-parallel ranks."""
+    """Returns records of a reward model trained on packed rows by two tensor-parallel ranks."""
     model = {"hf": str(folder / "tokens"), "num_labels": 1}
     made = config(folder, "packed", "reward_model", model, data__packing={}, layout__tp=2, layout__sp=True)
     pool.run(train_fresh, Layout(tp=2, sp=True), made)
@@ -114,7 +114,7 @@ def test_a_reward_model_begins_at_a_base_model_that_was_saved_without_an_output_
         open_source(folder / "base")
 
 
-@pytest.mark.nightly  # tests/parity has the loss on layouts and packed
+@pytest.mark.nightly  # tests/parity covers the loss on layouts and packed
 def test_a_reward_model_has_the_same_numbers_alone(pool: Pool, folder: Path, packed: list[dict[str, Any]]) -> None:
     model = {"hf": str(folder / "tokens"), "num_labels": 1}
     pool.run(train_fresh, Layout(), config(folder, "alone", "reward_model", model))
@@ -145,7 +145,7 @@ def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and
 
 
 def test_a_run_with_adapters_and_a_head_goes_on_on_other_ranks(pool: Pool, folder: Path) -> None:
-    """Bit for bit on its own; the checkpoint holds both and no frozen tensor; what would lose the head is refused."""
+    """The run resumes bit for bit on its own layout; checkpoints hold both, no frozen tensor; losing the head fails."""
     model = {"hf": str(folder / "tokens"), "num_labels": 1}
     adapter = {"rank": 2, "alpha": 4.0}
     saving = config(folder, "adapted", "reward_model", model, adapter=adapter, layout__tp=2)
@@ -172,7 +172,7 @@ def test_a_run_with_adapters_and_a_head_goes_on_on_other_ranks(pool: Pool, folde
 
 
 def test_classes_are_learned_from_texts(pool: Pool, folder: Path) -> None:
-    """And a text longer than a row, of which the end is cut, keeps its class."""
+    """A text longer than a row, whose end is cut, keeps its class."""
     model = {**SIZES, "num_query_groups": 4, "num_labels": 3}
     run = config(folder, "classes", "classification", model, optimizer__min_lr=0.01, data__seq_length=4)
     run = run.model_copy(update={"train": run.train.model_copy(update={"num_steps": 12})})
@@ -185,7 +185,7 @@ def test_classes_are_learned_from_texts(pool: Pool, folder: Path) -> None:
 
 
 def test_numbers_are_learned_from_texts_and_by_an_engine(pool: Pool, folder: Path) -> None:
-    """Packed and cut, with the same first loss as from a program; what is no number is refused by its line."""
+    """Texts are packed and cut; the first loss is that of a program; a bad target is refused with its line."""
     texts = [" ".join(WORDS[i % 5 : i % 5 + 1 + i % 4]) for i in range(8)]
     numbers = [0.5 * (i % 5) - 1 for i in range(8)]
     lines = [{"text": text, "label": number} for text, number in zip(texts, numbers, strict=True)]

@@ -1,4 +1,4 @@
-"""Runs of preference losses from files, as `mtrain train` makes them."""
+"""Runs of preference losses from files, made like `mtrain train`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_THE_MACHINE = ("seconds", "waited_seconds", "tokens_per_second", "memory_byte
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of whole words, pairs of answers and answers."""
+    """Makes a tokenizer of whole words, pairs of answers and answers."""
     folder = tmp_path_factory.mktemp("preferences")
     save_tokenizer(folder)
     pairs = [
@@ -91,7 +91,7 @@ def test_a_run_of_pairs_learns_and_goes_on_bit_for_bit(pool: Pool, folder: Path)
 
 @pytest.mark.nightly  # the day shows it by the runs of test_head_runs.py, and scores by test_engine_preferences.py
 def test_pairs_give_the_same_numbers_spread_and_packed(pool: Pool, folder: Path) -> None:
-    """On two data-parallel ranks, and from packed rows on two tensor-parallel ones."""
+    """Pairs are read on two data-parallel ranks, and from packed rows on two tensor-parallel ones."""
     pool.run(train_fresh, Layout(dp=2), config(folder, "spread", "dpo"))
     pool.run(train_fresh, Layout(tp=2), config(folder, "packed", "dpo", data__packing={}, layout__tp=2))
     for ours, theirs in zip(records(folder / "packed"), records(folder / "spread"), strict=True):
@@ -117,7 +117,7 @@ def test_adapters_compare_with_the_frozen_model_and_kto_with_mismatched_answers(
 
 
 def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: Path) -> None:
-    """In steps and passes that hold every pair twice."""
+    """Steps and passes hold every pair twice."""
     own = "tests.training.preferences.preference_ranks:hinge"
     keys = {"data__format": "preference", "loss__aggregation": "seq-mean-token-sum", "loss__options": {"beta": 0.5}}
     pool.run(train_fresh, Layout(), config(folder, "own", own, 16, **keys))
@@ -128,7 +128,7 @@ def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: 
 
 
 def test_scores_of_another_model_serve_other_runs_and_damaged_ones_are_computed_again(pool: Pool, folder: Path) -> None:
-    """A model that is compared with itself: log 2. What the kept scores say is seen in the loss."""
+    """A model compared with itself has the loss log 2; changed kept scores show in the loss."""
     pool.run(train_fresh, Layout(), config(folder, "kept", "orpo", 8, **ONE_STEP))
     keys = {"loss__reference": str(folder / "kept"), "checkpoint__initialize_from": str(folder / "kept")}
 
@@ -141,7 +141,7 @@ def test_scores_of_another_model_serve_other_runs_and_damaged_ones_are_computed_
     assert first_loss("computing") == pytest.approx(math.log(2), rel=1e-6)
     (path,) = set(shared.iterdir()) - known
     found = np.load(io.BytesIO(path.read_bytes()[32:]))
-    found[::2] += 1  # of chosen answers: seen in the loss where the scores are taken
+    found[::2] += 1  # chosen answers: seen in the loss where the scores are used
     content = io.BytesIO()
     np.save(content, found)
     path.write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
@@ -150,9 +150,9 @@ def test_scores_of_another_model_serve_other_runs_and_damaged_ones_are_computed_
     assert first_loss("computing again") == pytest.approx(math.log(2), rel=1e-6)
 
 
-@pytest.mark.nightly  # the day shows the formula by a folder of Hugging Face, and what becomes of scores above
+@pytest.mark.nightly  # the day shows the formula by a Hugging Face folder, and the handling of scores above
 def test_another_model_is_compared_with_and_gone_on_without(pool: Pool, folder: Path) -> None:
-    """The first loss follows from the scores of both models, by the formula; other weights have other scores."""
+    """The first loss follows from the scores of both models by the formula; other weights have other scores."""
     for number, name in enumerate(("reference", "start")):
         pool.run(train_fresh, Layout(), config(folder, name, "orpo", 8, train__seed=number, **ONE_STEP))
 
@@ -218,7 +218,7 @@ def test_a_folder_of_hugging_face_is_compared_with_and_named(pool: Pool, folder:
 
 @torch.no_grad()
 def _log_prob(model: Any, datum: Datum) -> torch.Tensor:
-    """Of the answer, by the definition."""
+    """Returns the log-probability of the answer, by the definition."""
     ids, weights = torch.tensor(datum.input_ids), torch.tensor(datum.weights)
     logs = model(ids[None, :-1]).logits[0].log_softmax(-1)
     found: torch.Tensor = (weights[1:] * logs.gather(-1, ids[1:, None])[:, 0]).sum()
@@ -226,7 +226,7 @@ def _log_prob(model: Any, datum: Datum) -> torch.Tensor:
 
 
 def _batch_of(path: Path) -> list[Datum]:
-    """As the tokenizer of whole words has it: prompt, answer and the end."""
+    """Encodes as the tokenizer of whole words does: prompt, answer and the end."""
     ids = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
     found = []
     for group, record in enumerate(map(json.loads, path.read_text().splitlines())):
@@ -257,7 +257,7 @@ def test_scores_with_a_flipped_bit_are_refused(pool: Pool, folder: Path, notice:
 
 
 def test_side_terms_count_chosen_answers_alone(pool: Pool, folder: Path) -> None:
-    """Each of their tokens and the end; of the rejected ones, which have as many or more, none."""
+    """Side terms count each token and the end of chosen answers, none of the rejected ones, as long or longer."""
     terms = {name: {"function": name, "coefficient": 0.2} for name in ("next_token", "z_loss")}
     pool.run(train_fresh, Layout(), config(folder, "side", "dpo", 8, loss__side_terms=terms, **ONE_STEP))
     (first,) = records(folder / "side")

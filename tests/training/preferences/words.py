@@ -1,4 +1,4 @@
-"""A tokenizer of whole words, and texts that it writes."""
+"""A tokenizer of whole words, and texts that it can encode."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ TEXTS = [(" ".join(WORDS[: 2 + i % 5]), " ".join(WORDS[i % 7 : i % 7 + 1 + i % 3
 
 
 def save_tokenizer(folder: Path) -> None:
-    """As a folder of Hugging Face has it."""
+    """Writes the tokenizer as it lies in a Hugging Face folder."""
     vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", *WORDS])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

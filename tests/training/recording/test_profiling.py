@@ -1,4 +1,4 @@
-"""Profiled steps: trace and table of the chosen ranks, and a run whose numbers stay bit for bit the same."""
+"""Profiled steps: trace and table of the chosen ranks, and a run whose numbers stay the same bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.warm import completed
 
 
 def run(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step."""
+    """Returns loss and gradient norm of each step."""
     (folder / "base.yaml").write_text(BASE)
     verb = ["train"] if ranks == 1 else ["launch", "local", "-n", str(ranks)]
     command = [sys.executable, "-m", "mtrain", *verb, folder / "base.yaml", f"layout.tp={ranks}"]

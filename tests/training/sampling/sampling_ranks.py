@@ -39,7 +39,7 @@ def answers(
     samplings: Sequence[SamplingParams],
     max_sequences: int = 64,
 ) -> list[list[list[Completion]]]:
-    """By model and sampling: the answers."""
+    """Returns the answers of each model under each sampling."""
     found = []
     for config in configs:
         chunks = _loaded(config, groups)
@@ -49,7 +49,7 @@ def answers(
 
 
 def without_cache(groups: Groups, config: Config, sequences: Prompts) -> list[Any]:
-    """Logits of whole sequences by one training forward pass each, [length, vocab_size], as numpy."""
+    """Returns logits of whole sequences by one training forward pass each, [length, vocab_size], as numpy."""
     (chunk,) = _loaded(config, groups)
     chunk.eval()
     found = []
@@ -71,7 +71,7 @@ def _loaded(config: Config, groups: Groups) -> list[Any]:
 
 
 def engine_answers(groups: Groups, config: Config, prompts: Prompts, sampling: SamplingParams, folder: str) -> Any:
-    """(answers, what `forward` says of them, answers after a step); a checkpoint of the first weights in `folder`."""
+    """Returns (answers, their values by `forward`, answers after a step); writes a checkpoint of the first weights."""
     with free(groups), Engine(config) as engine:
         engine.save(folder)
         first = engine.generate(prompts, sampling)
@@ -85,14 +85,14 @@ def engine_answers(groups: Groups, config: Config, prompts: Prompts, sampling: S
 def texts(
     groups: Groups, asked: Sequence[tuple[Sequence[Path], bool]], prompts: Sequence[str], sampling: SamplingParams
 ) -> list[list[list[str]]]:
-    """What the models of some folders answer, of texts or of chats."""
+    """Returns the answers of models in several folders, to texts or to chats."""
     with free(groups):
         return [[generate_text(path, prompts, sampling, as_chat) for path in paths] for paths, as_chat in asked]
 
 
 @contextlib.contextmanager
 def example(name: str, *modules: Any) -> Iterator[dict[str, Any]]:
-    """The names of a program of examples/, which finds what lies beside it, and modules that are not installed."""
+    """Yields the names of a program of examples/, which finds its neighbours and modules that are not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         patch.delitem(sys.modules, "vllm_rollouts", raising=False)
@@ -102,15 +102,15 @@ def example(name: str, *modules: Any) -> Iterator[dict[str, Any]]:
 
 
 def grpo_rewards(groups: Groups, overrides: Sequence[str]) -> list[float]:
-    """Of the steps of examples/grpo_loop.py."""
+    """Returns the rewards of the steps of examples/grpo_loop.py."""
     with example("grpo_loop.py") as program, free(groups):
         rewards: list[float] = program["train"](load_config([], [*program["SETTINGS"], *overrides]))
         return rewards
 
 
 def vllm_rollouts(groups: Groups, overrides: Sequence[str]) -> Any:
-    """Of examples/grpo_loop.py with what stands for vLLM: (its rewards and the updates that the other got); and before
-    and after a step: (answers, what the engine says of them)."""
+    """Runs examples/grpo_loop.py with a stand-in for vLLM: returns its rewards, the updates that the stand-in got, and
+    before and after a step (answers, their values by the engine)."""
     found = []
     with example("grpo_loop.py", vllm_stand_in) as program, free(groups):
         program["train"].__globals__.update(WARM_UP_STEPS=1, GROUP_SIZE=2)

@@ -1,4 +1,4 @@
-"""Which token is drawn."""
+"""The choice of the next token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_tokens_come_as_often_as_the_distribution_of_transformers_says(top_p: fl
 
 
 def test_a_draw_follows_from_seed_answer_and_place_alone() -> None:
-    """Whatever is drawn beside it."""
+    """Other draws of the same call change nothing."""
     sampling = SamplingParams(temperature=1.3, seed=5)
     together = drawn(sampling)
     one = torch.cat([choose(LOGITS[None], [place], sampling)[0] for place in MANY[:200]])

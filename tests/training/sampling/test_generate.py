@@ -64,11 +64,11 @@ def test_a_run_without_a_chat_template_asks_nothing(tokenizer: Path) -> None:
             questions_of(run, load_tokenizer(tokenizer), ["a"], as_chat=True)
 
 
-@pytest.mark.parametrize(  # that no layout changes an answer is shown by test_sampler.py
+@pytest.mark.parametrize(  # test_sampler.py shows that no layout changes an answer
     "ranks", [1, pytest.param(2, marks=pytest.mark.nightly)]
 )
 def test_a_model_answers_alike_from_every_kind_of_folder(pool: Pool, tmp_path: Path, ranks: int) -> None:
-    """Of Hugging Face, imported, and the run and checkpoint that started from it."""
+    """The folders are: Hugging Face, imported, and the run and checkpoint that started from it."""
     hf, run = tmp_path / "hf", tmp_path / "run"
     model = save("llama", hf, dtype=torch.float32, vocab_size=len(WORDS), num_key_value_heads=2, num_hidden_layers=1)
     word_tokenizer(hf)

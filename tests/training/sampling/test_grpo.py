@@ -1,4 +1,4 @@
-"""examples/grpo_loop.py at reduced length."""
+"""A shortened run of examples/grpo_loop.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.training.sampling import sampling_ranks
 
 @pytest.mark.nightly  # tests/test_examples.py has rewards that rise, test_sampler.py the same answers on any layout
 def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path) -> None:
-    """Ten steps of rewards behind the supervised ones."""
+    """Ten steps of rewards follow the supervised ones."""
     given = [f"run.dir={tmp_path}", "train.num_steps=25", "train.device=cpu"]
     over_data = pool.run(sampling_ranks.grpo_rewards, Layout(dp=2), given)
     over_tensors = pool.run(sampling_ranks.grpo_rewards, Layout(tp=2), [*given, "layout.tp=2"])
@@ -30,7 +30,7 @@ def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path
 def test_vllm_draws_with_the_weights_of_the_moment_where_it_is_installed(
     pool: Pool, tmp_path: Path, ranks: int
 ) -> None:
-    """On all ranks the same, and each answer as likely as the trainer says, before and after an update."""
+    """Answers are the same on all ranks, and each is as likely as the trainer says, before and after an update."""
     given = [f"run.dir={tmp_path}", "train.num_steps=2", "train.device=cpu", f"layout.tp={ranks}"]
     everyone = pool.run(sampling_ranks.vllm_rollouts, Layout(tp=ranks), given)
     assert all(each == everyone[0] for each in everyone)

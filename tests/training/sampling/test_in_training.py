@@ -1,4 +1,4 @@
-"""`eval.prompts`: a run is asked while it trains, and stays what it is."""
+"""`eval.prompts`: a run answers prompts while it trains, and its numbers do not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = ["a user", "assistant"]
 
 
 def started(pool: Pool, folder: Path, run: str, layout: Layout, *overrides: str) -> list[dict[str, Any]]:
-    """Trains, and gives the records of the steps without what time they took."""
+    """Trains, and returns the records of the steps without their times."""
     (folder / "base.yaml").write_text(BASE)
     given = [f"run.dir={folder / run}", "train.num_steps=2", "train.device=cpu", "model.hidden_dropout=0.2"]
     given += [
@@ -45,7 +45,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     "layout", [Layout(), pytest.param(Layout(tp=2, sp=True), marks=pytest.mark.nightly)], ids=str
 )
 def test_a_run_that_is_asked_trains_as_one_that_is_not(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    """To the bit, with dropout; a start that goes on asks the later steps once."""
+    """Records agree to the bit, with dropout; a resumed start answers the later steps once."""
     word_tokenizer(tmp_path)
     (tmp_path / "more.txt").write_text(f"{PROMPTS[1]}\n")
     asked = [f"eval.prompts=[{PROMPTS[0]}]", f"eval.prompts_file={tmp_path / 'more.txt'}", "eval.interval_steps=1"]
@@ -62,7 +62,7 @@ def test_a_run_that_is_asked_trains_as_one_that_is_not(pool: Pool, tmp_path: Pat
     assert not (tmp_path / "silent" / "samples.jsonl").exists()
     events = b"".join(path.read_bytes() for path in (tmp_path / "asked" / "tensorboard").iterdir())
     assert b"samples/text_summary" in events
-    # as if a start had died behind the checkpoint of step 2
+    # as if a start had died after the checkpoint of step 2
     with (tmp_path / "asked" / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "prompt": "of a start that died"}) + '\n{"step": 3, "pro')
     started(pool, tmp_path, "asked", layout, *asked, "train.num_steps=3")

@@ -1,4 +1,4 @@
-"""What is asked is encoded as training data are."""
+"""Prompts are encoded like training data."""
 
 from __future__ import annotations
 

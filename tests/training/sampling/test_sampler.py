@@ -1,4 +1,4 @@
-"""Answers are those of transformers, of a model without a cache, and of any layout."""
+"""Answers equal those of transformers, of a model without a cache, and of any layout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def answers(
     samplings: Sequence[SamplingParams],
     slots: int = 64,
 ) -> dict[str, list[list[Completion]]]:
-    """By model: the answers of each sampling, the same on all ranks."""
+    """Returns the answers of each model under each sampling, the same on all ranks."""
     configs = [configured(folders[name], layout) for name in names]
     resolved = Layout.from_config(configs[0], ranks)
     found = pool.run(sampling_ranks.answers, resolved, configs, PROMPTS, samplings, slots)
@@ -112,9 +112,9 @@ def test_greedy_answers_are_those_of_transformers(
         (["gpt-oss"], {"tp": 2, "sp": "true", "cp_comm": "ulysses"}, 64),
         (["llama"], {"pp": 2, "vpp": 2}, 64),
         (["mixtral"], {"ep": 2}, 1),  # one place for three prompts: the others wait
-        # heads are divided as those of sinks above, latents as in training
+        # heads are divided like those of sinks above, latents as in training
         pytest.param(["llama", "deepseek"], {"tp": 2, "sp": "true"}, 64, marks=pytest.mark.nightly),
-        # replicas of cp answer prompts of their own, as those of dp above
+        # replicas of cp answer prompts of their own, like those of dp above
         pytest.param(["gpt-oss"], {"cp": 2, "cp_comm": "ulysses"}, 64, marks=pytest.mark.nightly),
     ],
     ids=["tp2", "pp2-vpp2", "dp2-ep2", "tp2 without sinks", "cp2"],
@@ -138,7 +138,7 @@ def test_the_layout_changes_no_answer(
 def test_sampled_answers_are_those_without_a_cache(
     pool: Pool, folders: dict[str, Path], alone: dict[str, list[list[Completion]]]
 ) -> None:
-    """Each token drawn again from the logits of one training pass over the whole sequence."""
+    """Each token is drawn again from the logits of one training pass over the whole sequence."""
     warm = alone["gemma3"][1]
     assert ids_of(warm) != ids_of(alone["gemma3"][0])
     sequences = [[*prompt, *each.token_ids] for prompt, each in zip(PROMPTS, warm, strict=True)]

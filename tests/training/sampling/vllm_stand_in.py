@@ -1,6 +1,6 @@
-"""The part of vLLM 0.33's offline API that examples/vllm_rollouts.py uses, in front of transformers: names, kinds of
-parameters and defaults are those of vllm/entrypoints/llm.py and vllm/sampling_params.py. It holds its caller to what
-vLLM wants: the worker in this process, keys and values of other weights dropped before the next answer."""
+"""The part of vLLM 0.33's offline API that examples/vllm_rollouts.py uses, built on transformers: names, kinds of
+parameters and defaults are those of vllm/entrypoints/llm.py and vllm/sampling_params.py. It requires of its caller what
+vLLM requires: the worker in this process, and cached keys and values of old weights dropped before the next answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 made: list[LLM] = []
-"""By this process."""
+"""Models that this process has made."""
 
 
 @dataclass
 class SamplingParams:
-    """Refuses other names, as the real one does."""
+    """Refuses unknown names, like the real one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
