@@ -1,4 +1,4 @@
-"""What stands between the two projections of a feed-forward part, written out."""
+"""Activations between the two projections of a feed-forward part, written out."""
 
 import math
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 GATED = {"swiglu", "swiglu_clamped", "geglu_tanh"}
-"""Activations whose first projection is a gate and, behind it, what the gate lets through."""
+"""Activations whose first projection gives the gate, followed by the values that it multiplies."""
 
 
 def activate(activation: str, projected: Tensor) -> Tensor:
-    """[..., ffn], or [..., 2 ffn] where gated, to [..., ffn]."""
+    """Maps [..., ffn], or [..., 2 ffn] where gated, to [..., ffn]."""
     if activation not in GATED:
         return _gelu(projected) if activation == "gelu" else _gelu_tanh(projected)
     gate, up = projected.chunk(2, dim=-1)

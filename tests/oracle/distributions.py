@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """Cross entropy against a target that is written out: [length, vocab_size] logits -> [length]."""
+    """Returns the cross entropy with a target distribution that is written out: [length, vocab_size] -> [length]."""
     num_tokens = logits.shape[-1]
     target = torch.full_like(logits, label_smoothing / num_tokens)
     target = target + (1 - label_smoothing) * F.one_hot(labels, num_tokens).to(logits.dtype)
@@ -14,7 +14,7 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: floa
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """[length, vocab_size] logits -> [length]."""
+    """Returns the entropy of each token's distribution: [length, vocab_size] logits -> [length]."""
     probabilities = logits.softmax(-1)
     return -(probabilities * probabilities.log()).sum(-1)
 
@@ -22,7 +22,7 @@ def entropy(logits: Tensor) -> Tensor:
 def top_k_divergence(
     logits: Tensor, extras: dict[str, Tensor], is_counted: Tensor, k: int, remainder: str = "bucket"
 ) -> Tensor:
-    """KL from k given probabilities and, as one more outcome, all the rest: [length, vocab_size] logits -> [length]."""
+    """Returns KL from k given probabilities and, as one more outcome, the rest: [length, vocab_size] -> [length]."""
     losses = []
     for place, log_probs in enumerate(logits.log_softmax(-1)):
         if not is_counted[place]:
@@ -41,7 +41,7 @@ def top_k_divergence(
 
 
 def divergence(logits: Tensor, teacher_logits: Tensor, direction: str = "forward", temperature: float = 1.0) -> Tensor:
-    """KL(teacher || model), or the reverse: [length, vocab_size] logits each -> [length]."""
+    """Returns KL(teacher || model), or the reverse: [length, vocab_size] logits each -> [length]."""
     model, teacher = (each / temperature for each in (logits, teacher_logits))
     first, second = (teacher, model) if direction == "forward" else (model, teacher)
     return (first.softmax(-1) * (first.softmax(-1).log() - second.softmax(-1).log())).sum(-1)

@@ -1,4 +1,4 @@
-"""Layers of experts, token by token as their definitions say, in float64."""
+"""Layers of experts, token by token from their definitions, in float64."""
 
 import math
 
@@ -15,7 +15,7 @@ Parameters = dict[str, Tensor]
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Whether layer `layer`, counted from 0, has experts: behind the first dense ones every n-th."""
+    """Says whether layer `layer`, counted from 0, has experts: every n-th after the first dense ones."""
     section = model.experts
     if section is None or layer < section.first_dense_layers:
         return False
@@ -23,12 +23,12 @@ def has_experts(model: ModelSection, layer: int) -> bool:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor belongs to the model's state without being trained: it has no gradient."""
+    """Says whether a tensor belongs to the model's state without being trained: it has no gradient."""
     return name.endswith(".expert_bias")
 
 
 def expert_shapes(name: str, model: ModelSection) -> Shapes:
-    """Parameters of the layer `name`, for instance `decoder.layers.1.mlp`; the bias of the choice is among them."""
+    """Lists the parameters of the layer `name`, such as `decoder.layers.1.mlp`, with the bias of the choice."""
     section = model.experts
     assert section is not None
     hidden, count = model.hidden_size, section.num_experts
@@ -54,7 +54,7 @@ def _network(name: str, size: int, model: ModelSection) -> Shapes:
 
 
 def experts(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
-    """The layer's output: [..., hidden] -> the same."""
+    """Computes the layer's output: [..., hidden] -> the same."""
     section = model.experts
     assert section is not None
     tokens = x.reshape(-1, x.shape[-1])
@@ -77,7 +77,7 @@ def _run(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> T
 
 
 def routing(parameters: Parameters, name: str, section: ExpertsSection, tokens: Tensor) -> Tensor:
-    """[tokens, num_experts]: the weight of each expert, 0 for those a token does not go to."""
+    """Returns [tokens, num_experts]: the weight of each expert; 0 for those that the token is not sent to."""
     logits = router_logits(parameters, name, tokens)
     ranking = _ranking(logits, parameters.get(f"{name}.expert_bias"), section)
     routers.note_margin(ranking, _margin(ranking.detach(), section))
@@ -93,25 +93,25 @@ def routing(parameters: Parameters, name: str, section: ExpertsSection, tokens: 
 
 
 def router_logits(parameters: Parameters, name: str, tokens: Tensor) -> Tensor:
-    """[tokens, num_experts]."""
+    """Returns the router's logits, [tokens, num_experts]."""
     logits = tokens @ parameters[f"{name}.weight"].T
     return logits + parameters[f"{name}.bias"] if f"{name}.bias" in parameters else logits
 
 
 def _ranking(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> Tensor:
-    """What the experts of a token are ordered by."""
+    """Returns the values by which a token's experts are ordered."""
     softmax = logits.softmax(-1) if section.pre_softmax else logits
     scores = logits.sigmoid() if section.score == "sigmoid" else softmax
     return scores if expert_bias is None else scores + expert_bias
 
 
 def _best(ranking: Tensor, section: ExpertsSection) -> Tensor:
-    """[tokens, num_experts] bool: where each token goes."""
+    """Returns [tokens, num_experts] bool: the experts of each token."""
     return _open(ranking, section) & _highest(_closed_out(ranking, section), section.top_k)
 
 
 def _open(ranking: Tensor, section: ExpertsSection) -> Tensor:
-    """Experts of the groups that a token may choose from."""
+    """Returns the experts of the groups that a token may choose from."""
     if section.num_groups is None or section.group_top_k is None:
         return torch.ones_like(ranking, dtype=torch.bool)
     return _highest(_group_scores(ranking, section), section.group_top_k).repeat_interleave(
@@ -137,8 +137,8 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 
 def _margin(ranking: Tensor, section: ExpertsSection) -> float:
-    """The smallest distance, over tokens, between the last value that is chosen and the first that is not, of experts
-    and of groups."""
+    """Returns the smallest distance, over tokens, between the last chosen value and the first that is not, of
+    experts and of groups."""
     distances = [routers.distance(_closed_out(ranking, section), section.top_k)]
     if section.num_groups is not None and section.group_top_k is not None:
         distances.append(routers.distance(_group_scores(ranking, section), section.group_top_k))

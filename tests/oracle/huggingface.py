@@ -1,4 +1,4 @@
-"""Parameters of Hugging Face's models, from Llama to DeepSeek and GPT-OSS, under megatron-core's names."""
+"""Parameters of Hugging Face models, from Llama to DeepSeek and GPT-OSS, under megatron-core's names."""
 
 from collections.abc import Mapping
 
@@ -40,8 +40,8 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
     """Renames and fuses the tensors of a `...ForCausalLM.state_dict()`; dtype and values stay.
 
     Args:
-        state: Names starting with `model.` and `lm_head.`.
-        model: The same architecture.
+        state: Tensors whose names start with `model.` or `lm_head.`.
+        model: Our section of the same architecture.
     """
     parameters = {"embedding.word_embeddings.weight": state["model.embed_tokens.weight"]}
     for kind in ("weight", "bias"):
@@ -74,7 +74,7 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
 
 
 def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
-    """The router and the experts of a layer, which transformers keeps stacked."""
+    """Renames the router and the experts of a layer, which transformers keeps stacked."""
     found = {f"{ours}.router.weight": state[f"{theirs}.gate.weight"]}
     if f"{theirs}.gate.e_score_correction_bias" in state:
         found[f"{ours}.router.expert_bias"] = state[f"{theirs}.gate.e_score_correction_bias"]
@@ -89,7 +89,7 @@ def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
 
 
 def _gpt_oss_experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
-    """Router and experts; their experts are stacked, transposed, and gate and up take turns."""
+    """Renames router and experts of GPT-OSS, whose experts are stacked and transposed, with gate and up interleaved."""
     parameters = {f"{ours}.router.{kind}": state[f"{theirs}.router.{kind}"] for kind in ("weight", "bias")}
     experts = [state[f"{theirs}.experts.{name}"] for name in ("gate_up_proj", "gate_up_proj_bias")]
     experts += [state[f"{theirs}.experts.{name}"] for name in ("down_proj", "down_proj_bias")]
@@ -103,6 +103,6 @@ def _gpt_oss_experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Par
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, model: ModelSection) -> Tensor:
-    """Rows of one query group after another: its queries, its key, its value."""
+    """Returns the rows of one query group after another: its queries, its key, its value."""
     parts = [part.view(model.query_groups, -1, *part.shape[1:]) for part in (query, key, value)]
     return torch.cat(parts, dim=1).flatten(0, 1)

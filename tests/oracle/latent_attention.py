@@ -19,7 +19,7 @@ BlendPosition = Callable[[Tensor], Tensor]
 
 
 def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Weights of the module called `name`: megatron-core's name -> global shape."""
+    """Returns the weights of the module called `name`: megatron-core's name -> global shape."""
     mla = sizes_of(model)
     hidden, heads = model.hidden_size, model.num_attention_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -38,14 +38,14 @@ def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
 
 
 def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor, turn: BlendPosition) -> Tensor:
-    """Causal: [documents, length, hidden] -> the same.
+    """Computes causal attention: [documents, length, hidden] -> the same.
 
     Args:
-        parameters: By global name.
-        name: Of the module.
-        model: The architecture.
-        x: Normalised hidden states.
-        turn: The rotary embedding, with yarn's attention factor.
+        parameters: Parameters by global name.
+        name: Name of the module.
+        model: Section of the architecture.
+        x: Normalized hidden states.
+        turn: Rotary embedding, with yarn's attention factor.
     """
     mla, heads = sizes_of(model), model.num_attention_heads
     weights = {key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")}
@@ -71,7 +71,7 @@ def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor,
 
 
 def sizes_of(model: ModelSection) -> LatentAttentionSection:
-    """The section, which must be there."""
+    """Returns the section of latent attention, which must be there."""
     assert model.mla is not None
     return model.mla
 
@@ -85,7 +85,7 @@ def _scale(model: ModelSection) -> float:
 
 
 def _pairs(x: Tensor, model: ModelSection) -> Tensor:
-    """(0, 1), (2, 3), ... moved to (i, i + half); the same for queries and keys, so their products stay."""
+    """Moves pairs (0, 1), (2, 3), ... to (i, i + half), for queries and keys alike, so that their products stay."""
     return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) if model.rope.interleaved else x
 
 
@@ -94,7 +94,7 @@ def _norm_shapes(name: str, size: int, model: ModelSection) -> dict[str, tuple[i
 
 
 def _normed(weights: Parameters, name: str, x: Tensor, model: ModelSection) -> Tensor:
-    """A latent, normalised as the model's other activations are; RMSNorm in the published models."""
+    """Normalizes a latent like the model's other activations; published models use RMSNorm."""
     epsilon = sizes_of(model).norm_epsilon or model.norm_epsilon
     gain = 1 + weights[f"{name}.weight"] if model.zero_centered_norm else weights[f"{name}.weight"]
     if model.norm == "rmsnorm":

@@ -23,23 +23,23 @@ class Sequence:
     tokens: Tensor
     """[length] int64."""
     labels: Tensor
-    """[length] int64, already shifted; anything where the weight is 0."""
+    """[length] int64, already shifted; any value where the weight is 0."""
     weights: Tensor
     """[length] float64, w_it: 0 where there is no loss."""
     sample_weight: float = 1.0
-    """v_i."""
+    """Weight v_i of the sequence."""
     document_starts: tuple[int, ...] = (0,)
-    """Where positions restart; attention does not reach back over these places."""
+    """Positions where a document begins; attention does not reach back over them."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [length] float64: what the data bring along."""
+    """Name -> [length] float64: values that the data bring along."""
 
     @classmethod
     def of_sample(cls, sample: Sample, with_text: bool = False) -> "Sequence":
-        """A sample without what follows its last loss token: no loss of logits depends on that.
+        """Builds the sequence of a sample up to its last loss token: no loss of logits depends on what follows.
 
         Args:
-            sample: Of the batch.
-            with_text: Keep all its text: routers count text without a loss too.
+            sample: Sample of the batch.
+            with_text: Keeps all its text: routers count text without a loss too.
         """
         (places,) = sample.mask.nonzero()
         length = places[-1].item() + 1 if len(places) > 0 else 1
@@ -57,11 +57,11 @@ class Sequence:
         )
 
     def documents(self) -> list[Tensor]:
-        """The tokens between two starts, each."""
+        """Splits the tokens at the starts of documents."""
         return [tokens for (tokens,) in self.per_document(self.tokens)]
 
     def per_document(self, *values: Tensor) -> list[tuple[Tensor, ...]]:
-        """Values [length] of the sequence, cut at the starts."""
+        """Splits values [length] of the sequence at the starts of documents."""
         ends = (*self.document_starts[1:], len(self.tokens))
         pieces = zip(self.document_starts, ends, strict=True)
         return [tuple(value[start:end] for value in values) for start, end in pieces]
@@ -77,12 +77,12 @@ class TermValue:
 
     @property
     def mean(self) -> Tensor:
-        """0 where there is nothing to learn."""
+        """The term's mean; 0 where there is nothing to learn."""
         return self.numerator / self.denominator if self.denominator != 0 else self.numerator * 0.0
 
 
 class Teacher(NamedTuple):
-    """A frozen model."""
+    """A frozen model with its parameters."""
 
     parameters: Parameters
     model: ModelSection
@@ -95,10 +95,10 @@ def term_values(
     batch: list[Sequence],
     teacher: Teacher | None = None,
 ) -> dict[str, TermValue]:
-    """Every term of the objective over a global batch; the main one is named "main"."""
+    """Computes every term of the objective over a global batch; the main one is named "main"."""
     logits, seen = _run(parameters, model, batch)
     further = _further(parameters, model, batch)
-    others = logits if teacher is None else _logits(*teacher, batch)  # nobody asks where there is no teacher
+    others = logits if teacher is None else _logits(*teacher, batch)  # unused where there is no teacher
     values = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
         if term.function in SEQUENCE_LOSSES:
@@ -116,7 +116,7 @@ def term_values(
 
 
 def _further(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[multi_token.Further]:
-    """What each sequence's depths of multi-token prediction say."""
+    """Computes the depths of multi-token prediction of each sequence."""
     return [
         multi_token.further(parameters, model, each.documents(), each.per_document(each.labels, each.weights))
         for each in batch
@@ -124,7 +124,7 @@ def _further(parameters: Parameters, model: ModelSection, batch: list[Sequence])
 
 
 def _depth_value(depth: int, further: list[multi_token.Further], loss: LossSection, batch: list[Sequence]) -> TermValue:
-    """Aggregated as the main term, over the further tokens of each sequence."""
+    """Aggregates a depth like the main term, over the further tokens of each sequence."""
     depths = [each.depths[depth] for each in further]
     sequences = [replace(each, weights=depth.weights) for each, depth in zip(batch, depths, strict=True)]
     return aggregate([depth.losses for depth in depths], sequences, loss)
@@ -138,7 +138,7 @@ def _router_value(name: str, seen: list[routers.Routers], model: ModelSection) -
 
 
 def routers_of(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[routers.Routers]:
-    """What every router sees of each sequence."""
+    """Returns what every router sees of each sequence."""
     further = _further(parameters, model, batch)
     return [own | each.routers for own, each in zip(_run(parameters, model, batch)[1], further, strict=True)]
 
@@ -161,7 +161,7 @@ def _term_losses(term: TermSection, logits: Tensor, sequence: Sequence, teacher_
 
 
 def token_losses_of(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:
-    """Cross entropy of each token, 0 where masked: [length] of each sequence."""
+    """Returns the cross entropy of each token, 0 where masked: [length] of each sequence."""
     logits = _logits(parameters, model, batch)
     return [
         _masked(_negative_log_probability(each, sequence), sequence)
@@ -170,7 +170,7 @@ def token_losses_of(parameters: Parameters, model: ModelSection, batch: list[Seq
 
 
 def objective(values: dict[str, TermValue], loss: LossSection) -> Tensor:
-    """Sum of coefficient x numerator / denominator."""
+    """Adds coefficient x numerator / denominator of all terms."""
     side_terms = [side.coefficient * values[name].mean for name, side in loss.side_terms.items()]
     of_routers = [coefficient * values[name].mean for name, coefficient in routers.coefficients(loss.router).items()]
     depths = [value.mean for name, value in values.items() if name.startswith("mtp_")]
@@ -179,11 +179,11 @@ def objective(values: dict[str, TermValue], loss: LossSection) -> Tensor:
 
 
 def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) -> TermValue:
-    """Puts the token losses of all sequences together as the aggregation's name says.
+    """Combines the token losses of all sequences by the named aggregation.
 
     Args:
-        losses: [length] token losses of each sequence; finite, anything where the weight is 0.
-        batch: The sequences.
+        losses: Token losses of each sequence, [length]; finite, but any value where the weight is 0.
+        batch: Sequences of the global batch.
         term: Aggregation, its constant L, and whether sequences without loss tokens count.
     """
     sums = [(sequence.weights * loss).sum() for sequence, loss in zip(batch, losses, strict=True)]
@@ -219,7 +219,7 @@ def aggregate(losses: list[Tensor], batch: list[Sequence], term: TermSection) ->
 
 
 def _of_sequences(losses: list[Tensor], batch: list[Sequence], term: TermSection) -> TermValue:
-    """A mean over sequences; each counts by its sample weight, or by its loss tokens where those are counted."""
+    """Averages over sequences; each counts by its sample weight, or by its loss tokens where those are counted."""
     counts = [sequence.weights.sum().item() for sequence in batch]
     is_counted = [count > 0 or term.empty_sequences == "include" for count in counts]
     by_tokens = term.aggregation == "token-mean"
@@ -232,14 +232,14 @@ def _of_sequences(losses: list[Tensor], batch: list[Sequence], term: TermSection
 
 
 def _logits(parameters: Parameters, model: ModelSection, batch: list[Sequence]) -> list[Tensor]:
-    """[length, vocab_size] of each sequence."""
+    """Returns the logits of each sequence, [length, vocab_size]."""
     return _run(parameters, model, batch)[0]
 
 
 def _run(
     parameters: Parameters, model: ModelSection, batch: list[Sequence]
 ) -> tuple[list[Tensor], list[routers.Routers]]:
-    """Logits of each sequence and what routers see of it; documents of one length share a call."""
+    """Returns the logits of each sequence and what routers see of it; documents of one length share a call."""
     documents = [document for sequence in batch for document in sequence.documents()]
     by_length: dict[int, list[int]] = {}
     for index, document in enumerate(documents):
@@ -281,4 +281,4 @@ TOKEN_LOSSES: dict[str, Callable[[Tensor, Sequence], Tensor]] = {
 """Name in the configuration -> token losses of one sequence, float64; tests add their own."""
 
 SEQUENCE_LOSSES: dict[str, Callable[..., Tensor]] = {}
-"""Name in the configuration -> the loss of one whole sequence by its logits, itself and options; tests add theirs."""
+"""Name in the configuration -> the loss of a sequence from its logits, itself and options; tests add their own."""

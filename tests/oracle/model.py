@@ -1,6 +1,6 @@
 """A decoder-only transformer as plain float64 functions of a dictionary of parameters.
 
-It shares no code with mtrain or megatron-core beside the names and shapes of the parameters, which are those of the
+It shares no code with mtrain or megatron-core, only the names and shapes of the parameters, which are those of the
 whole model on one process. One call sees documents of equal length; nothing is padded and nothing is packed.
 """
 
@@ -18,11 +18,11 @@ Parameters = dict[str, Tensor]
 
 
 def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model: megatron-core's name -> global shape.
+    """Lists every parameter of the model: megatron-core's name -> global shape.
 
     Args:
-        model: The architecture.
-        padded_vocab_size: Rows of the embedding table; by default as many as there are real tokens.
+        model: Section of the architecture.
+        padded_vocab_size: Number of rows of the embedding table; None means the number of real tokens.
     """
     rows = model.vocab_size if padded_vocab_size is None else padded_vocab_size
     hidden = model.hidden_size
@@ -56,7 +56,7 @@ def parameter_shapes(model: ModelSection, padded_vocab_size: int | None = None) 
 
 
 def random_parameters(model: ModelSection, seed: int, padded_vocab_size: int | None = None) -> Parameters:
-    """Parameters with every entry drawn, biases and norms too, so that no term of a gradient is 0 by accident."""
+    """Draws every entry of the parameters, biases and norms too, so that no term of a gradient is 0 by accident."""
     generator = torch.Generator().manual_seed(seed)
     shapes = parameter_shapes(model, padded_vocab_size)
     drawn = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
@@ -67,12 +67,12 @@ def random_parameters(model: ModelSection, seed: int, padded_vocab_size: int | N
 
 
 def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Tensor:
-    """Logits of documents of equal length, each on its own.
+    """Computes the logits of documents of equal length, each on its own.
 
     Args:
-        parameters: Float64, global shapes; exactly the names of `parameter_shapes`.
-        model: The architecture. Dropout is taken to be off.
-        tokens: [num_documents, length] int64.
+        parameters: Parameters in float64, with global shapes and exactly the names of `parameter_shapes`.
+        model: Section of the architecture; dropout is taken to be off.
+        tokens: Token ids, [num_documents, length] int64.
 
     Returns:
         [num_documents, length, vocab_size] float64; rows of the table beyond the vocabulary are left out.
@@ -84,7 +84,7 @@ def logits_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Te
 
 
 def hidden_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Tensor:
-    """What the output layer sees, behind the final norm: [num_documents, length, hidden]."""
+    """Computes the output layer's input, after the final norm: [num_documents, length, hidden]."""
     hidden = embed(parameters, model, tokens)
     for i in range(model.num_layers):
         hidden = transformer_layer(parameters, f"decoder.layers.{i}", model, i, hidden)
@@ -92,19 +92,19 @@ def hidden_of(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Te
 
 
 def embed(parameters: Parameters, model: ModelSection, tokens: Tensor) -> Tensor:
-    """What the first layer sees: [..., hidden] of tokens [...]."""
+    """Computes the first layer's input: [..., hidden] of tokens [...]."""
     hidden = parameters["embedding.word_embeddings.weight"][tokens]
     return hidden * math.sqrt(model.hidden_size) if model.scale_embeddings else hidden
 
 
 def head(parameters: Parameters, model: ModelSection, hidden: Tensor) -> Tensor:
-    """Logits [..., vocab_size] of hidden states [..., hidden] behind a final norm."""
+    """Computes logits [..., vocab_size] of hidden states [..., hidden] after a final norm."""
     table = parameters["embedding.word_embeddings.weight" if model.tied_embeddings else "output_layer.weight"]
     return hidden @ table[: model.vocab_size].T
 
 
 def transformer_layer(parameters: Parameters, name: str, model: ModelSection, i: int, hidden: Tensor) -> Tensor:
-    """A layer of the kind of layer i, counted from 0: [documents, length, hidden] -> the same."""
+    """Computes the layer `name`, of the kind of layer i (from 0): [documents, length, hidden] -> the same."""
     x = hidden if model.post_norm else norm(parameters, f"{name}.input_layernorm", model, hidden)
     attended = _attention(parameters, f"{name}.self_attention", model, i, x)
     hidden = hidden + _behind(parameters, f"{name}.post_self_attn_layernorm", model, attended)
@@ -139,7 +139,7 @@ def _linear_shapes(name: str, rows: int, columns: int, bias: bool) -> dict[str, 
 
 
 def norm(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
-    """RMSNorm or LayerNorm over the last axis."""
+    """Applies RMSNorm or LayerNorm over the last axis."""
     if model.norm == "layernorm":
         x = x - x.mean(-1, keepdim=True)
     factor = parameters[f"{name}.weight"] + (1.0 - _neutral(model))
@@ -148,12 +148,12 @@ def norm(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> T
 
 
 def _neutral(model: ModelSection) -> float:
-    """The weight of a norm that scales by 1."""
+    """Returns the weight with which a norm scales by 1."""
     return 0.0 if model.zero_centered_norm else 1.0
 
 
 def _behind(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
-    """The norm behind a part of a layer, where the model has one."""
+    """Applies the norm after a part of a layer, where the model has one."""
     return norm(parameters, name, model, x) if model.sandwich_norm or model.post_norm else x
 
 
@@ -163,7 +163,7 @@ def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
 
 
 def _attention(parameters: Parameters, name: str, model: ModelSection, layer_index: int, x: Tensor) -> Tensor:
-    """Causal grouped-query attention, written out: [documents, length, hidden] -> the same."""
+    """Computes causal grouped-query attention, written out: [documents, length, hidden] -> the same."""
     if model.mla is not None:
         return latent_attention.attention(parameters, name, model, x, lambda part: _turned(part, model))
     documents, length, _ = x.shape
@@ -182,7 +182,7 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
         query, key = rotate(query, rope), rotate(key, rope)
     scores = torch.einsum("dqghe,dkgoe->dghqk", query, key) / math.sqrt(model.query_scalar or head)
     scores = scores.masked_fill(~_visible(length, window), -math.inf)
-    if model.attention_sinks:  # one more column that no value belongs to
+    if model.attention_sinks:  # one more column, without a value
         sinks = parameters[f"{name}.core_attention.softmax_offset"].view(1, groups, queries_per_group, 1, 1)
         scores = torch.cat([scores, sinks.expand(documents, -1, -1, length, 1)], dim=-1)
     probabilities = scores.softmax(-1)[..., :length]
@@ -193,24 +193,24 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
 
 
 def _head_norm(parameters: Parameters, name: str, model: ModelSection, heads: Tensor) -> Tensor:
-    """The norm of [documents, length, groups, heads, size]: of each head, or of all as one vector."""
+    """Applies the norm of [documents, length, groups, heads, size]: to each head, or to all as one vector."""
     if model.qk_norm_width == "full":
         return norm(parameters, name, model, heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
     return norm(parameters, name, model, heads)
 
 
 def _turned(part: Tensor, model: ModelSection) -> Tensor:
-    """`rotate` for [documents, length, heads, size]."""
+    """Applies `rotate` to [documents, length, heads, size]."""
     return rotate(part.unsqueeze(3), model.rope).squeeze(3)
 
 
 def _sees_everything(model: ModelSection, layer_index: int) -> bool:
-    """Whether the layer (counted from 0) is one of every n-th that a sliding window leaves out."""
+    """Says whether the layer (counted from 0) is one of every n-th that have no sliding window."""
     return model.global_attention_every is not None and (layer_index + 1) % model.global_attention_every == 0
 
 
 def _is_turned(model: ModelSection, layer_index: int) -> bool:
-    """Whether the layer (counted from 0) rotates: not every n-th where no_rope_freq is n, nor those it marks with 1."""
+    """Says whether layer `layer_index` (from 0) rotates: not every n-th for no_rope_freq = n, nor those marked 1."""
     pattern = model.megatron.get("no_rope_freq")
     if isinstance(pattern, list):
         return not pattern[layer_index]
@@ -218,7 +218,7 @@ def _is_turned(model: ModelSection, layer_index: int) -> bool:
 
 
 def _visible(length: int, window: int | None) -> Tensor:
-    """[length, length] bool: query i sees key j where 0 <= i - j < window."""
+    """Returns [length, length] bool: query i sees key j where 0 <= i - j < window."""
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length).unsqueeze(0)
     return (distance >= 0) & (distance < (length if window is None else window))
 
@@ -232,8 +232,8 @@ def rotate(x: Tensor, rope: RopeSection) -> Tensor:
     """Rotates the pairs (i, i + head_dim / 2) by position x frequency, as complex numbers.
 
     Args:
-        x: [documents, length, groups, heads, head_dim]; positions count from 0.
-        rope: Base and scaling.
+        x: Vectors [documents, length, groups, heads, head_dim]; positions count from 0.
+        rope: Section with base and scaling.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     angles = torch.outer(torch.arange(length, dtype=torch.float64), _frequencies(rope, 2 * half)).view(
@@ -245,7 +245,7 @@ def rotate(x: Tensor, rope: RopeSection) -> Tensor:
 
 
 def _frequencies(rope: RopeSection, head_dim: int) -> Tensor:
-    """[head_dim / 2] radians a position, one dimension pair at a time from the papers' formulas."""
+    """Returns [head_dim / 2] radians per position, one dimension pair at a time from the papers' formulas."""
     return torch.tensor([_frequency(rope, head_dim, i) for i in range(head_dim // 2)], dtype=torch.float64)
 
 
@@ -260,7 +260,7 @@ def _frequency(rope: RopeSection, head_dim: int, pair: int) -> float:
         case "llama3":
             kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         case "yarn":
-            # the ramp is straight in the pair's index between the pairs that turn beta_fast and beta_slow times
+            # the ramp is linear in the pair's index between the pairs that rotate beta_fast and beta_slow times
             first, last = (_pair_that_turns(beta, rope, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
             if rope.truncate:
                 first, last = math.floor(first), math.ceil(last)
@@ -276,7 +276,7 @@ def _pair_that_turns(turns: float, rope: RopeSection, head_dim: int) -> float:
 
 
 def _magnitude(rope: RopeSection) -> float:
-    """What cos and sin are multiplied by."""
+    """Returns the factor of cos and sin."""
     if rope.scaling != "yarn":
         return 1.0
     if rope.attention_factor is not None:

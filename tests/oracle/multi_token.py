@@ -1,7 +1,7 @@
-"""Multi-token prediction, one document at a time and without a token that is not there.
+"""Multi-token prediction, one document at a time and without padding tokens.
 
-Depth k of a document of n tokens has n - k positions: position i joins what depth k - 1 says there with the embedding
-of token i + k, and predicts the label of position i + k. Nothing is shifted in place, padded or masked.
+Depth k of a document of n tokens has n - k positions: position i joins the output of depth k - 1 there with the
+embedding of token i + k, and predicts the label of position i + k. Nothing is shifted in place, padded or masked.
 
 Source: DeepSeek-V3 report (2024), section 2.2, equations 21 to 25, with the concatenation in the order of the published
 weights: embedding first.
@@ -23,7 +23,7 @@ class Depth(NamedTuple):
     losses: Tensor
     """Cross entropy in nats, finite where the weight is 0."""
     weights: Tensor
-    """Of the label that each predicts."""
+    """Weight of the label that each position predicts."""
 
 
 class Further(NamedTuple):
@@ -31,7 +31,7 @@ class Further(NamedTuple):
 
     depths: list[Depth]
     routers: routers.Routers
-    """What those of the depths see, document after document."""
+    """What the routers of the depths see, document after document."""
 
 
 def further(
@@ -40,13 +40,13 @@ def further(
     documents: list[Tensor],
     targets: list[tuple[Tensor, ...]],
 ) -> Further:
-    """Every depth of a sequence.
+    """Computes every depth of a sequence.
 
     Args:
-        parameters: Float64, global shapes.
-        model: The architecture.
-        documents: Tokens [length] of each.
-        targets: Labels and weights [length] of each.
+        parameters: Parameters in float64, with global shapes.
+        model: Section of the architecture.
+        documents: Tokens [length] of each document.
+        targets: Labels and weights [length] of each document.
     """
     if model.mtp_depths == 0:
         return Further([], {})
@@ -86,7 +86,7 @@ def _document(parameters: Parameters, model: ModelSection, tokens: Tensor, label
 
 
 def _depth(parameters: Parameters, name: str, model: ModelSection, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """[1, positions, hidden] of the depth before and the tokens [positions] ahead -> [1, positions, hidden]."""
+    """Maps [1, positions, hidden] of the depth before and the tokens [positions] ahead to [1, positions, hidden]."""
     embeddings = embed(parameters, model, tokens.unsqueeze(0))
     joined = torch.cat(
         [norm(parameters, f"{name}.enorm", model, embeddings), norm(parameters, f"{name}.hnorm", model, hidden)], dim=-1

@@ -10,7 +10,7 @@ from tests.oracle.model import Parameters
 
 
 class AdamW:
-    """Holds the moments; the learning rate of each step is given by the caller.
+    """AdamW with its moments; the caller gives the learning rate of each step.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
     """
@@ -22,13 +22,13 @@ class AdamW:
         self.second: Parameters = {}
 
     def updated(self, parameters: Parameters, gradients: Parameters, lr: float) -> Parameters:
-        """The parameters after one step; the arguments stay as they are."""
+        """Returns the parameters after one step; the arguments stay as they are."""
         self.num_updates += 1
         scale = self._clipping(gradients)
         return {name: self._updated(name, value, gradients[name] * scale, lr) for name, value in parameters.items()}
 
     def _clipping(self, gradients: Parameters) -> float:
-        """What all gradients are multiplied by, so that their global norm is at most clip_grad."""
+        """Returns the factor of all gradients that brings their global norm to at most clip_grad."""
         norm = global_norm(gradients)
         return self.section.clip_grad / norm if 0 < self.section.clip_grad < norm else 1.0
 
@@ -49,5 +49,5 @@ class AdamW:
 
 
 def global_norm(gradients: Parameters) -> float:
-    """The 2-norm of all gradients as one vector; a tied table counts once."""
+    """Returns the 2-norm of all gradients as one vector; a tied table counts once."""
     return math.sqrt(math.fsum(gradient.square().sum().item() for gradient in gradients.values()))

@@ -1,7 +1,7 @@
 """Losses of policy gradients straight from the papers, one sequence at a time, in float64.
 
 Each takes the logits [length, vocab_size] of a sequence, the sequence and the options, and returns token losses
-[length]; tokens of weight 0 may have anything that is finite.
+[length]; tokens of weight 0 may have any finite value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _logp(logits: Tensor, sequence: Sequence) -> Tensor:
 
 
 def _correction(sequence: Sequence, cap: float | None) -> Tensor:
-    """Truncated importance sampling: min(pi_old / pi_rollout, C)."""
+    """Computes truncated importance sampling: min(pi_old / pi_rollout, C)."""
     if cap is None:
         return torch.ones_like(sequence.weights)
     return (sequence.extras["old_logprobs"] - sequence.extras["rollout_logprobs"]).exp().clamp(max=cap)
@@ -36,7 +36,7 @@ def ppo(
     dual_clip: float | None = None,
     rollout_cap: float | None = None,
 ) -> Tensor:
-    """verl's max(-A r, -A clip(r)), and for A < 0 the smaller of that and -A c."""
+    """Computes verl's max(-A r, -A clip(r)), and for A < 0 the smaller of that and -A c."""
     advantages = sequence.extras["advantages"]
     ratio = (_logp(logits, sequence) - sequence.extras["old_logprobs"]).exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
@@ -46,7 +46,7 @@ def ppo(
 
 
 def gspo(logits: Tensor, sequence: Sequence, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """GSPO's objective of a whole sequence, differentiated through its ratio; the same loss for each of its tokens."""
+    """Computes GSPO's objective of a sequence, differentiated through its ratio; its tokens share the loss."""
     counted = sequence.weights > 0
     if not len(counted):
         return sequence.weights
@@ -64,7 +64,7 @@ def cispo(
     clip_high: float = 0.2,
     rollout_cap: float | None = None,
 ) -> Tensor:
-    """-sg(clip(r)) A log pi."""
+    """Computes -sg(clip(r)) A log pi."""
     logp = _logp(logits, sequence)
     with torch.no_grad():
         factor = (logp - sequence.extras["old_logprobs"]).exp().clamp(max=1 + clip_high)
@@ -74,13 +74,13 @@ def cispo(
 
 
 def kl(logits: Tensor, sequence: Sequence, estimator: str = "k3") -> Tensor:
-    """Schulman's estimators by the ratio q = pi_ref / pi: -log q, (log q)^2 / 2, (q - 1) - log q."""
+    """Computes Schulman's estimators from the ratio q = pi_ref / pi: -log q, (log q)^2 / 2, (q - 1) - log q."""
     q = (sequence.extras["ref_logprobs"] - _logp(logits, sequence)).exp()
     return {"k1": -q.log(), "k2": q.log() ** 2 / 2, "k3": (q - 1) - q.log()}[estimator]
 
 
 def dft(logits: Tensor, sequence: Sequence) -> Tensor:
-    """Cross entropy times the probability, which is a constant."""
+    """Computes cross entropy times the probability, which is taken as a constant."""
     logp = _logp(logits, sequence)
     with torch.no_grad():
         probability = logp.exp()

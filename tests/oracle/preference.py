@@ -1,4 +1,4 @@
-"""TRL's own losses of preferences, under a model that is given as a function of token ids."""
+"""TRL's own losses of preferences, for a model that is given as a function of token ids."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Answer(NamedTuple):
 
 
 class Trl:
-    """Its trainers without a trainer: what their loss functions read of `self`."""
+    """TRL's loss functions without a trainer, with what they read of `self`."""
 
     def __init__(self, model: LogitsOf, reference: LogitsOf) -> None:
         self._model, self._reference = model, reference
 
     def pairs(self, kind: str, chosen: Sequence[Answer], rejected: Sequence[Answer], **options: Any) -> Tensor:
-        """The loss of a batch of pairs: dpo (`loss_types` of DPOTrainer), orpo or simpo."""
+        """Returns the loss of a batch of pairs: dpo (`loss_types` of DPOTrainer), orpo or simpo."""
         loss: Tensor = getattr(self, f"_{kind}")(chosen, rejected, **options)
         return loss
 
@@ -51,11 +51,11 @@ class Trl:
         return loss
 
     def _orpo(self, chosen: Sequence[Answer], rejected: Sequence[Answer], beta: float) -> Tensor:
-        """With the likelihood of the answers alone, pair by pair; TRL adds that of the prompts."""
+        """Computes ORPO with the likelihood of the answers alone, pair by pair; TRL adds that of the prompts."""
         from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
         ours, theirs = (_means(self._model, each, ORPOTrainer) for each in (chosen, rejected))
-        # it rounds scores to float32, here and in no other loss
+        # TRL rounds scores to float32, here and in no other loss
         kept, Tensor.float = Tensor.float, Tensor.double  # type: ignore[method-assign]
         try:
             ratio = ORPOTrainer.odds_ratio_loss(_stand_in(beta=beta), ours, theirs)[0]
@@ -75,7 +75,7 @@ class Trl:
     def kto(
         self, answers: Sequence[Answer], labels: Sequence[bool], mismatched: Sequence[Answer], **options: Any
     ) -> Tensor:
-        """The loss of a batch of answers, of KTOTrainer."""
+        """Returns KTOTrainer's loss of a batch of answers."""
         from trl.trainer.kto_trainer import KTOTrainer
 
         trainer = _stand_in(
@@ -123,7 +123,7 @@ def _batch(answers: Sequence[Answer]) -> dict[str, Tensor]:
 
 
 def _scorer(model: LogitsOf) -> Any:
-    """What TRL patches a causal model to be: its outputs have log-probabilities of the labels."""
+    """Builds what TRL makes of a causal model: its outputs have log-probabilities of the labels."""
 
     def forward(input_ids: Tensor, labels: Tensor, **ignored: Any) -> Any:
         log_probs, nothing = _of_labels(model, input_ids, labels), torch.zeros(labels.shape)[:, 1:]
@@ -135,7 +135,7 @@ def _scorer(model: LogitsOf) -> Any:
 
 
 def _of_labels(model: LogitsOf, ids: Tensor, labels: Tensor) -> Tensor:
-    """[batch, tokens - 1]: 0 where there is no label."""
+    """Returns the labels' log-probabilities, [batch, tokens - 1]: 0 where there is no label."""
     likely = model(ids)[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(labels[:, 1:] >= 0, likely, 0.0)
 

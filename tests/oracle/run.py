@@ -1,4 +1,4 @@
-"""Training steps as ONE process does them that sees the whole global batch at once."""
+"""Training steps as a single process computes them from the whole global batch at once."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,22 +18,22 @@ from tests.oracle.routers import moved_biases, recorded_margins
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step computes; everything float64."""
+    """Results of one optimizer step; everything float64."""
 
     loss: float
     """Sum of coefficient x mean over all terms: what is differentiated and reported."""
     means: dict[str, float]
-    """By term, numerator / denominator."""
+    """Mean of each term, numerator / denominator."""
     denominators: dict[str, float]
-    """By term."""
+    """Denominator of each term."""
     grad_norm: float
-    """Of the normalised gradient, before clipping."""
+    """2-norm of the normalized gradient, before clipping."""
     gradients: Parameters
-    """Of the objective, before clipping."""
+    """Gradients of the objective, before clipping."""
     parameters: Parameters
-    """After the update."""
+    """Parameters after the update."""
     margin: float = math.inf
-    """How near a token came to other experts; see `recorded_margins`."""
+    """Smallest distance of a token from other experts; see `recorded_margins`."""
 
 
 def oracle_steps(
@@ -45,16 +45,16 @@ def oracle_steps(
     batches: Iterable[Sequence[definitions.Sequence]],
     teacher: definitions.Teacher | None = None,
 ) -> list[StepResult]:
-    """Trains, one step a batch.
+    """Trains, one step for each batch.
 
     Args:
         parameters: Initial values by megatron-core's names, global shapes; any float dtype.
-        model: The architecture.
-        loss: The objective.
-        optimizer: AdamW's constants; its learning rate and schedule are not read.
-        learning_rates: One a batch.
-        batches: All sequences of each global batch.
-        teacher: What distillation terms compare with; in float64.
+        model: Section of the architecture.
+        loss: Section of the objective.
+        optimizer: Section with AdamW's constants; its learning rate and schedule are not read.
+        learning_rates: Learning rate of each batch.
+        batches: Sequences of each global batch.
+        teacher: Frozen model of the distillation terms, in float64.
     """
     assert isinstance(optimizer, AdamWSection), "this oracle has AdamW alone"
     current = {name: value.detach().double() for name, value in parameters.items()}

@@ -1,4 +1,4 @@
-"""The oracle's model and gradients are those of transformers, in float64.
+"""The oracle's model and gradients match those of transformers, in float64.
 
 transformers computes norms, rotary angles and the softmax in float32 whatever the model's dtype; here its own code
 runs with every mention of float32 read as float64, so that the comparison can be strict.
@@ -180,7 +180,7 @@ def gemma3() -> tuple[ModelSection, Any]:
 
 
 def olmo2() -> tuple[ModelSection, Any]:
-    """Grouped heads, and heads whose sizes do not add up to the hidden size."""
+    """Some heads are grouped; the heads' sizes do not add up to the hidden size."""
     rope = RopeSection(base=500.0)
     model = ModelSection(**SMALL, post_norm=True, qk_norm=True, qk_norm_width="full", head_dim=16, rope=rope)
     rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
@@ -269,7 +269,7 @@ DEEPSEEK_YARN = RopeSection(
 
 
 def deepseek(rope: RopeSection, config: Callable[..., Any], **own: Any) -> tuple[ModelSection, Any]:
-    """All layers dense; `rms_norm_eps` is not read by the norms of the latents."""
+    """Builds only dense layers; `rms_norm_eps` is not read by the norms of the latents."""
     q_lora_rank = own.get("q_lora_rank")
     knobs = {**SMALL, "num_query_groups": None, "norm_epsilon": 1e-5}
     model = ModelSection(**knobs, mla={**MLA, "q_lora_rank": q_lora_rank, "norm_epsilon": 1e-6}, rope=rope)

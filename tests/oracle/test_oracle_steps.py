@@ -1,4 +1,4 @@
-"""The oracle's aggregations by hand, its gradients by finite differences, its optimizer by torch's."""
+"""The oracle's aggregations match results by hand, its gradients finite differences, its optimizer torch's."""
 
 import math
 from dataclasses import replace
@@ -62,7 +62,7 @@ def random_batch(seed: int, sizes: tuple[int, ...] = (5, 9, 3, 9)) -> list[Seque
     ],
 )
 def test_aggregations_by_hand(term: TermSection, numerator: float, denominator: float) -> None:
-    """Two tokens of losses 5 and 2 (v=2), one of loss 3 (v=3), and a sequence without loss tokens (v=5)."""
+    """The batch: two tokens of losses 5 and 2 (v=2), one of loss 3 (v=3), and a sequence without loss tokens (v=5)."""
     batch = [sequence([1, 0, 1], 2.0), sequence([0, 1], 3.0), sequence([0, 0, 0], 5.0)]
     losses = [torch.tensor([5.0, 9.0, 2.0]), torch.tensor([9.0, 3.0]), torch.tensor([9.0, 9.0, 9.0])]
     value = aggregate([loss.double() for loss in losses], batch, term)
