@@ -37,7 +37,7 @@ def shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{key}": shape for key, shape in found.items()}
 
 
-def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor, turn: BlendPosition) -> Tensor:
+def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor, rotate: BlendPosition) -> Tensor:
     """Computes causal attention: [documents, length, hidden] -> the same.
 
     Args:
@@ -45,27 +45,27 @@ def attention(parameters: Parameters, name: str, model: ModelSection, x: Tensor,
         name: Name of the module.
         model: Section of the architecture.
         x: Normalized hidden states.
-        turn: Rotary embedding, with yarn's attention factor.
+        rotate: Rotary embedding, with yarn's attention factor.
     """
     mla, heads = sizes_of(model), model.num_attention_heads
     weights = {key.removeprefix(f"{name}."): value for key, value in parameters.items() if key.startswith(f"{name}.")}
     down = x @ weights["linear_kv_down_proj.weight"].T
     latent = _normed(weights, "kv_layernorm", down[..., : mla.kv_lora_rank], model)
-    shared_key = turn(_pairs(down[..., mla.kv_lora_rank :].unsqueeze(2), model)).squeeze(2)
+    shared_key = rotate(_pairs(down[..., mla.kv_lora_rank :].unsqueeze(2), model)).squeeze(2)
     if mla.q_lora_rank is None:
         query = x @ weights["linear_q_proj.weight"].T
     else:
         narrow = _normed(weights, "q_layernorm", x @ weights["linear_q_down_proj.weight"].T, model)
         query = narrow @ weights["linear_q_up_proj.weight"].T
     query = query.view(*x.shape[:2], heads, -1)
-    turned = turn(_pairs(query[..., mla.qk_nope_head_dim :], model))
+    rotated = rotate(_pairs(query[..., mla.qk_nope_head_dim :], model))
     up = weights["linear_kv_up_proj.weight"].view(heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
     future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
     contexts = []
     for head in range(heads):
         key = latent @ up[head, : mla.qk_nope_head_dim].T
         value = latent @ up[head, mla.qk_nope_head_dim :].T
-        scores = query[:, :, head, : mla.qk_nope_head_dim] @ key.mT + turned[:, :, head] @ shared_key.mT
+        scores = query[:, :, head, : mla.qk_nope_head_dim] @ key.mT + rotated[:, :, head] @ shared_key.mT
         contexts.append((scores * _scale(model)).masked_fill(future, -math.inf).softmax(-1) @ value)
     return torch.cat(contexts, dim=-1) @ weights["linear_proj.weight"].T
 

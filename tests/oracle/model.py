@@ -107,10 +107,10 @@ def transformer_layer(parameters: Parameters, name: str, model: ModelSection, i:
     """Computes the layer `name`, of the kind of layer i (from 0): [documents, length, hidden] -> the same."""
     x = hidden if model.post_norm else norm(parameters, f"{name}.input_layernorm", model, hidden)
     attended = _attention(parameters, f"{name}.self_attention", model, i, x)
-    hidden = hidden + _behind(parameters, f"{name}.post_self_attn_layernorm", model, attended)
+    hidden = hidden + _norm_after(parameters, f"{name}.post_self_attn_layernorm", model, attended)
     x = hidden if model.post_norm else norm(parameters, f"{name}.pre_mlp_layernorm", model, hidden)
     transformed = (experts if has_experts(model, i) else _mlp)(parameters, f"{name}.mlp", model, x)
-    return hidden + _behind(parameters, f"{name}.post_mlp_layernorm", model, transformed)
+    return hidden + _norm_after(parameters, f"{name}.post_mlp_layernorm", model, transformed)
 
 
 def _attention_shapes(name: str, model: ModelSection) -> dict[str, tuple[int, ...]]:
@@ -152,7 +152,7 @@ def _neutral(model: ModelSection) -> float:
     return 0.0 if model.zero_centered_norm else 1.0
 
 
-def _behind(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
+def _norm_after(parameters: Parameters, name: str, model: ModelSection, x: Tensor) -> Tensor:
     """Applies the norm after a part of a layer, where the model has one."""
     return norm(parameters, name, model, x) if model.sandwich_norm or model.post_norm else x
 
@@ -165,7 +165,7 @@ def _linear(parameters: Parameters, name: str, x: Tensor) -> Tensor:
 def _attention(parameters: Parameters, name: str, model: ModelSection, layer_index: int, x: Tensor) -> Tensor:
     """Computes causal grouped-query attention, written out: [documents, length, hidden] -> the same."""
     if model.mla is not None:
-        return latent_attention.attention(parameters, name, model, x, lambda part: _turned(part, model))
+        return latent_attention.attention(parameters, name, model, x, lambda part: _rotated(part, model))
     documents, length, _ = x.shape
     groups, head = model.query_groups, model.head_size
     queries_per_group = model.num_attention_heads // groups
@@ -178,7 +178,7 @@ def _attention(parameters: Parameters, name: str, model: ModelSection, layer_ind
     rope = model.rope
     if window is not None and rope.local_base is not None:
         rope = RopeSection(base=rope.local_base)
-    if _is_turned(model, layer_index):
+    if _is_rotated(model, layer_index):
         query, key = rotate(query, rope), rotate(key, rope)
     scores = torch.einsum("dqghe,dkgoe->dghqk", query, key) / math.sqrt(model.query_scalar or head)
     scores = scores.masked_fill(~_visible(length, window), -math.inf)
@@ -199,7 +199,7 @@ def _head_norm(parameters: Parameters, name: str, model: ModelSection, heads: Te
     return norm(parameters, name, model, heads)
 
 
-def _turned(part: Tensor, model: ModelSection) -> Tensor:
+def _rotated(part: Tensor, model: ModelSection) -> Tensor:
     """Applies `rotate` to [documents, length, heads, size]."""
     return rotate(part.unsqueeze(3), model.rope).squeeze(3)
 
@@ -209,7 +209,7 @@ def _sees_everything(model: ModelSection, layer_index: int) -> bool:
     return model.global_attention_every is not None and (layer_index + 1) % model.global_attention_every == 0
 
 
-def _is_turned(model: ModelSection, layer_index: int) -> bool:
+def _is_rotated(model: ModelSection, layer_index: int) -> bool:
     """Says whether layer `layer_index` (from 0) rotates: not every n-th for no_rope_freq = n, nor those marked 1."""
     pattern = model.megatron.get("no_rope_freq")
     if isinstance(pattern, list):
@@ -239,9 +239,9 @@ def rotate(x: Tensor, rope: RopeSection) -> Tensor:
     angles = torch.outer(torch.arange(length, dtype=torch.float64), _frequencies(rope, 2 * half)).view(
         length, 1, 1, half
     )
-    turns = torch.polar(torch.full_like(angles, _magnitude(rope)), angles)
-    turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turns
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    rotations = torch.polar(torch.full_like(angles, _magnitude(rope)), angles)
+    rotated = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * rotations
+    return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
 def _frequencies(rope: RopeSection, head_dim: int) -> Tensor:
@@ -261,7 +261,7 @@ def _frequency(rope: RopeSection, head_dim: int, pair: int) -> float:
             kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         case "yarn":
             # the ramp is linear in the pair's index between the pairs that rotate beta_fast and beta_slow times
-            first, last = (_pair_that_turns(beta, rope, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
+            first, last = (_pair_of_turns(beta, rope, head_dim) for beta in (rope.beta_fast, rope.beta_slow))
             if rope.truncate:
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, head_dim - 1)
@@ -270,7 +270,7 @@ def _frequency(rope: RopeSection, head_dim: int, pair: int) -> float:
     return theta * (kept + (1.0 - kept) / rope.factor)
 
 
-def _pair_that_turns(turns: float, rope: RopeSection, head_dim: int) -> float:
+def _pair_of_turns(turns: float, rope: RopeSection, head_dim: int) -> float:
     """Solves original_max_positions x base^(-2 pair / head_dim) = 2 pi turns for the pair."""
     return head_dim / 2 * math.log(rope.original_max_positions / (2 * math.pi * turns), rope.base)
 
