@@ -11,7 +11,7 @@ not_a_function = 3
 
 
 def scaled(inputs: TermInputs, factor: float, shift: float = 0.0) -> LossPair:
-    """A good one, with an option that it needs and one that it does not."""
+    """Computes a correct loss, with an option that it needs and one that it does not."""
     pair = next_token_loss(inputs)
     return LossPair(pair.numerator * factor + shift, pair.denominator)
 

@@ -10,7 +10,7 @@ VOCAB = 11
 
 
 def top_k_extras(teacher: Tensor, k: int) -> Extras:
-    """The likeliest tokens of [seq, batch, vocab] logits, as cached."""
+    """Returns the likeliest tokens of [seq, batch, vocab] logits, as cached."""
     found = teacher.log_softmax(-1).topk(k).values, teacher.topk(k).indices.float()
     names = "topk_logprobs", "topk_ids"
     return Extras({f"{name}[{j}]": each[..., j].t() for name, each in zip(names, found, strict=True) for j in range(k)})
@@ -19,8 +19,8 @@ def top_k_extras(teacher: Tensor, k: int) -> Extras:
 def term_inputs(
     weights: Tensor, seed: int = 0, denominator_weights: Tensor | None = None, top_k: int = 3
 ) -> TermInputs:
-    """Random float32 logits of a model and a teacher, also as its likeliest tokens, and labels; both kinds of weights
-    are alike by default."""
+    """Draws float32 logits of a model and a teacher (and its likeliest tokens), and labels; without denominator
+    weights, both kinds of weights are the same."""
     generator = torch.Generator().manual_seed(seed)
     batch, seq = weights.shape
     logits = torch.randn(seq, batch, VOCAB, generator=generator).requires_grad_()

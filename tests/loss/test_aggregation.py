@@ -33,7 +33,7 @@ def term(name: Aggregation, empty: str = "exclude") -> TermSection:
 
 
 def defined(name: Aggregation, empty: str, sequences: list[tuple[list[float], float]]) -> tuple[list[float], float]:
-    """Token factors and denominator, written out from the definitions: v, w and n of each sequence."""
+    """Computes token factors and denominator, written out from the definitions: v, w and n of each sequence."""
     factors: list[float] = []
     denominator = 0.0
     for w, v in sequences:
@@ -97,7 +97,7 @@ def test_padding_changes_nothing(name: Aggregation, mask: list[float], weight: f
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_exact(name: Aggregation) -> None:
-    """Masks of 0 and 1 and sample weights of 1 give whole denominators where the definition is a count."""
+    """Masks of 0 and 1 and sample weights of 1 give integer denominators where the definition is a count."""
     masks = np.random.default_rng(0).integers(0, 2, (64, 1000)).astype(np.float64)
     shares = [aggregate(mask, 1.0, term(name), slot == 0).denominator_weights for slot, mask in enumerate(masks)]
     total = float(np.sum(shares))

@@ -20,12 +20,12 @@ SECTION = LossSection(side_terms={"z": Z_LOSS})
 
 
 def with_other_weights(inputs: TermInputs, weights: torch.Tensor, shares: torch.Tensor) -> TermInputs:
-    """The same logits and labels, as a term with another aggregation sees them."""
+    """Returns the same logits and labels, as a term with another aggregation sees them."""
     return TermInputs(inputs.logits, inputs.labels, weights.float(), shares.double(), inputs.tokens)
 
 
 def test_one_backward_gives_each_term_its_own_denominator() -> None:
-    """Two microbatches; the gradient, divided by the main denominator, is that of the means added up."""
+    """The sum over two microbatches, divided by the main denominator, is the gradient of the added means."""
     objective = Objective.from_config(SECTION)
     microbatches = []
     for seed, weights in enumerate([torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[0.0, 1.0, 0.0]])]):

@@ -33,7 +33,7 @@ def random_logits(seed: int = 0) -> Tensor:
 
 
 def row_ids(is_text: torch.Tensor) -> torch.Tensor:
-    """Each row is a sequence: [seq, batch] its number, -1 where there is no text."""
+    """Returns [seq, batch] the sequence number of each token, one per row; -1 where there is no text."""
     return torch.where(is_text, torch.arange(is_text.shape[1]), -1)
 
 
@@ -42,7 +42,7 @@ def balance_by_row(scores: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
 
 
 def balance_by_definition(tokens: list[list[float]], score: str) -> float:
-    """E x sum over e of (share of the choices) x (mean of the normalised score)."""
+    """Returns E x sum over e of (share of the choices) x (mean of the normalized score)."""
     chosen, means = [0] * EXPERTS, [0.0] * EXPERTS
     for logits in tokens:
         scores = [math.exp(x) if score == "softmax" else 1 / (1 + math.exp(-x)) for x in logits]

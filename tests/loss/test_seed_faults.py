@@ -18,7 +18,7 @@ from tests.oracle import loss as oracle
 
 NUM_SEQUENCES, LENGTH, HIDDEN, VOCAB = 16, 32, 6, 19
 LOSS_TOKENS = [1, 30, 4, 3, 25, 2, 9, 6, 31, 5, 12, 1, 2, 28, 17, 3]
-"""By sequence; the loss lies at its end, as an answer does."""
+"""Number of loss tokens of each sequence, at its end, where an answer lies."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Batch:
     """[hidden, vocab] float64, what is differentiated."""
 
     def token_losses(self) -> Tensor:
-        """[sequence, token], nats, 0 where masked."""
+        """Returns [sequence, token] losses in nats, 0 where masked."""
         log_probabilities = (self.hidden @ self.weight).log_softmax(-1)
         return -log_probabilities.gather(-1, self.labels.unsqueeze(-1)).squeeze(-1) * self.mask
 
@@ -44,13 +44,13 @@ class Batch:
         return gradient
 
     def deviation(self, loss: Tensor, exact: Tensor) -> float:
-        """Distance of the gradients, relative to the exact one."""
+        """Returns the distance of the gradients, relative to the exact one."""
         right = self.gradient(exact)
         return float((self.gradient(loss) - right).norm() / right.norm())
 
 
 def batch_of(loss_tokens: list[int]) -> Batch:
-    """A random batch in which each sequence ends in so many loss tokens."""
+    """Draws a batch in which sequence i ends in `loss_tokens[i]` loss tokens."""
     generator = torch.Generator().manual_seed(11)
     mask = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.float64)
     for row, count in zip(mask, loss_tokens, strict=True):
@@ -70,39 +70,39 @@ def ragged() -> Batch:
 
 @pytest.fixture
 def even() -> Batch:
-    """All tokens have a loss: pretraining on full rows, where means of means happen to be right."""
+    """Makes a loss on all tokens: pretraining on full rows, where means of means happen to be right."""
     return batch_of([LENGTH] * NUM_SEQUENCES)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What one rank sees in one microbatch."""
+    """The part of the batch that one rank sees in one microbatch."""
 
     rows: slice
     tokens: Tensor
     """Positions of each row."""
 
     def of(self, values: Tensor) -> Tensor:
-        """The cut's part of [sequence, token] values."""
+        """Returns the cut's part of [sequence, token] values."""
         return values[self.rows][:, self.tokens]
 
 
 def cuts(num_groups: int, sp: int) -> list[list[Cut]]:
-    """The batch as groups of neighbouring rows (a data-parallel rank's, or a microbatch's), each over sp ranks."""
+    """Cuts the batch into groups of neighbouring rows (of a data-parallel rank or a microbatch), each over sp ranks."""
     size = NUM_SEQUENCES // num_groups
     starts = range(0, NUM_SEQUENCES, size)
     return [[Cut(slice(start, start + size), zigzag_index(LENGTH, sp, rank)) for rank in range(sp)] for start in starts]
 
 
 def one_process(batch: Batch, aggregation: Aggregation) -> Tensor:
-    """The mean as the aggregation's name defines it."""
+    """Computes the mean as the aggregation's name defines it."""
     rows = zip(batch.labels, batch.mask, strict=True)
     sequences = [oracle.Sequence(tokens=labels, labels=labels, weights=mask) for labels, mask in rows]
     return oracle.aggregate(list(batch.token_losses()), sequences, LossSection(aggregation=aggregation)).mean
 
 
 def by_pairs(batch: Batch, aggregation: Aggregation, num_groups: int, sp: int) -> Tensor:
-    """Sum of numerators / sum of denominators over all ranks and microbatches."""
+    """Computes sum of numerators / sum of denominators over all ranks and microbatches."""
     section = LossSection(aggregation=aggregation)
     terms = [aggregate(row.numpy(), 1.0, section, is_first_in_step=i == 0) for i, row in enumerate(batch.mask)]
     weights = torch.stack([torch.from_numpy(term.weights) for term in terms])
@@ -114,21 +114,21 @@ def by_pairs(batch: Batch, aggregation: Aggregation, num_groups: int, sp: int) -
 
 
 def token_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the loss tokens that are in sight; 0 where there are none."""
+    """Averages over the visible loss tokens; 0 where there are none."""
     return losses.sum() / mask.sum() if mask.any() else losses.sum()
 
 
 def mean_of_micro_steps(batch: Batch, sp: int) -> Tensor:
-    """verl's SFT trainer on 8 devices: sequence parallelism leaves fewer data-parallel ranks, so more steps of one
-    sample a rank; each step is a token mean over the ranks, and the steps are averaged."""
+    """Imitates verl's SFT trainer on 8 devices: sequence parallelism leaves fewer data-parallel ranks, so more steps of
+    one sample per rank; each step is a token mean over the ranks, and the steps are averaged."""
     losses, num_steps = batch.token_losses(), NUM_SEQUENCES // (8 // sp)
     steps = [token_mean(losses[m::num_steps], batch.mask[m::num_steps]) for m in range(num_steps)]
     return torch.stack(steps).mean()
 
 
 def weighted_by_samples(batch: Batch, sp: int) -> Tensor:
-    """verl's actor: the token mean of each microbatch by its share of the samples; a microbatch holds sp samples, as
-    its budget of tokens grows with the devices that share it."""
+    """Imitates verl's actor: the token mean of each microbatch by its share of the samples; a microbatch holds sp
+    samples, as its budget of tokens grows with the devices that share it."""
     losses = batch.token_losses()
     groups = [group[0].rows for group in cuts(NUM_SEQUENCES // sp, sp)]
     return torch.stack([token_mean(losses[rows], batch.mask[rows]) * sp / NUM_SEQUENCES for rows in groups]).sum()
@@ -152,8 +152,8 @@ def test_verl_sequence_parallelism_with_gradient_accumulation(
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize(("dp", "sp"), [(2, 1), (4, 1), (2, 2), (4, 4)])
 def test_verl_denominator_of_sequence_means(ragged: Batch, aggregation: Aggregation, dp: int, sp: int) -> None:
-    """verl pull request 5798: dp_size multiplies the number of sequences where it should multiply the loss, whose
-    gradient is averaged over the ranks: dp_size squared too small."""
+    """verl pull request 5798 multiplied the number of sequences by dp_size instead of the loss, whose gradient is
+    averaged over the ranks: the result is too small by dp_size squared."""
     sequences = ragged.token_losses().sum(dim=1)
     if aggregation == "seq-mean-token-mean":
         sequences = sequences / ragged.mask.sum(dim=1)
@@ -166,7 +166,7 @@ def test_verl_denominator_of_sequence_means(ragged: Batch, aggregation: Aggregat
 
 @pytest.mark.parametrize(("dp", "sp"), [(2, 2), (1, 8), (4, 4)])
 def test_the_number_of_data_parallel_ranks_leaves_out_sequence_parallel_ones(ragged: Batch, dp: int, sp: int) -> None:
-    """VeOmni pull request 338: compensated by dp, although the gradient is averaged over dp x sp ranks."""
+    """VeOmni pull request 338 compensated by dp, although the gradient is averaged over dp x sp ranks."""
     losses = ragged.token_losses()
     ranks = [cut.of(losses).sum() / NUM_SEQUENCES * dp for group in cuts(dp, sp) for cut in group]
     averaged, exact = torch.stack(ranks).mean(), one_process(ragged, "seq-mean-token-sum")
@@ -177,7 +177,7 @@ def test_the_number_of_data_parallel_ranks_leaves_out_sequence_parallel_ones(rag
 
 @pytest.mark.parametrize("sp", [2, 4, 8])
 def test_a_sequence_counted_on_every_rank_that_holds_a_piece_of_it(ragged: Batch, sp: int) -> None:
-    """The number of sequences that are not empty, taken from sliced masks."""
+    """The number of non-empty sequences is taken from sliced masks."""
     parts = [cut for group in cuts(4, sp) for cut in group]
     counted = torch.stack([cut.of(ragged.mask).any(dim=1).sum() for cut in parts]).sum()
     exact = one_process(ragged, "seq-mean-token-sum")
@@ -200,7 +200,7 @@ def test_deepspeed_ulysses_gradients_scaled_by_the_sequence_parallel_size(
     for batch in (ragged, even):
         assert batch.deviation(reduced(batch), one_process(batch, "token-mean")) > 0.01
         assert_equals_one_process(batch, "token-mean", num_groups=dp, sp=sp)
-    # dividing by sp as well fixes full rows only
+    # an additional division by sp is right for full rows only
     assert even.deviation(reduced(even) / sp, one_process(even, "token-mean")) < 1e-12
     assert ragged.deviation(reduced(ragged) / sp, one_process(ragged, "token-mean")) > 0.01
 
@@ -219,7 +219,7 @@ def test_torchtnt_ranks_that_hold_different_numbers_of_tokens(ragged: Batch, eve
 
 
 def assert_equals_one_process(batch: Batch, aggregation: Aggregation, num_groups: int, sp: int) -> None:
-    """The law: pairs give the loss and the gradient of one process (to the rounding of float32 weights)."""
+    """Compares loss and gradient of pairs with those of one process (to the rounding of float32 weights)."""
     exact, found = one_process(batch, aggregation), by_pairs(batch, aggregation, num_groups, sp)
     assert found.item() == pytest.approx(exact.item(), rel=1e-6)
     assert batch.deviation(found, exact) < 1e-6

@@ -6,7 +6,7 @@ from mtrain.metrics.record import StepRecord, TermRecord, ValidRecord
 
 
 def step_record(step: int, loss: float = 2.5, *, empty: bool = False, skipped: str | None = None) -> StepRecord:
-    """A plausible step of 1024 tokens in half a second."""
+    """Builds a plausible step of 1024 tokens in half a second."""
     return StepRecord(
         step=step,
         loss=loss,
@@ -23,11 +23,11 @@ def step_record(step: int, loss: float = 2.5, *, empty: bool = False, skipped: s
 
 
 def valid_record(step: int, valid_loss: float = 2.75) -> ValidRecord:
-    """A plausible validation pass."""
+    """Builds a plausible validation pass."""
     return ValidRecord(step=step, valid_loss=valid_loss, denominator=500.0, samples=8, seconds=0.1)
 
 
 def with_side_terms(record: StepRecord | ValidRecord) -> StepRecord | ValidRecord:
-    """The record of an objective with a side term, and one that had nothing to learn."""
+    """Returns the record of an objective with a side term, and one that had nothing to learn."""
     kl = TermRecord(loss=0.0123456, numerator=0.0246912, denominator=2.0)
     return replace(record, terms={**record.terms, "kl": kl, "z": TermRecord(loss=0.0, numerator=0.0, denominator=0.0)})

@@ -14,7 +14,7 @@ from tests.metrics.records import step_record, valid_record, with_side_terms
 
 
 class Clock:
-    """Time that passes when it is asked to."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -24,7 +24,7 @@ class Clock:
 
 
 def shown(records: Mapping[float, Record], *, num_steps: int, terminal: bool = False, **options: int) -> str:
-    """What the sink wrote for records that come at these times, in seconds after the start."""
+    """Returns what the sink wrote for records that come at these times, in seconds after the start."""
     clock, text = Clock(), io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=200)
     sink = ConsoleSink(num_steps, console=console, clock=clock, **options)

@@ -154,7 +154,7 @@ def test_what_waits_is_bounded_and_what_is_dropped_is_counted(tmp_path: Path) ->
 
 @contextmanager
 def no_file_larger_than(size_bytes: int) -> Iterator[None]:
-    """The operating system refuses to write beyond the size, as it does on a full disk."""
+    """Makes the operating system refuse to write beyond the size, as it does on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -25,7 +25,7 @@ def run_folder(path: Path, *records: Record) -> Path:
 
 def colours(picture: Path) -> set[tuple[int, int, int]]:
     pixels = np.round(matplotlib.image.imread(picture)[..., :3] * 255).astype(int)
-    numbers = np.unique(pixels @ (1 << 16, 1 << 8, 1))  # of rows it would sort for seconds
+    numbers = np.unique(pixels @ (1 << 16, 1 << 8, 1))  # on rows it would sort for seconds
     return {(int(each) >> 16, int(each) >> 8 & 255, int(each) & 255) for each in numbers}
 
 

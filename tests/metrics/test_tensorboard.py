@@ -1,4 +1,4 @@
-"""TensorBoard reads what was written, without what a resumed run does again."""
+"""TensorBoard reads what was written, without the steps that a resumed run repeats."""
 
 from dataclasses import replace
 from pathlib import Path

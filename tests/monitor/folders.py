@@ -1,4 +1,4 @@
-"""Run folders for tests, written by what writes them in a run."""
+"""Run folders for tests, written by the code that writes them in a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = "run: {dir: runs/x, name: first try}\ntrain: {num_steps: 10}\n"
 
 
 def started(folder: Path, steps: int = 4, num_steps: int = 10, **facts: int | str) -> EventLog:
-    """A run that has started, made some steps of 0.5 s and a validation; its event log."""
+    """Writes a run that has started, made some steps of 0.5 s and a validation; returns its event log."""
     (folder / "heartbeats").mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
     log = EventLog(folder / "events.jsonl")
@@ -36,7 +36,7 @@ def started(folder: Path, steps: int = 4, num_steps: int = 10, **facts: int | st
 
 
 def timed(step: int, loss: float = 2.5) -> Record:
-    """A step that ends half a second after the one before."""
+    """Builds a step that ends half a second after the one before."""
     return replace(step_record(step, loss), time_s=time.time() + 0.5 * step, memory_bytes=2**30)
 
 
@@ -46,7 +46,7 @@ def append(folder: Path, records: Sequence[Record]) -> None:
 
 
 def beats(folder: Path, rank: int, *, ago_s: float = 0, phase: Phase = Phase.UPDATE, memory_bytes: int = 2**30) -> None:
-    """The heartbeat of a rank."""
+    """Writes the heartbeat of a rank."""
     now = time.time() - ago_s
     beat = Beat(rank, 1, 5, phase, now, now, None, memory_bytes)
     heartbeat_file(folder / "heartbeats", rank).write_text(json.dumps(asdict(beat)))

@@ -23,7 +23,7 @@ from tests.warm import completed
 
 @pytest.fixture(scope="module")
 def requeued(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed after step 6, went on after step 4, was stopped, and failed in its third start."""
+    """Writes a run that was killed after step 6, resumed after step 4, was stopped, and failed in its third start."""
     folder = tmp_path_factory.mktemp("requeued")
     log = started(folder, steps=4, num_steps=900)
     log.write(EventKind.SAVE, 4, facts={"seconds": 2.5})
@@ -45,7 +45,7 @@ def requeued(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def full(step: int) -> StepRecord:
-    """With all that can be recorded."""
+    """Builds a step record with every field that can be recorded."""
     record = with_side_terms(step_record(step, 2 + 1 / step))
     assert isinstance(record, StepRecord)
     sources = {"web": TermRecord(loss=record.loss + 1, numerator=1, denominator=1)}
@@ -67,7 +67,7 @@ def page(run: Path) -> Element:
 
 @pytest.fixture(scope="module")
 def written(requeued: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its page."""
+    """Writes the page of that run."""
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_run_page(requeued, path)
     return path
@@ -75,7 +75,7 @@ def written(requeued: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def read(written: Path) -> Element:
-    """The same, read."""
+    """Parses that page."""
     return read_html(written.read_text())
 
 

@@ -1,4 +1,4 @@
-"""The state of a run by what lies in its folder."""
+"""The state of a run, read from its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mtrain status`: what it reads out of run folders that are being written, damaged, old or many, and how it looks."""
+"""`mtrain status`: what it reads from run folders that are being written, damaged, old or many, and how it looks."""
 
 from __future__ import annotations
 

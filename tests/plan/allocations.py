@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, counted storage by storage while operations run."""
+"""Counts the bytes of live tensors, storage by storage while operations run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages:
-    """Bytes of storages, each once and until nobody holds it any more."""
+    """Bytes of storages, each counted once until nothing holds it any more."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -20,7 +20,7 @@ class LiveStorages:
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def note(self, tensor: Tensor, is_new: bool = True) -> None:
-        """One that was there before counts nothing."""
+        """Adds a storage; one that existed before counts nothing."""
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place in self._known:
@@ -37,7 +37,7 @@ class LiveStorages:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts every storage that an operation makes, inside the `with` block, until nobody holds it any more.
+    """Counts every storage that an operation makes inside the `with` block, until nothing holds it any more.
 
     Views share a storage, which counts once, and results in storages that were there before count nothing. What an
     operation allocates and frees within itself is not seen.
@@ -57,7 +57,7 @@ class Allocations(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """Bytes, at most at one time."""
+        """Returns the most bytes at any one time."""
         return self._storages.peak
 
 

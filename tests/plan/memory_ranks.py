@@ -26,17 +26,17 @@ class Measured(NamedTuple):
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    """Of the state between two steps."""
+    """Bytes of the optimizer's state between two steps."""
     forward_backward_bytes: int
-    """Most beyond those three while gradients are computed."""
+    """Most bytes beyond those three while gradients are computed."""
     update_bytes: int
-    """Most beyond those three while the optimizer works."""
+    """Most bytes beyond those three while the optimizer works."""
     host_bytes: int
-    """That have left for the host; with one microbatch a step, all at one time."""
+    """Bytes moved to the host; with one microbatch per step, all at one time."""
 
 
 def measured(groups: Groups, configs: Sequence[Config]) -> list[Measured]:
-    """Second steps: the first one makes what stays."""
+    """Measures second steps, as the first one allocates what stays."""
     return [_measured(groups, config) for config in configs]
 
 
@@ -76,5 +76,5 @@ def _gradients(built: Built) -> dict[str, str]:
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
-    """Of distinct storages."""
+    """Returns the bytes of distinct storages."""
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())

@@ -1,4 +1,4 @@
-"""The memory of finetuning by adapters: beside what ranks allocate, and beside 70 billion parameters built on meta."""
+"""The memory of finetuning by adapters, compared with what ranks allocate, and with 70B parameters on meta."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: list[tuple[Layout, list[tuple[str, ...]]]] = [
 def test_the_estimate_beside_a_frozen_model_is_what_ranks_allocate(
     layout: Layout, changes: list[tuple[str, ...]], pool: Pool
 ) -> None:
-    """What a frozen weight does not need is not counted, and what adapters keep is: within 10 %."""
+    """Parts that a frozen weight does not need are not counted, those that adapters keep are: within 10 %."""
     small: tuple[str, ...] = ("data.seq_length=384", "model.vocab_size=1000", "model.num_layers=2", "layout.cp=1")
     small += (f"layout.tp={layout.tp}", f"layout.sp={str(layout.sp).lower()}")
     configs = [long_rows(*small, *each) for each in changes]
@@ -61,11 +61,11 @@ REPLICATED = (
     *(f"{name}_proj.lora_A" for name in ("q", "k", "v", "gate", "up")),
     *(f"{name}_proj.lora_B" for name in ("o", "down")),
 )
-"""In names of what every rank of TP holds whole: A of what is cut by rows, B of what is cut by columns."""
+"""Names of tensors that every TP rank holds whole: A of what is cut by rows, B of what is cut by columns."""
 
 
 def on_meta() -> Any:
-    """Llama 3 70B in transformers with adapters of PEFT, without a single number."""
+    """Builds Llama 3 70B in transformers with adapters of PEFT, without a single number."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     architecture = transformers.LlamaConfig(
         **sizes, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False

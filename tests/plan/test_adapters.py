@@ -1,4 +1,4 @@
-"""What adapters cost is what is built: parameters on every rank, and arithmetic by hand."""
+"""The planned cost of adapters is what is built: parameters on every rank, and arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_parameters_are_those_of_the_definition_and_lie_somewhere(adapter: dict[
 
 
 def test_a_head_is_counted_with_what_learns() -> None:
-    """Its gradient, its moments and its third product, and not among the frozen weights."""
+    """The head adds its gradient, moments and third product, and is not among the frozen weights."""
     adapter = {"rank": 1, "targets": ["q_proj"]}
     user, layout = (
         adapted(adapter, model__num_labels=3, loss__function="classification", train__precision="fp32"),

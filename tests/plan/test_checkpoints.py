@@ -1,4 +1,4 @@
-"""The size of checkpoints beside those that ranks write, and how many there are at one time."""
+"""The planned size of checkpoints, compared with what ranks write, and their greatest number at one time."""
 
 from __future__ import annotations
 

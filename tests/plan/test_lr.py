@@ -31,7 +31,7 @@ def rates(num_steps: int, **section: Any) -> list[float]:
 
 
 def megatron_rates(num_steps: int, batch_size: int = 1, **section: Any) -> list[float]:
-    """As Megatron-LM's loop sees them: update, then step the scheduler by the samples of the batch."""
+    """Returns the rates of Megatron-LM's loop: update, then step the scheduler by the samples of the batch."""
     wanted = AdamWSection(**section)
     is_wsd = wanted.schedule == "wsd"
     length = wanted.decay_steps or (max(1, num_steps // 10) if is_wsd else num_steps)
@@ -59,7 +59,7 @@ def megatron_rates(num_steps: int, batch_size: int = 1, **section: Any) -> list[
 
 
 def transformers_rates(num_steps: int, lr: float, build: Callable[..., Any], **how: Any) -> list[float]:
-    """As a loop with transformers' schedules sees them: optimizer.step(), then scheduler.step()."""
+    """Returns the rates of a loop with transformers' schedules: optimizer.step(), then scheduler.step()."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     scheduler = build(optimizer, **how)
     found = []
@@ -72,7 +72,7 @@ def transformers_rates(num_steps: int, lr: float, build: Callable[..., Any], **h
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
-    """Updates of a run, and a legal optimizer section."""
+    """Draws the number of updates of a run, and a legal optimizer section."""
     num_steps = draw(st.integers(2, 120))
     lr = draw(st.floats(1e-7, 10.0))
     section: dict[str, Any] = {"lr": lr, "schedule": draw(st.sampled_from(["constant", "linear", "cosine", "wsd"]))}
@@ -136,7 +136,7 @@ def test_every_rate_is_that_of_transformers_to_rounding(name: str, warmup: int) 
     build, how, section = TRANSFORMERS[name]
     expected = transformers_rates(40, 3e-4, build, num_warmup_steps=warmup, **how)
     found = rates(40, lr=3e-4, warmup_steps=warmup, **section)
-    # where a rate ends near 0, what is left of lr - lr: rounding of lr, not of the rate
+    # where a rate ends near 0, the remainder of lr - lr is rounding of lr, not of the rate
     assert found == pytest.approx(expected, rel=4 * ULP, abs=3e-4 * 4 * ULP)
 
 
@@ -151,7 +151,7 @@ def test_the_last_update_of_a_decay_to_zero_has_a_rate() -> None:
 
 
 ONE_AHEAD: dict[str, Any] = {"schedule_convention": "one_ahead"}
-"""What the first version of this program did; its runs go on so."""
+"""Convention of the first version of this program, with which its runs go on."""
 RECORDED: list[tuple[dict[str, Any], list[float]]] = [
     (
         {"schedule": "linear", "warmup_steps": 3},
@@ -166,7 +166,7 @@ RECORDED: list[tuple[dict[str, Any], list[float]]] = [
         [0.0003, 0.0003, 0.0003, 0.00022333333333333333, 0.00014666666666666666, 7e-05],
     ),
 ]
-"""From the program before `optimizer.schedule_convention` was there."""
+"""Schedules and rates of the program before it had `optimizer.schedule_convention`."""
 
 
 @pytest.mark.parametrize(("section", "recorded"), RECORDED, ids=["linear", "cosine", "wsd"])

@@ -1,4 +1,4 @@
-"""The memory estimate beside what ranks allocate, and recomputation, which must change memory and no number."""
+"""The memory estimate, compared with what ranks allocate; recomputation must change memory and no number."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ MOCK = (
 
 
 def long_rows(*changes: str) -> Config:
-    """The configuration of 128k tokens, made small; its layout is given apart."""
+    """Returns the configuration of 128k tokens, made small; its layout is given separately."""
     parts = [CONFIGS / "model" / "llama3_8b.yaml", CONFIGS / "run" / "finetune_128k.yaml"]
     return load_config(parts, [*SMALL, *MOCK, *changes])
 
 
 def assert_estimated(found: list[Measured], config: Config, layout: Layout) -> None:
-    """Within 10 % on the rank that needs most; what follows from parameters to the byte."""
+    """Checks the total within 10 % on the rank that needs most, and what follows from parameters to the byte."""
     estimate = plan.memory_per_rank(config, layout, 0)
     states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
     assert {(each.weights_bytes, each.gradients_bytes, each.optimizer_bytes) for each in found} == {states}
@@ -98,7 +98,7 @@ def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_the_estimate_of_logits_in_chunks_is_what_a_rank_allocates(pool: Pool, precision: str) -> None:
-    """Where they are what matters: a wide vocabulary, and layers that keep their input alone."""
+    """Logits dominate here: a wide vocabulary, and layers that keep only their input."""
     wide = ("model.vocab_size=8000", "model.num_layers=1", "data.seq_length=512", "loss.chunk_tokens=200", FULL)
     given = long_rows(f"train.precision={precision}", "layout.cp=1", "layout.tp=1", *wide)
     ((found,),) = pool.run(measured, Layout(), [given])

@@ -1,4 +1,4 @@
-"""The memory estimate of families and schedules beside what their ranks allocate."""
+"""The memory estimate of families and schedules, compared with what their ranks allocate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
-# in fp16 everything is as in bf16 but for the loss scale, and slow on processors
+# fp16 is like bf16 except for the loss scale, and slow on CPUs
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "fp16" else []) for name in CASES]
 )

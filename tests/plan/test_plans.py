@@ -21,7 +21,7 @@ def test_attended_pairs_are_counted_one_by_one(seq_length: int, window: int | No
 
 
 def matrices(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Shapes of every parameter of one layer, written out."""
+    """Returns the shapes of every parameter of one layer, written out."""
     hidden, ffn, dim = model.hidden_size, model.ffn_hidden_size, model.head_size
     gates = 2 if model.activation == "swiglu" else 1
     shapes: dict[str, tuple[int, ...]] = {
@@ -172,7 +172,7 @@ def test_peaks_of_known_gpus_only() -> None:
 
 
 def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
-    """In fp32: three numbers a logit of a chunk, the gradients of the table and of the hidden states of all tokens."""
+    """Chunks in fp32 take three numbers per logit, and the gradients of the table and of all tokens' hidden states."""
 
     def of(chunk_tokens: int | str) -> int:
         given = config(
@@ -191,7 +191,7 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
 
 
 def full_rows(model: ModelSection, seq: int) -> plan.Work:
-    """One row of text, every token of which is learned."""
+    """Returns the work of one row of text, every token of which is learned."""
     pairs, window = (plan.num_attended_pairs(seq, each) for each in (None, model.sliding_window))
     return plan.Work(seq, pairs, window, (1 + model.mtp_depths) * seq)
 
@@ -204,7 +204,7 @@ def test_the_work_of_a_full_row_is_that_of_its_tokens() -> None:
 
 
 def test_a_pass_that_scores_is_a_third_of_a_step() -> None:
-    """And beside frozen matrices half of theirs."""
+    """A frozen matrix costs two thirds of a step, so there a pass is half of one."""
     model = config().model
     whole = full_rows(model, 64)
     step = plan.flops_of_step(model, whole)

@@ -39,7 +39,7 @@ def sizes(model: ModelSection) -> dict[str, tuple[int, ...]]:
 
 
 def share_that_is_met(name: str, model: ModelSection) -> float:
-    """Of the experts, those that a token goes to."""
+    """Returns the share of the experts that a token is sent to; 1 for other parameters."""
     if model.experts is None or ".mlp.experts." not in name:
         return 1.0
     return model.experts.top_k / model.experts.num_experts
@@ -71,9 +71,9 @@ def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection)
 
 
 def num_pairs(model: ModelSection) -> int:
-    """Pairs of tokens that see each other in a row, over all layers, depths among them."""
+    """Counts pairs of tokens that see each other in a row, over all layers, depths among them."""
     count = 0
-    layers = [*range(1, model.num_layers + 1), *[model.num_layers] * model.mtp_depths]  # depths are as the last layer
+    layers = [*range(1, model.num_layers + 1), *[model.num_layers] * model.mtp_depths]  # depths are like the last layer
     for layer in layers:
         every = model.global_attention_every
         is_global = model.sliding_window is None or (every is not None and layer % every == 0)

@@ -1,4 +1,4 @@
-"""What `mtrain check` prints of a configuration."""
+"""The summary of a configuration that `mtrain check` prints."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `mtrain train` refuses before its first step, `mtrain check` refuses: the same message, the same exit code.
+"""`mtrain check` refuses what `mtrain train` refuses before its first step: the same message, the same exit code.
 
 Each case is one fault in a run that is sound otherwise. Both verbs are called on it.
 """
@@ -42,34 +42,34 @@ LINE = {"prompt": "a b", "response": "c d e"}
 
 @dataclass(frozen=True)
 class Place:
-    """What the cases share; they write into `own` alone."""
+    """Files that the cases share; they write into `own` alone."""
 
     shared: Path
     own: Path
 
     @property
     def base(self) -> str:
-        """A run of one step with a checkpoint."""
+        """Makes a run of one step with a checkpoint."""
         return str(self.shared / "base")
 
     @property
     def trained(self) -> dict[str, Any]:
-        """`data` of that run."""
+        """Returns `data` of that run."""
         return self.indexed(str(self.shared / "corpus"))
 
     @property
     def hf(self) -> Path:
-        """A copy of a sound folder of Hugging Face."""
+        """Copies a valid Hugging Face folder."""
         return Path(shutil.copytree(self.shared / "hf", self.own / "hf", dirs_exist_ok=True))
 
     @property
     def continued(self) -> dict[str, Any]:
-        """`run` of a copy of the run, which a start goes on with."""
+        """Returns `run` of a copy of the run, which a start resumes."""
         shutil.copytree(self.base, self.own / "run", dirs_exist_ok=True)
         return {"dir": str(self.own / "run")}
 
     def corpus(self, num_tokens: int, name: str = "corpus") -> str:
-        """Prefix of a corpus of one document."""
+        """Returns the prefix of a corpus of one document."""
         with writing_corpus(str(self.own / name), vocab_size=64) as writer:
             writer.add(np.arange(num_tokens) % 60)
         return str(self.own / name)
@@ -86,13 +86,13 @@ class Place:
 
 
 class Case(NamedTuple):
-    """A fault."""
+    """A run with one fault."""
 
     code: int
     words: str
-    """In the message."""
+    """Words of the message."""
     sections: Callable[[Place], dict[str, Any]]
-    """What differs from the sound run."""
+    """Sections that differ from the valid run."""
     meanwhile: Callable[[Place], AbstractContextManager[object]] = lambda place: nullcontext()
 
 
@@ -101,7 +101,7 @@ def _loss(code: int, words: str, **keys: Any) -> Case:
 
 
 def _start(words: str, **model: Any) -> Case:
-    """Weights of another model."""
+    """Builds a case that starts from another model's weights."""
     return Case(3, words, lambda place: {"checkpoint": {"initialize_from": place.base}, "model": {**SMALL, **model}})
 
 
@@ -167,7 +167,7 @@ def _damaged(place: Place) -> dict[str, Any]:
 
 
 def _flipped(folder: Path) -> None:
-    """Changes a byte of a checkpoint, but no size."""
+    """Changes a byte of a checkpoint without changing its size."""
     path = max(folder.glob("checkpoints/step_*/*.distcp"), key=lambda each: each.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -307,7 +307,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step, a folder of Hugging Face and a tokenizer."""
+    """Makes a run of one step, a Hugging Face folder and a tokenizer."""
     folder = tmp_path_factory.mktemp("shared")
     save("llama", folder / "hf", max_shard_size="1GB", vocab_size=64)
     _save_tokenizer(folder / "tokenizer")
@@ -347,7 +347,7 @@ def test_check_refuses_what_train_refuses(name: str, shared: Path, tmp_path: Pat
     with case.meanwhile(place):
         code, text = call("check", file, "--world-size", 1)
         done = _train(file)
-    # behind the message stand lines on its kind and place
+    # lines on its kind and place follow the message
     (refused,) = re.findall(r"^error: ((?:.*\n)+?)(?=  class: |\Z)", done.stderr, re.MULTILINE) or [done.stderr]
     assert (done.returncode, case.words in refused) == (case.code, True), done.stderr
     assert (code, f"error: {refused}" in text) == (done.returncode, True), (refused, text)
@@ -381,12 +381,12 @@ def test_a_sound_run_passes_both(shared: Path, tmp_path: Path) -> None:
     "family", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in FAMILIES]
 )
 def test_weights_of_every_family_fit_their_model(family: str, tmp_path: Path) -> None:
-    """Names and shapes that are expected of a checkpoint are those that an import has."""
+    """The names and shapes expected of a checkpoint are those that an import has."""
     save(family, tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "imported", None, num_workers=1)
     place = Place(tmp_path, tmp_path)
     model = described_model(tmp_path / "hf").model_dump()
-    # of another program: without our manifest
+    # as if from another program: without our manifest
     shutil.copytree(tmp_path / "imported", tmp_path / "foreign")
     (tmp_path / "foreign" / "mtrain.json").unlink()
     for name in ("imported", "foreign"):

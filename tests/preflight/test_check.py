@@ -1,4 +1,4 @@
-"""`mtrain check` looks at what a run will open and write; each fault has its message and exit code."""
+"""`mtrain check` inspects what a run will open and write; each fault has its message and exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer and a chat template."""
+    """Makes a folder with a tokenizer and a chat template."""
     bare = tmp_path_factory.mktemp("bare")
     write_tokenizer(bare)
     return folder_of("qwen3", bare / "tokenizer.json", tmp_path_factory.mktemp("chat"))
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Prefix of a pair of five documents."""
+    """Returns the prefix of a pair with five documents."""
     with writing_corpus(str(tmp_path / "corpus"), vocab_size=1000) as writer:
         for document in range(5):
             writer.add(np.arange(document, document + 40 + document))
@@ -46,7 +46,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def check(tmp_path: Path) -> Check:
-    """Exit code and output for a small run with some changes."""
+    """Returns a function that checks a small run with some changes and gives exit code and output."""
 
     def run(*options: str, **changes: Any) -> tuple[int, str]:
         given = content(**{"run__dir": str(tmp_path / "run"), **changes})
@@ -169,7 +169,7 @@ def test_every_fault_is_named_at_once(check: Check, tmp_path: Path) -> None:
 def test_a_vocabulary_that_is_too_small_is_refused(
     check: Check, tokenizer: Path, notice: Notice, tmp_path: Path
 ) -> None:
-    """Where a token beyond it occurs: some tokenizers have more tokens than their model, as that of Gemma 3."""
+    """The refusal needs a token beyond it in the data: some tokenizers are larger than their model, like Gemma 3's."""
     path = tmp_path / "records.jsonl"
     records(path, CHAT)
     with notice:

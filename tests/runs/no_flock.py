@@ -21,7 +21,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid_flock(error: int) -> None:
-    """From now on, in this process and all that come from it."""
+    """Installs the filter for this process and all its later children."""
     instructions = (
         (_LOAD, 0, 0, 0),  # the number of the system call
         (_JUMP_IF_EQUAL, 0, 1, _FLOCK[platform.machine()]),

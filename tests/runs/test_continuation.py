@@ -31,7 +31,7 @@ OF_ANY_KIND: dict[str, Any] = {
 
 
 def of_old_version(**changes: Any) -> str:
-    """The resolved configuration as the program wrote it before it had the keys of today."""
+    """Returns the resolved configuration as the program wrote it before it had today's keys."""
     sections = yaml.safe_load(config_yaml(config(**changes)))
     del sections["optimizer"]["schedule_convention"], sections["optimizer"]["kind"]
     for later in ("format", "chat_template", "chat_date", "loss_on", "special_tokens_in_text", "ignore_keys"):

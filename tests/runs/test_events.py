@@ -1,4 +1,4 @@
-"""Events of a run: what was written is read, and what was torn costs itself alone."""
+"""Events of a run: what was written is read, and a torn line loses only itself."""
 
 from __future__ import annotations
 

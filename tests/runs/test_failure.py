@@ -41,7 +41,7 @@ LOST = FailureClass.LOST_PEER
 
 
 def test_who_started_a_rank_that_has_gone_says_how_it_ended() -> None:
-    """A watchdog may be earlier, and knows no signal; where the kernel took memory back, the watchdog knows more."""
+    """A watchdog may report earlier, but knows no signal; it knows more where the kernel reclaimed memory."""
     assert Lost.GONE.name.lower() == GONE
     stuck, killed = record(1, LOST, 1.0, "watchdog"), record(1, LOST, 2.0, "launcher")
     gone = replace(stuck, error=GONE)

@@ -179,7 +179,7 @@ def test_a_damaged_environment_is_refused(folder: RunFolder, text: str) -> None:
 
 
 def large(path: Path) -> None:
-    """40 GiB that take no place on the disk."""
+    """Returns a file of 40 GiB that takes no space on the disk."""
     path.touch()
     os.truncate(path, 40 * 2**30)
 
@@ -228,7 +228,7 @@ def test_a_read_only_folder_is_a_machine_error() -> None:
 
 @contextmanager
 def as_an_ordinary_user() -> Iterator[None]:
-    """Root may write anywhere, so it becomes nobody for a while."""
+    """Becomes `nobody` for a while, since root may write anywhere."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -248,7 +248,7 @@ data: {seq_length: 64, train: [{path: a, weight: 1.0}]}
 
 
 def difference(old: str, new: str) -> list[str]:
-    """Keys that make another run of it."""
+    """Returns the keys that make a different run of it."""
     return [change.key for change in changes(old, new) if not change.is_neutral]
 
 
@@ -299,7 +299,7 @@ def test_neutral_keys_exist(key: str) -> None:
 
 
 def test_of_two_starts_the_later_one_keeps_the_folder(folder: RunFolder) -> None:
-    """An older start that was held up before it wrote its name, and then wrote it over the later one's."""
+    """An older start was held up before it wrote its name, and then wrote it over the later one's."""
     with folder.locked() as older:
         pass
     with folder.locked() as later:

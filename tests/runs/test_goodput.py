@@ -75,7 +75,7 @@ def test_without_a_note_of_the_save_time_is_lost_in_proportion() -> None:
 
 
 def test_steps_that_a_rollback_takes_back_are_lost(tmp_path: Path) -> None:
-    """One start from step 20 on: to 24, where it saves, to 27, back to 24, to 26, and back behind its own begin."""
+    """One start from step 20: to 24, where it saves, to 27, back to 24, to 26, and back to before its own start."""
     folder = tmp_path / "starts"
     account = StartAccount(folder, new_number(folder), 0, 1)
     account.goes_on(20)

@@ -50,7 +50,7 @@ main()
 def holding(
     folder: Path, error: str = "ENOLCK", settle_s: float = 0.1, watch_s: float = 5.0
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that takes the folder and keeps it until it reads a line."""
+    """Starts a process that takes the folder and keeps it until it reads a line."""
     hold = [sys.executable, "-c", HOLD, str(folder), str(settle_s), str(watch_s)]
     with subprocess.Popen(
         [sys.executable, "-m", "tests.runs.no_flock", error, *hold],
@@ -68,13 +68,13 @@ def holding(
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """The next one."""
+    """Reads the next line of the process."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def let_go(process: subprocess.Popen[str]) -> str:
-    """What it says at the end."""
+    """Releases the process and returns its last output."""
     return process.communicate("\n", timeout=600)[0]
 
 
@@ -99,7 +99,7 @@ def test_a_folder_without_locks_is_taken_with_a_warning_and_given_back(tmp_path:
 def test_a_second_run_is_refused_while_the_first_marks_its_folder(tmp_path: Path, notice: Notice) -> None:
     with holding(tmp_path) as first:
         assert line(first) == "locked\n"
-        with notice, holding(tmp_path, watch_s=50.0) as second:  # a first that marks is seen at its first mark
+        with notice, holding(tmp_path, watch_s=50.0) as second:  # an active first holder is seen at its first mark
             said = let_go(second).splitlines()
         assert said[-1].startswith(f"{notice.exit_code} run folder {tmp_path} is in use by process ")
         assert let_go(first) == "still ours\n"

@@ -31,13 +31,13 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 def missing() -> list[str]:
-    """What this machine lacks for a cluster."""
+    """Lists what this machine lacks for a cluster."""
     lacks = [name for name in PROGRAMS if shutil.which(name) is None]
     return lacks if os.access(HOSTS, os.W_OK) else [*lacks, f"permission to write {HOSTS}"]
 
 
 class Cluster:
-    """Up inside the `with` block; every process that it started is gone afterwards."""
+    """A cluster that is up inside the `with` block; every process that it started is gone afterwards."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Cluster:
     ) -> None:
         """
         Args:
-            folder: Empty; holds configuration, state and logs.
-            num_nodes: They are called n1, n2, ...
-            cpus: Of each node; more than the machine has is fine.
-            settings: Of slurm.conf, beside or instead of ours.
-            partitions: As in slurm.conf, behind PartitionName=.
+            folder: Empty folder for configuration, state and logs.
+            num_nodes: Number of nodes, called n1, n2, ...
+            cpus: Number of CPUs of each node, which may exceed the machine's.
+            settings: Settings of slurm.conf that extend or replace ours.
+            partitions: Partitions in the form that slurm.conf has after PartitionName=.
         """
         self.folder, self.nodes = folder, [f"n{number}" for number in range(1, num_nodes + 1)]
         self._cpus, self._settings, self._partitions = cpus, dict(settings or {}), partitions
@@ -88,7 +88,7 @@ class Cluster:
         _name_in_hosts([])
 
     def run(self, *command: str, check: bool = True, timeout: float = 60, cwd: Path | None = None) -> str:
-        """Standard output of a command of Slurm."""
+        """Runs a command of Slurm and returns its standard output."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
         )
@@ -96,30 +96,30 @@ class Cluster:
         return done.stdout
 
     def submit(self, *arguments: str, cwd: Path | None = None) -> str:
-        """The number of the job that sbatch makes of these arguments."""
+        """Runs sbatch with these arguments and returns the job's number."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd).strip().split(";")[0]
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of a job, by name: JobState, Restarts, ExitCode, ..."""
+        """Returns what Slurm knows of a job, by name: JobState, Restarts, ExitCode, ..."""
         text = self.run("scontrol", "show", "job", "-o", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def minutes(self, number: str) -> int:
-        """For how many full minutes a job has run since its latest start."""
+        """Returns for how many full minutes a job has run since its latest start."""
         hours, minutes, _ = self.job(number)["RunTime"].split("-")[-1].split(":")
         return 60 * int(hours) + int(minutes)
 
     def nodes_of(self, number: str) -> list[str]:
-        """Where a job runs, or has run last."""
+        """Returns the nodes where a job runs, or has run last."""
         return self.run("scontrol", "show", "hostnames", self.job(number)["NodeList"]).split()
 
     def wait_for_job(self, number: str, states: Sequence[str], limit_s: float = 120) -> dict[str, str]:
-        """What Slurm knows of a job once it is in one of these states."""
+        """Waits until a job is in one of these states; returns what Slurm knows of it."""
         self.wait(lambda: self.job(number)["JobState"] in states, f"job {number} in {states}", limit_s)
         return self.job(number)
 
     def wait(self, is_true: Callable[[], bool], what: str, limit_s: float) -> None:
-        """Until it is true; fails with what the cluster knows after `limit_s` seconds."""
+        """Waits until the condition is true; fails with what the cluster knows after `limit_s` seconds."""
         deadline = time.monotonic() + limit_s
         while not is_true():
             if time.monotonic() > deadline:
@@ -129,12 +129,12 @@ class Cluster:
             time.sleep(_POLL_S)
 
     def node_states(self) -> dict[str, str]:
-        """State of each node, as sinfo has it, without its flags."""
+        """Returns the state of each node, as sinfo has it, without its flags."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t", check=False).split("\n")
         return {name: state.rstrip("*~#!%$@^-") for name, state in (line.split() for line in lines if line)}
 
     def start_controller(self) -> None:
-        """Starts slurmctld, which goes on from its state on disk."""
+        """Starts slurmctld, which resumes from its state on disk."""
         self._start("slurmctld", "slurmctld", "-D")
 
     def start_node(self, node: str) -> None:
@@ -142,13 +142,12 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_controller(self) -> None:
-        """kill -9; jobs go on running."""
+        """Kills slurmctld with SIGKILL; jobs go on running."""
         self._daemons["slurmctld"].kill()
         self._daemons.pop("slurmctld").wait()
 
     def kill_node(self, node: str, with_tasks: bool) -> None:
-        """kill -9 of a node's slurmd, with all that runs there as when the node loses power, or without as when only
-        its network is gone."""
+        """Kills a node's slurmd with SIGKILL: with all processes, like a power loss, or alone, like a lost network."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
@@ -164,7 +163,7 @@ class Cluster:
         self._kill(pids)
 
     def signal_script(self, job: str, number: signal.Signals) -> None:
-        """Sends the batch script of a job what Slurm would send it, without a controller."""
+        """Sends the batch script of a job the signal that Slurm would send it, without a controller."""
         for process in self._left_behind():
             if _environ(process).get("SLURM_JOB_ID") == job and "slurm_script" in _name(process.pid):
                 process.send_signal(number)
@@ -175,7 +174,7 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def _start(self, name: str, *command: str) -> None:
-        """In the foreground, as a child that does not outlive us: tests that are killed leave no cluster behind."""
+        """Starts a daemon in the foreground, as a child that ends with us: killed tests leave no cluster."""
         with (self.folder / "log" / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
                 [*command, "-f", str(self.conf)],
@@ -196,7 +195,7 @@ class Cluster:
             daemon.wait()
 
     def _left_behind(self) -> list[psutil.Process]:
-        """Processes of jobs of this cluster."""
+        """Returns the processes of this cluster's jobs."""
         return [
             one
             for one in psutil.process_iter()
@@ -277,6 +276,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _name_in_hosts(nodes: Sequence[str]) -> None:
-    """So that MASTER_ADDR, the first node's name, resolves. In place: /etc/hosts of a container cannot be replaced."""
+    """Makes MASTER_ADDR, the first node's name, resolve. Edits in place, as a container cannot replace /etc/hosts."""
     kept = [line for line in HOSTS.read_text().splitlines() if not line.endswith(_MARK)]
     HOSTS.write_text("\n".join([*kept, *(f"127.0.1.{i} {node} {_MARK}" for i, node in enumerate(nodes, 1))]) + "\n")

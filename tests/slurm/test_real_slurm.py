@@ -1,6 +1,6 @@
 """Runs submitted by `mtrain launch slurm` to a real Slurm: two nodes with two ranks each.
 
-Every job that was interrupted and went on must leave the metrics of one that was not, bit for bit.
+Every job that was interrupted and resumed must leave the metrics of one that was not, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ valid: {interval_steps: 3, max_samples: 4}
 checkpoint: {interval_steps: 2, async_save: false}
 """
 PATIENCE_S = 600.0
-"""For what takes seconds: a slow machine is no failure."""
+"""Time limit of waits that usually take seconds: a slow machine is no failure."""
 SUSPENDED_S = 45
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -56,7 +56,7 @@ class Runs:
         keep_environment: bool = False,
         submitter: Mapping[str, str] | None = None,
     ) -> tuple[str, Path]:
-        """The number of the job and its run folder, whose name has what a shell would trip over."""
+        """Returns the number of the job and its run folder, whose name has characters that need quoting in a shell."""
         run_dir = self.folder / f"{name} $(x) %j"
         if not keep_environment:
             self._write_environment(name, environment or {})
@@ -74,17 +74,17 @@ class Runs:
         return (run_dir / "submissions" / "0001" / "job_id").read_text().strip(), run_dir
 
     def hold_next(self, name: str, rank: int, step: int, phase: Phase) -> None:
-        """The next start of the job waits there until it is asked to stop."""
+        """Makes the next start of the job wait there until it is asked to stop."""
         fault = InjectedFault("await_stop", rank=rank, step=step, phase=phase)
         reached = self.reached(name, phase, step)
         self._write_environment(name, {VARIABLE: str(fault), REACHED: str(reached)})
 
     def hold_no_more(self, name: str) -> None:
-        """The next start of the job waits nowhere."""
+        """Lets the next start of the job run without a wait."""
         self._write_environment(name, {})
 
     def reached(self, name: str, phase: str, step: int) -> Path:
-        """Is there once the job waits in this phase."""
+        """Returns a file that exists once the job waits in this phase."""
         return self.folder / f"{name}-{phase}-{step}.reached"
 
     def _write_environment(self, name: str, more: Mapping[str, str]) -> None:
@@ -93,17 +93,17 @@ class Runs:
         env_file.chmod(0o600)
 
     def ended(self, job: str, limit_s: float = PATIENCE_S) -> dict[str, str]:
-        """What Slurm knows of the job when it has ended for good."""
+        """Returns what Slurm knows of the job when it has ended for good."""
         return self.cluster.wait_for_job(job, ENDED, limit_s)
 
 
 def environment_lines(more: Mapping[str, str]) -> str:
-    """Of an --env-file."""
+    """Returns the lines of an --env-file."""
     return "".join(f"{key}={value}\n" for key, value in {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **more}.items())
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """What each step has left, without what a clock says."""
+    """Returns what each step has recorded, without times."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in records]
 
@@ -134,13 +134,13 @@ PHASES = (
     (Phase.SAVE, 2),
     (Phase.VALIDATION, 6),
 )
-"""A stop in a save or a validation is heard at the end of the step behind it: the run goes on from 1, 3 and 7."""
+"""Phases and steps of stops. In a save or validation, the stop takes effect after the next step: resumes at 1, 3, 7."""
 
 
 def test_a_job_asked_to_stop_in_every_phase_goes_on_bit_for_bit(
     runs: Runs, uninterrupted: list[dict[str, Any]]
 ) -> None:
-    """One job, stopped six times in a row: while its ranks load torch, and then in each of PHASES."""
+    """One job is stopped six times in a row: while its ranks load torch, and then in each of PHASES."""
     job, run_dir = runs.submit("phases")
     # Slurm forgets a signal that comes before the script runs
     runs.cluster.wait((run_dir / "logs" / f"job-{job}-0").is_dir, "the script", PATIENCE_S)
@@ -165,7 +165,7 @@ def test_a_job_survives_what_a_cluster_does_in_a_night(runs: Runs, uninterrupted
     cluster.wait(runs.reached("night", Phase.FORWARD_BACKWARD, 1).exists, "rank 0 in step 1", PATIENCE_S)
 
     held(step=2)
-    # so near that Slurm asks for the end at once; the next attempt has all the time that it needs
+    # so near that Slurm asks for the end at once; the next attempt has all the time it needs
     cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={cluster.minutes(job) + 2}")
     cluster.wait((run_dir / "REQUEUE").exists, "the ranks' marker", PATIENCE_S)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
@@ -232,8 +232,8 @@ exec /usr/bin/scontrol "$@"
 
 
 def test_slurm_shows_what_became_of_jobs_that_were_asked_to_stop(runs: Runs) -> None:
-    """Three jobs at once, each on a node of its own, stopped before their first step: Slurm forbids the requeue of one,
-    does not answer another, and answers the third slowly, which goes on until its budget is spent."""
+    """Three jobs, each on its own node, are stopped before their first step: Slurm forbids the requeue of one, does not
+    answer another, and answers the third slowly, which goes on until its retries are spent."""
     cluster, jobs = runs.cluster, {}
     for name, text in {"forbidden": "", "mute": REFUSES, "slow": SLOW}.items():
         (programs := runs.folder / f"{name}-bin").mkdir()
@@ -285,7 +285,7 @@ exec bash {ROOT}/launch/slurm.sbatch task-$SLURM_ARRAY_TASK_ID run.yaml layout.p
 def test_suspended_and_held_jobs_tasks_of_an_array_and_late_jobs_end_as_slurm_says(
     runs: Runs, uninterrupted: list[dict[str, Any]]
 ) -> None:
-    """Three jobs and an array side by side, as each of them waits for seconds or minutes."""
+    """Three jobs and an array run side by side, as each of them waits for seconds or minutes."""
     late = begin_late(runs)
     let_time_run_out(runs, *late)
     tasks, suspended = begin_array(runs), begin_suspended(runs)
@@ -300,20 +300,20 @@ def test_suspended_and_held_jobs_tasks_of_an_array_and_late_jobs_end_as_slurm_sa
 
 
 def begin_late(runs: Runs) -> tuple[str, Path]:
-    """A job whose save would take longer than is left: its rank hangs, and the time limit comes."""
+    """Starts a job whose save would take longer than is left: its rank hangs until the time limit."""
     fault = str(InjectedFault("hang", rank=0, step=3, phase=Phase.FORWARD_BACKWARD))
     given = ["--nodes=1", "--ntasks-per-node=1", "--partition=low", "layout.pp=1", "train.process_group_timeout_s=900"]
     return runs.submit("late", *given, environment={VARIABLE: fault})
 
 
 def let_time_run_out(runs: Runs, job: str, run_dir: Path) -> None:
-    """Once its rank hangs."""
+    """Lets the time run out once the job's rank hangs."""
     runs.cluster.wait((run_dir / "checkpoints" / "step_00000002").is_dir, "the step before", PATIENCE_S)
     runs.cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={runs.cluster.minutes(job) + 1}")
 
 
 def begin_array(runs: Runs) -> str:
-    """Three tasks: two wait in their first step until they are asked to stop, one has a wrong configuration."""
+    """Submits three tasks: two wait in their first step until they are asked to stop, one has a wrong configuration."""
     (runs.folder / "task.sh").write_text(TASK)
     fault = InjectedFault("await_stop", rank=0, step=1, phase=Phase.FORWARD_BACKWARD)
     (runs.folder / "task-1.env").write_text("MORE=train.num_steps=nothing")
@@ -325,7 +325,7 @@ def begin_array(runs: Runs) -> str:
 
 
 def stop_one_of_the_array(runs: Runs, array: str) -> None:
-    """The last task, whose number stands for the whole array, is requeued alone; each ends by its own truth."""
+    """Stops the last task, whose number is the whole array's, and requeues it alone; each ends as it should."""
     cluster, said = runs.cluster, runs.folder / "task-2.log"
     for number in (0, 2):
         reached = runs.reached(f"task-{number}", Phase.FORWARD_BACKWARD, 1)
@@ -344,7 +344,7 @@ def stop_one_of_the_array(runs: Runs, array: str) -> None:
 
 
 def begin_suspended(runs: Runs) -> tuple[str, Path]:
-    """A job of somebody whose variables ask for another one; its ranks come to wait for one of them."""
+    """Submits a job whose submitter's variables ask for another one; its ranks come to wait for one of them."""
     runs.hold_next("suspended", rank=0, step=3, phase=Phase.FORWARD_BACKWARD)
     given = ["--partition=debug", "--time=60", f"train.process_group_timeout_s={SUSPENDED_S - 5}"]
     job, run_dir = runs.submit("suspended", *given, keep_environment=True, submitter=ASKS_FOR_ANOTHER_JOB)
@@ -357,7 +357,7 @@ def begin_suspended(runs: Runs) -> tuple[str, Path]:
 
 
 def suspend(runs: Runs, job: str) -> None:
-    """While all other ranks wait for rank 0."""
+    """Suspends the job while all other ranks wait for rank 0."""
     runs.cluster.wait(runs.reached("suspended", Phase.FORWARD_BACKWARD, 3).exists, "rank 0 in step 3", PATIENCE_S)
     runs.cluster.run("scontrol", "suspend", job)
 

@@ -1,4 +1,4 @@
-"""Ranks that are kept, and a tokenizer."""
+"""Fixtures of kept ranks, and of a tokenizer."""
 
 import json
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from tests.verify.kept import KeptPool
 
 @pytest.fixture(scope="package")
 def kept() -> Iterator[KeptPool]:
-    """Ranks of `mtrain verify parity`, which starts them anew for every layout."""
+    """Keeps the ranks that `mtrain verify parity` would start anew for every layout."""
     with KeptPool() as pool:
         yield pool
 
 
 @pytest.fixture
 def word_tokenizer(tmp_path: Path) -> Path:
-    """A tokenizer of whole words."""
+    """Writes a tokenizer of whole words."""
     words = ["<unk>", "<s>", "</s>", *"abcdefg"]
     model = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

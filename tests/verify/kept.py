@@ -1,6 +1,6 @@
-"""Ranks that stay for the next call: a check of one step is over sooner than fresh ranks are ready.
+"""Ranks that stay for the next call: a check of one step ends sooner than fresh ranks are ready.
 
-For checks that build everything anew and leave nothing behind but models of a few kilobytes (what tests/pool.py says of
+For checks that build everything anew and leave nothing but models of a few kilobytes (what tests/pool.py says of
 kept ranks is of groups: here they are opened once). A rank that fails takes those of its layout down; the next call
 starts fresh ones.
 """
@@ -25,21 +25,21 @@ from mtrain.plan.layout import Layout
 from tests import pool
 
 MAX_LAYOUTS = 8
-"""That are kept at once."""
+"""Number of layouts that are kept at a time."""
 TIMEOUT_S = 600
 LIFE_S = 24 * 3600
-"""Longer than any suite: ranks wait for calls, not for each other."""
+"""Timeout of the ranks, longer than any suite: they wait for calls, not for each other."""
 
 
 def serve(groups: Groups, pipes: Sequence[Connection]) -> None:
-    """What a kept rank does: one call after the other, each from the same random states. Ends where a call is None."""
+    """Answers one call after the other, each from the same random states, until a call is None."""
     pipe = pipes[groups.rank]
     while (call := pickle.loads(pipe.recv_bytes())) is not None:
         function, arguments, seed = call
         seed_generators(seed, 0, groups)
         pipe.send_bytes(pickle.dumps(function(groups, *arguments)))
         gc.collect()
-        gc.freeze()  # what megatron-core's hooks hold to the end is no garbage, however often it is looked at
+        gc.freeze()  # what megatron-core's hooks hold to the end is no garbage and need not be scanned
 
 
 class _World:
@@ -60,7 +60,7 @@ class _World:
             self._ended.set_exception(fault)
 
     def run(self, call: tuple[Any, ...]) -> list[Any]:
-        """The answers of all ranks; raises what a rank raised."""
+        """Returns the answers of all ranks; raises what a rank raised."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps(call))
         found: dict[int, Any] = {}
@@ -71,7 +71,7 @@ class _World:
             for pipe in (each for each in waiting if each in ready):
                 try:
                     found[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
-                except EOFError:  # its process has ended, and with it soon the others
+                except EOFError:  # its process has ended, and the others soon will
                     self._ended.result(TIMEOUT_S)
             if self._ended.done():
                 self._ended.result()
@@ -104,7 +104,7 @@ class KeptPool(pool.Pool):
             world.close()
 
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
-        """As the pool of the suite."""
+        """Runs a function like the pool of the suite."""
         if function.__name__ in pool.REFERENCES:
             return super().run(function, layout, *arguments, seed=seed)
         while True:
@@ -127,7 +127,7 @@ class KeptPool(pool.Pool):
             self._worlds.move_to_end(name)
             others = [each for each in self._worlds.values() if each is not world]
             for each in others[: max(0, len(self._worlds) - MAX_LAYOUTS)]:
-                if each.lock.acquire(blocking=False):  # else it is at work
+                if each.lock.acquire(blocking=False):  # else it is busy
                     self._forget(each)
                     each.close()
                     each.lock.release()

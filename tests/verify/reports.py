@@ -17,14 +17,14 @@ TENSORS = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.
 
 
 def step_values(step: int, grad_norm: float = 2.0) -> StepValues:
-    """A step of a loss with one side term."""
+    """Builds a step of a loss with one side term."""
     means = {"main": 4.0 - 0.1 * step, "z": 20.0}
     counts = {"main": 100.0, "z": 100.0}
     return StepValues(step, 4.0, means, {name: 100 * mean for name, mean in means.items()}, counts, grad_norm)
 
 
 def deviations(gradient: float = 1e-7) -> tuple[Deviation, ...]:
-    """Two steps; the second step's last gradient deviates as asked."""
+    """Builds deviations of two steps; the second step's last gradient deviates as given."""
     found = [Deviation("lr", "lr", 9, 1e-16, 1e-15)]
     for step in (1, 2):
         found += [Deviation("samples", name, step, 0.0, 0.0) for name in ("tokens", "labels")]
@@ -39,13 +39,13 @@ def deviations(gradient: float = 1e-7) -> tuple[Deviation, ...]:
 
 
 def layout_result(name: str, axes: dict[str, str], gradient: float = 1e-7) -> LayoutResult:
-    """Two steps of one layout."""
+    """Builds two steps of one layout."""
     steps = (step_values(1), step_values(2))
     return LayoutResult(name, axes, 2, 1.5, steps, steps, deviations(gradient))
 
 
 def report(gradient: float = 1e-7) -> ParityReport:
-    """A reference and three layouts; the second one's gradient deviates as asked, nan and inf included."""
+    """Builds a reference and three layouts; the second one's gradient deviates as given, nan and inf included."""
     steps = (step_values(1), step_values(2))
     failed = not gradient <= 1e-5
     diagnosis = Diagnosis(

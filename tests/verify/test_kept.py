@@ -1,4 +1,4 @@
-"""Kept ranks: the same ones answer again, and a failure arrives as from fresh ones and leaves nothing behind."""
+"""Kept ranks answer again, and a failure arrives as from fresh ones and leaves no state."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

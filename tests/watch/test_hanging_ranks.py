@@ -1,4 +1,4 @@
-"""Ranks that hang, for real: the watchdog names the one that the others wait for, keeps its stacks and ends the job."""
+"""Ranks that really hang: the watchdog names the one that the others wait for, keeps its stacks and ends the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HANGS = "the watchdog names rank, phase and step within `train.process_group_tim
 
 
 def watchdogs(run: Path) -> list[psutil.Process]:
-    """Those of a run."""
+    """Returns the watchdog processes of a run."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []

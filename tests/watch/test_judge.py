@@ -1,4 +1,4 @@
-"""Who is lost, judged from looks that a test makes up: no process, no clock."""
+"""Which rank is lost, judged from looks that a test makes up: no process, no clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def at(rank: int, phase: Phase, step: int = 5, is_waiting: bool = False, calls: 
 
 
 class Story:
-    """Looks, a second apart."""
+    """A sequence of looks, a second apart."""
 
     def __init__(self, beats: dict[int, Beat] | None = None) -> None:
         self.beats = beats or {}
@@ -30,7 +30,7 @@ class Story:
         self.judge.look(0.0, [living(at(rank, Phase.DATA, step=1), 0.0) for rank in range(2)], 2)
 
     def ends_after(self, *ranks: Seen, lives: bool = True, most_s: int = 400) -> tuple[int, Loss]:
-        """Seconds of the very same until somebody is lost, and who."""
+        """Repeats the given looks until a rank is judged lost; returns the seconds and the loss."""
         for second in range(most_s):
             self.now += 1
             seen = [living(one.state, self.now, one.process) if lives else one for one in ranks]
@@ -40,7 +40,7 @@ class Story:
 
 
 def living(state: PulseState, now: float, process: ProcessState | None = RUNS) -> Seen:
-    """The interpreter runs, but nothing gets on."""
+    """Builds a rank whose interpreter runs, but which makes no progress."""
     return Seen(replace(state, beat_s=now), process)
 
 

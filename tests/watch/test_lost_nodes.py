@@ -35,10 +35,10 @@ def wait_for_checkpoint(run: Path, step: int) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All that a start publishes."""
+    """Returns everything that a start publishes."""
     parts = ("checkpoints", "ledger", "exports")
     files = [path for part in parts for path in (folder / part).rglob("*") if path.is_file()]
-    # what it was writing when it was stopped may get written, or half deleted when it ends, but is never seen: the next
+    # what it was writing when it was stopped may get written, or half deleted at its end, but is never read: the next
     # start deletes it
     files = [path for path in files if not path.parent.name.startswith((".tmp-", ".trash-"))]
     files += [folder / "metrics.jsonl", folder / "config.yaml", folder / ".lock", *folder.glob("REQUEUE")]

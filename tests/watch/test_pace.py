@@ -1,4 +1,4 @@
-"""Slow ranks, by their own time of work."""
+"""Slow ranks, found by their own time of work."""
 
 from __future__ import annotations
 

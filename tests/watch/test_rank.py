@@ -1,4 +1,4 @@
-"""A rank's side of the watchdog, in programs without torch: the start of a run, and what a watchdog leaves behind."""
+"""A rank's side of the watchdog, in programs without torch: the start of a run, and what a watchdog leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ with watched(here, RankEnvironment.from_environ(os.environ)) as pulse:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
-    """Starts two ranks of a launch of their own, which run the same text."""
+    """Returns a function that starts two ranks of a launch of their own, which run the same text."""
     running: list[subprocess.Popen[str]] = []
 
     def begin(
@@ -126,7 +126,7 @@ def test_ranks_that_their_launcher_ends_are_not_lost(
 
 @pytest.mark.parametrize("while_made", [False, True])
 def test_a_rank_that_two_interrupts_end_has_said_so(tmp_path: Path, while_made: bool) -> None:
-    """From the first moment at which a watchdog can see it; Python's own ways out may then be skipped."""
+    """The report exists from the first moment that a watchdog can see; Python's own exits may then be skipped."""
     program = (
         "import os, pathlib, signal, sys\n"
         "from mtrain.base.pulse import Pulse\n"

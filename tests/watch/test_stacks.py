@@ -1,4 +1,4 @@
-"""Stacks of a process that stands still are of the place where it stands."""
+"""Stacks of a stopped process show the place where it was stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ while True:
 
 @pytest.mark.parametrize("is_asked_before", [False, True], ids=["at the end", "early, too"])
 def test_a_stopped_process_is_shown_where_it_was_stopped(tmp_path: Path, is_asked_before: bool) -> None:
-    """Not where it got to until one of its many threads had answered."""
+    """The stack is not from where it got to until one of its many threads answered."""
     with subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)]) as process:
         try:
             wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)

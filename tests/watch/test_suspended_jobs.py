@@ -1,4 +1,4 @@
-"""Jobs that are suspended for longer than ranks may wait for each other, as by `scontrol suspend`: they go on."""
+"""Jobs suspended for longer than ranks may wait for each other, as by `scontrol suspend`, go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = (f"train.process_group_timeout_s={TIMEOUT_S}", "watch.start_timeout_s
 
 
 def is_waiting(run: Path, rank: int) -> bool:
-    """Whether its heartbeat says that it waits for another rank."""
+    """Says whether its heartbeat reports a wait for another rank."""
     beat = read_beat(run / "heartbeats", rank)
     return beat is not None and beat.call is not None
 

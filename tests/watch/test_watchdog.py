@@ -1,4 +1,4 @@
-"""What a watchdog does beside its ranks."""
+"""The watchdog's own work, without ranks."""
 
 from __future__ import annotations
 

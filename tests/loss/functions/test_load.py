@@ -1,4 +1,4 @@
-"""Loss functions are found by name, and every wrong name says what to change."""
+"""Loss functions are found by name, and an error about a wrong name says what to change."""
 
 from pathlib import Path
 

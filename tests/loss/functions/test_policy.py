@@ -1,4 +1,4 @@
-"""Policy losses of one process: however rollouts are cut, their pairs and diagnostics add up to the same."""
+"""Policy losses of one process: however rollouts are cut, their pairs and diagnostics add up to the same values."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ SEQUENCES = st.lists(
 
 
 def inputs_of(rows: list[tuple[list[bool], float, int]], leaf: Tensor, numbers: list[int]) -> TermInputs:
-    """Some of the sequences as a microbatch; masked tokens have numbers that no policy gives."""
+    """Builds a microbatch of some sequences; masked tokens have numbers that no policy gives."""
     masks = torch.tensor([rows[number][0] for number in numbers])
     drawn = [torch.randn(3, SEQ, generator=torch.Generator().manual_seed(rows[number][2])) for number in numbers]
-    # whoever takes exp of these before the mask gets inf, and a gradient of nan
+    # exp of these before the mask would give inf, and a gradient of nan
     absurd = {"old_logprobs": -300.0, "rollout_logprobs": -900.0, "ref_logprobs": 300.0}
     others = {
         name: torch.where(masks, torch.stack([each[number] for each in drawn]) - 1.6, value)
@@ -67,7 +67,7 @@ def inputs_of(rows: list[tuple[list[bool], float, int]], leaf: Tensor, numbers: 
 def evaluated(
     loss: Any, rows: Any, leaf: Tensor, parts: list[list[int]]
 ) -> tuple[list[float], Tensor, Mapping[str, Any]]:
-    """Sums of numerators and denominators, the gradient, and the diagnostics of all parts."""
+    """Returns sums of numerators and denominators, the gradient, and the diagnostics of all parts."""
     pairs = [loss(inputs_of(rows, leaf, part)) for part in parts]
     (gradient,) = torch.autograd.grad(sum(pair.numerator for pair in pairs), leaf)
     found: dict[str, Tensor] = {}
@@ -114,7 +114,7 @@ def test_without_a_loss_token_there_is_nothing_to_report() -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_the_policy_as_it_is_can_be_the_old_one(name: str) -> None:
-    """Ratios are 1 to the bit, and loss and gradient those of old_logprobs that the policy itself gives."""
+    """Ratios are 1 to the bit; loss and gradient equal those with old_logprobs of the policy itself."""
     rows = [([True, True, False, True, True, True], 1.5, 3), ([False, True, False, False, False, False], -1.0, 4)]
     leaf = torch.randn(2, SEQ, VOCAB, generator=torch.Generator().manual_seed(2), requires_grad=True)
     function = load_loss_function(name, {"old_logprobs": False})
@@ -138,7 +138,7 @@ def test_the_policy_as_it_is_can_be_the_old_one(name: str) -> None:
 
 @reports("margin")
 def forgetful(inputs: TermInputs) -> LossPair:
-    """Reports something else than it says."""
+    """Reports other diagnostics than it declares."""
     pair = LossPair(inputs.logits.cross_entropy(inputs.labels).sum(), inputs.denominator_weights.sum())
     return diagnosed(pair, inputs, {"margins": inputs.weights})
 

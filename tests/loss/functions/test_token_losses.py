@@ -149,7 +149,7 @@ def test_labels_of_masked_tokens_may_be_anything() -> None:
 def test_pairs_of_the_parts_add_up_to_the_pair_of_the_whole(
     counts: list[int], values: list[float], cuts: list[int], order: object
 ) -> None:
-    """However the tokens are cut into microbatches and in whatever order these are added."""
+    """Any cut of the tokens into microbatches, and any order of adding them, gives the same pair."""
     size = len(counts)
     inputs = term_inputs(torch.ones(1, size), denominator_weights=torch.tensor([counts], dtype=torch.float64))
     losses = torch.tensor([values[:size]])
@@ -162,7 +162,7 @@ def test_pairs_of_the_parts_add_up_to_the_pair_of_the_whole(
 
 
 def _part(losses: torch.Tensor, inputs: TermInputs, start: int, end: int) -> LossPair:
-    """The pair of the tokens from `start` to before `end`."""
+    """Returns the pair of the tokens from `start` up to `end`, exclusive."""
     return weigh(
         losses[:, start:end],
         TermInputs(

@@ -1,4 +1,4 @@
-"""What preference losses make of groups: any order, empty answers, no group at all."""
+"""Preference losses of groups in any order, with empty answers, and without any group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain.loss.preference.member import ROLES
 from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences
 
 Line = tuple[float, float, float, float, int, int]
-"""Score, reference, length, weight, group, role."""
+"""(score, reference, length, weight, group, role) of a sequence."""
 
 
 def scored(lines: list[Line]) -> ScoredSequences:
@@ -26,7 +26,7 @@ def scored(lines: list[Line]) -> ScoredSequences:
 
 
 def value_of(kind: str, sequences: ScoredSequences, **options: Any) -> tuple[PreferenceValue, torch.Tensor]:
-    """The value, and the derivative by each score."""
+    """Returns the value, and the derivative by each score."""
     loss: Any = load_loss_function(kind, options)
     value = loss(sequences)
     (derivative,) = torch.autograd.grad(value.numerator, sequences.scores, materialize_grads=True, allow_unused=True)
@@ -35,7 +35,7 @@ def value_of(kind: str, sequences: ScoredSequences, **options: Any) -> tuple[Pre
 
 @st.composite
 def batches(draw: st.DrawFn, kind: str) -> list[Line]:
-    """Groups of two, some with an answer without loss tokens, some of weight 0, in any order."""
+    """Draws groups of two, some with an answer without loss tokens, some of weight 0, in any order."""
     lines: list[Line] = []
     for group in range(draw(st.integers(0, 5))):
         weight = draw(st.sampled_from([1.0, 0.25, 0.0]))
@@ -75,7 +75,7 @@ def test_groups_count_wherever_they_lie_and_empty_ones_nowhere(kind: str, drawn:
 
 @pytest.mark.parametrize("kind", PREFERENCE_LOSSES)
 def test_derivatives_are_those_of_a_finite_difference(kind: str) -> None:
-    """Where the baseline of kto is 0, so that what is held fixed does not move."""
+    """The baseline of kto is 0 here, so that the part held constant does not move."""
     second = 2 if PREFERENCE_LOSSES[kind].compares == "answers" else 1
     lines: list[Line] = [(-1.5, -2.0, 3.0, 1.0, 0, 0), (-4.0, -3.0, 2.0, 1.0, 0, second)]
     lines += [(-0.3, -0.9, 3.0, 0.5, 1, 0 if second == 1 else 1), (-0.2, -0.1, 2.0, 0.5, 1, second)]

@@ -1,4 +1,4 @@
-"""Output layer and loss in chunks of tokens are those of whole logits, in the memory of a chunk."""
+"""Output layer and loss in chunks of tokens equal those of whole logits, in the memory of a chunk."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from tests.plan.allocations import Allocations
 from tests.pool import Pool
 
 ROWS, HIDDEN, VOCAB, PADDED = (17, 4), 6, 10, 16
-"""Of two distributions; at tp=4 a shard has 4 columns: the third holds two real ones, the fourth none."""
+"""Sizes of two distributions; at tp=4 a shard has 4 columns: the third holds two real ones, the fourth none."""
 
 
 class Given(NamedTuple):
@@ -33,7 +33,7 @@ class Given(NamedTuple):
 
 
 def drawn(rows: tuple[int, ...] = ROWS, dtype: torch.dtype = torch.float64) -> Given:
-    """Rows of the padded vocabulary would be likely, if they were seen; some weights are 0."""
+    """Draws inputs whose padded vocabulary rows would be likely if they were seen; some weights are 0."""
     generator = torch.Generator().manual_seed(len(rows) + sum(rows))
 
     def normal(*shape: int) -> Tensor:
@@ -62,7 +62,7 @@ KINDS: dict[str, TokenLosses] = {
 
 
 def exact(kind: str, real: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """[rows] by torch from float64 logits [rows, VOCAB]."""
+    """Computes [rows] by torch from float64 logits [rows, VOCAB]."""
     temperature = 2.0 if kind == "reverse" else 1.0
     log_p, log_q = (real / temperature).log_softmax(-1), (other / temperature).log_softmax(-1)
     entropy = F.cross_entropy(real, labels[0], reduction="none")
@@ -78,7 +78,7 @@ def exact(kind: str, real: Tensor, other: Tensor, labels: Tensor) -> Tensor:
 
 
 def expected(kinds: list[str], data: Given) -> list[Tensor]:
-    """The weighted sum, its gradient for the table's real rows, and for each set of hidden states."""
+    """Returns the weighted sum, its gradient for the table's real rows, and for each set of hidden states."""
     weight = data.weight.double().requires_grad_()
     hidden = [each.double().requires_grad_() for each in data.hidden]
     frozen = (data.teacher.double() @ data.teacher_weight.double().t())[:, :VOCAB]
@@ -93,7 +93,7 @@ def expected(kinds: list[str], data: Given) -> list[Tensor]:
 def found(
     kinds: list[str], data: Given, chunk_rows: int, groups: Groups | None = None, upstream: float = 1.0
 ) -> list[Tensor]:
-    """The same in chunks, on this rank's rows of the table; the gradients of hidden states are its part of a sum."""
+    """Computes the same in chunks, on this rank's rows of the table; its hidden states' gradients are partial sums."""
     group = None if groups is None else groups.tp
     size, rank = (1, 0) if groups is None else (groups.layout.tp, groups.tp_rank)
     weight, teacher_weight = (each.chunk(size)[rank].clone() for each in (data.weight, data.teacher_weight))
@@ -115,7 +115,7 @@ def found(
 
 
 def assert_equal(results: list[list[Tensor]], right: list[Tensor], rtol: float, factor: float = 1.0) -> None:
-    """One list of results a rank."""
+    """Compares the results, one list per rank."""
     scales = [max(float(each.abs().max()), 1.0) if each.numel() else 1.0 for each in right]
     for rank in results:
         assert abs(float(rank[0]) - float(right[0])) <= 1e-6 * scales[0]
@@ -132,7 +132,7 @@ def every_kind(groups: Groups, data: Given, chunk_rows: int) -> list[list[Tensor
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_every_loss_is_that_of_the_whole_vocabulary(pool: Pool, tp: int) -> None:
-    """One kind after another, then all in one pass; two sets of hidden states under one table."""
+    """The kinds run one after another, then all in one pass; two sets of hidden states share one table."""
     data = drawn()
     results = pool.run(every_kind, Layout(tp=tp), data, 5) if tp > 1 else [every_kind_alone(data)]
     for number, kinds in enumerate([[kind] for kind in KINDS] + [list(KINDS)]):
@@ -147,7 +147,7 @@ def every_kind_alone(data: Given) -> list[list[Tensor]]:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 9), st.integers(0, 4), st.integers(1, 12))
 def test_any_size_of_chunks_gives_the_same(first: int, second: int, chunk_rows: int) -> None:
-    """No row at all, one row, more rows in a chunk than there are."""
+    """Cases: no row at all, one row, and chunks larger than the number of rows."""
     data = drawn((first, second))
     kinds = ["cross entropy", "z-loss"]
     assert_equal([found(kinds, data, chunk_rows)], expected(kinds, data), 1e-6)
@@ -168,7 +168,7 @@ def test_gradients_have_the_dtype_of_hidden_states_and_table(dtype: torch.dtype)
     kinds = ["cross entropy", "entropy"]
     results = found(kinds, data, 3)
     assert [each.dtype for each in results] == [torch.float32, dtype, dtype, dtype]
-    # logits are rounded to the dtype before the loss sees them; of sums of rounded numbers the largest counts
+    # logits are rounded to the dtype before the loss; the largest dominates the error of a sum
     results = [each.double() for each in results]
     right = expected(kinds, data)
     unit = torch.finfo(dtype).eps
@@ -177,7 +177,7 @@ def test_gradients_have_the_dtype_of_hidden_states_and_table(dtype: torch.dtype)
 
 
 def test_many_chunks_lose_no_more_digits_of_the_table_than_one() -> None:
-    """Summed in float32 and rounded once: 17 chunks rounded one by one would be several units off."""
+    """The gradient is summed in float32 and rounded once: 17 chunks rounded one by one would be several units off."""
     data = drawn(dtype=torch.bfloat16)
     one, many = (found(["cross entropy"], data, rows)[1].double() for rows in (17, 1))
     assert ((one - many).abs() <= 2.0**-8 * one.abs() + 1e-6).all()
@@ -190,7 +190,7 @@ def test_a_gradient_that_was_not_expected_is_multiplied_in(upstream: float) -> N
 
 
 def test_gradients_of_fp16_are_formed_with_the_loss_scale() -> None:
-    """A hundred tokens of weight 1e-6: without the scale their gradients are 0 in fp16."""
+    """Weights of 1e-6 on a hundred tokens: without the scale their gradients are 0 in fp16."""
     weight = torch.zeros(8, 4, dtype=torch.float16).requires_grad_()
     hidden = torch.ones(100, 4, dtype=torch.float16)
 
@@ -225,7 +225,7 @@ def test_frozen_parts_get_no_gradient() -> None:
 
 
 def test_no_row_still_has_a_graph_and_a_gradient_of_zeros() -> None:
-    """Else backward hooks would wait for the table's gradient for ever."""
+    """Backward hooks would otherwise wait for the table's gradient for ever."""
     total, *gradients = found(["cross entropy"], drawn((0,)), 4)
     assert total == 0.0
     assert [each.shape for each in gradients] == [(PADDED, HIDDEN), (0, HIDDEN)]
@@ -246,8 +246,8 @@ def test_a_second_backward_pass_is_an_error() -> None:
 
 
 def test_memory_is_that_of_a_chunk() -> None:
-    """512 tokens of 32k words in float32 on one process: 16 MiB of gradient of the table, and three chunks of
-    logits, exponentials and gradients. Whole logits take 192 MiB."""
+    """The case has 512 tokens of 32k words in float32 on one process: 16 MiB of gradient of the table, and three
+    chunks of logits, exponentials and gradients. Whole logits take 192 MiB."""
     rows, width, vocab, chunk = 512, 128, 32_768, 64
     weight = torch.zeros(vocab, width).requires_grad_()
     hidden = torch.ones(rows, width).requires_grad_()

@@ -18,7 +18,7 @@ KINDS = ["smoothing", "entropy", "forward", "reverse", "forward at 2.5", "revers
 
 
 def exact(kind: str, logits: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-    """[batch, seq] by torch on the real columns."""
+    """Computes [batch, seq] by torch on the real columns."""
     real, other = logits[..., :VOCAB], teacher[..., :VOCAB]
     temperature = float(kind.split(" at ")[1]) if " at " in kind else 1.0
     log_p, log_q = (real / temperature).log_softmax(-1), (other / temperature).log_softmax(-1)
@@ -47,18 +47,18 @@ def found(kind: str, logits: VocabParallelLogits, teacher: VocabParallelLogits, 
 
 
 def alone(logits: Tensor) -> VocabParallelLogits:
-    """All columns on this process."""
+    """Builds logits with all columns on this process."""
     return VocabParallelLogits(logits, None, 0, VOCAB)
 
 
 def shard(groups: Groups, logits: Tensor) -> VocabParallelLogits:
-    """This rank's columns."""
+    """Builds logits with this rank's columns."""
     local = logits.chunk(groups.layout.tp, dim=-1)[groups.tp_rank].clone().requires_grad_()
     return VocabParallelLogits(local, groups.tp, groups.tp_rank * local.shape[-1], VOCAB)
 
 
 def of_a_shard(groups: Groups, logits: Tensor, teacher: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """By kind: the token losses, and their gradient alone; "all" is every kind and the z-loss in one backward."""
+    """Returns for each kind the token losses and their gradient; "all" is every kind and the z-loss in one backward."""
     results = {}
     for kind in KINDS:
         student = shard(groups, logits)
@@ -173,7 +173,7 @@ def test_padding_gets_gradient_zero_even_where_the_loss_is_not_finite(kind: str)
 
 
 def test_impossible_tokens_of_the_vocabulary_do_no_harm() -> None:
-    """A token that neither model can say; one that only the teacher cannot, and one that only the model cannot."""
+    """The cases are a token impossible for both models, one for the teacher only, and one for the model only."""
     logits, teacher = random_logits(3), random_logits(8)
     logits[..., [1, 4]] = teacher[..., [1, 6]] = float("-inf")
     student, other = alone(logits.requires_grad_()), alone(teacher)
@@ -208,7 +208,7 @@ def test_equal_distributions_do_not_diverge() -> None:
 
 
 def test_confident_models_neither_overflow_nor_cancel() -> None:
-    """Offsets of 1000 and gaps of 200: what underflows in one distribution still counts in the other."""
+    """Offsets are 1000 and gaps 200: what underflows in one distribution still counts in the other."""
     logits, teacher = torch.full((1, 1, VOCAB), 1000.0), torch.full((1, 1, VOCAB), -1000.0)
     logits[0, 0, 7], teacher[0, 0, 2] = 1200.0, -800.0
     for kind in ("entropy", "forward", "reverse", "forward at 2.5"):

@@ -1,4 +1,4 @@
-"""Losses of a split vocabulary are those of torch on the whole one, and cost what the docstrings say."""
+"""Losses of a split vocabulary equal those of torch on the whole one, and cost what the docstrings say."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from tests.loss.vocab_parallel.counting import counted_all_reduces
 from tests.pool import Pool
 
 SEQ, BATCH, VOCAB, PADDED = 6, 3, 10, 16
-"""At tp=4 a shard has 4 columns: the third holds two real ones, the fourth none."""
+"""Sizes with which, at tp=4, a shard has 4 columns: the third holds two real ones, the fourth none."""
 
 
 def random_logits(seed: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[seq, batch, padded]; the padding holds what must never be seen."""
+    """Draws [seq, batch, padded]; the padding holds values that must never be used."""
     generator = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(SEQ, BATCH, PADDED, dtype=torch.float64, generator=generator)
     logits[..., VOCAB:] = torch.tensor([float("inf"), float("nan"), 1e30, -1e30, 0.0, 50.0])
@@ -25,22 +25,22 @@ def random_logits(seed: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def random_labels(seed: int = 4) -> Tensor:
-    """[batch, seq]."""
+    """Draws labels, [batch, seq]."""
     return torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(seed))
 
 
 def factors(seed: int) -> Tensor:
-    """[batch, seq] float64: what each loss is multiplied by before backward."""
+    """Draws [batch, seq] float64 factors of the losses before backward."""
     return torch.randn(BATCH, SEQ, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def mixed(cross_entropy: Tensor, logsumexp: Tensor) -> Tensor:
-    """A scalar in which both losses are back-propagated at once."""
+    """Returns a scalar through which both losses are back-propagated at once."""
     return (cross_entropy * factors(5)).sum() + (logsumexp.square() * factors(6)).sum()
 
 
 def expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy, log-sum-exp and the gradient of `mixed`, by torch on the real columns in float64."""
+    """Computes cross entropy, log-sum-exp and the gradient of `mixed`, by torch on the real columns in float64."""
     leaf = logits.double().requires_grad_()
     real = leaf[..., :VOCAB].permute(1, 2, 0)
     entropy, logsumexp = F.cross_entropy(real, labels, reduction="none"), real.logsumexp(1)
@@ -49,12 +49,12 @@ def expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def alone(logits: Tensor) -> VocabParallelLogits:
-    """All columns on this process."""
+    """Builds logits with all columns on this process."""
     return VocabParallelLogits(logits, None, 0, VOCAB)
 
 
 def shard(groups: Groups, logits: Tensor) -> VocabParallelLogits:
-    """This rank's columns."""
+    """Builds logits with this rank's columns."""
     local = logits.chunk(groups.layout.tp, dim=-1)[groups.tp_rank].clone().requires_grad_()
     return VocabParallelLogits(local, groups.tp, groups.tp_rank * local.shape[-1], VOCAB)
 
@@ -153,7 +153,7 @@ def test_gradcheck() -> None:
 
 
 def test_large_logits_neither_overflow_nor_cancel() -> None:
-    """A confident token at an offset of 1000: the loss is 1e-4, no more than a rounding error of the offset."""
+    """A confident token lies at an offset of 1000: the loss is 1e-4, no more than a rounding error of the offset."""
     logits = torch.full((1, 1, VOCAB), 1000.0)
     logits[0, 0, 7] = 1011.5
     (loss,) = alone(logits).cross_entropy(torch.tensor([[7]])).flatten().tolist()

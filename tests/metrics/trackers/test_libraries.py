@@ -1,4 +1,4 @@
-"""The real libraries get the run: one run id over several starts, numbers at their steps, and no secret."""
+"""The real libraries receive the run: one run id over several starts, numbers at their steps, and no secret."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RunNames:
-    """As section `run` of a configuration."""
+    """The part of section `run` of a configuration that names the run."""
 
     name: str = "first try"
     notes: str = f"with {SECRET} inside"
@@ -26,7 +26,7 @@ class RunNames:
 
 
 def start(folder: Path, tracker: TrackerName, steps: range) -> None:
-    """One start of a run."""
+    """Makes one start of a run."""
     sink = tracker_sink(tracker, reported(folder), patience_s=PATIENCE_S)
     for step in steps:
         sink.write(step_record(step, loss=2.0 + step))

@@ -1,4 +1,4 @@
-"""A tracker that fails, hangs or is slow stops nothing, and what it lacks is reported."""
+"""A tracker that fails, hangs or is slow stops nothing, and its gaps are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENOUGH_S = 60.0
 
 
 class Remembers:
-    """A tracker that keeps what it gets; it may fail at a step, or hang until it is let go."""
+    """A tracker that keeps what it gets; it may fail at a step, or hang until it is released."""
 
     def __init__(self, fails_at: int | None = None, hangs: threading.Event | None = None) -> None:
         self.steps: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs whose speed was published, and by whom; the cost model is held to them."""
+"""Runs whose speed was published, with their sources; the cost model is held to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEGATRON = "Megatron-LM, README, Training Speed and Scalability: strong scaling 
 
 @dataclass(frozen=True)
 class Published:
-    """One run."""
+    """One published run."""
 
     name: str
     source: str
@@ -48,20 +48,20 @@ def _config(model: dict[str, Any], layout: dict[str, Any], batch: int, seq: int,
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
-    """Of GPT-3's kind."""
+    """Returns a model of GPT-3's kind."""
     sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_attention_heads": heads}
     return {**sizes, "vocab_size": vocab, "norm": "layernorm", "activation": "gelu", "linear_bias": True}
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
-    """Of Llama 3."""
+    """Returns a Llama 3 model."""
     sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads}
     return {**sizes, "num_query_groups": 8, "vocab_size": 128256}
 
 
 _8B, _70B, _405B = llama(32, 4096, 14336, 32), llama(80, 8192, 28672, 64), llama(126, 16384, 53248, 128)
 _405B_STAGES = {"tp": 8, "pp": 16, "vpp": 4, "first_stage_layers": 1, "last_stage_layers": 1}
-"""Eight layers a rank but for the first and the last, interleaved, as the paper says; how finely it does not say."""
+"""Layout of eight layers per rank but for the first and the last, interleaved; the paper omits how finely."""
 _SELECTIVE: dict[str, Any] = {"recompute": "selective"}
 
 RUNS = (
@@ -110,8 +110,8 @@ MAXTEXT = (
     Published("Llama 3.1 70B", MAXTEXT_SOURCE, 0.5033, "v6e", 256, _config(_70B, {}, 512, 8192, **_SELECTIVE)),
     Published("Llama 3.1 405B", MAXTEXT_SOURCE, 0.3855, "v6e", 256, _config(_405B, {}, 256, 8192, recompute="full")),
 )
-"""Batches and recomputation are not said there: core attention is assumed, and all layers of 405B, for which 32 GiB a
-chip leave no choice."""
+"""Runs whose batches and recomputation are not published: core attention is assumed, and for 405B all layers, as 32 GiB
+per chip leave no choice."""
 
 GROWING = (
     *((_config(_8B, {}, 512, 8192, **_SELECTIVE), num) for num in (8, 64, 512)),

@@ -1,4 +1,4 @@
-"""Parts of the cost model beside arithmetic by hand."""
+"""Parts of the cost model compared with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDEAL = Cluster(
     nvlink_latency_s=0.0,
     network_latency_s=0.0,
 )
-"""Nothing is lost."""
+"""A cluster that loses nothing."""
 KINDS: tuple[CpComm, CpComm] = ("ring", "allgather")
 NVLINK, NETWORK = 450e9, 50e9
 WIDE = {"model__hidden_size": 512, "model__ffn_hidden_size": 1024, "data": {"kind": "mock", "seq_length": 256}}
@@ -69,9 +69,9 @@ def test_hops_of_a_ring_travel_behind_the_products_of_the_hop_before() -> None:
 
     ring, gathers = costs(64)
     assert ring.cp.nvlink_bytes == gathers.cp.nvlink_bytes
-    # half of the products are of the last hop, behind which nothing travels
+    # half of the products belong to the last hop, after which nothing is sent
     assert ring.cp.seconds == pytest.approx(gathers.cp.seconds - gathers.attention / 2)
-    # in bf16 their gradients are twice as wide, and go there and home
+    # in bf16 the gradients are twice as wide, and are sent there and back
     assert ring.cp_backward.nvlink_bytes == (1 + 2 * 2) * gathers.cp.nvlink_bytes
     assert ring.cp_backward.seconds == pytest.approx(5 * gathers.cp.seconds - 2.5 * gathers.attention / 2)
     ring, gathers = costs(65_536)
@@ -100,8 +100,8 @@ def ideal_mfu(given: Config, ranks: int) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_nothing_is_lost_all_arithmetic_is_the_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds of products and attention, at the peak, are the plan's own count of operations, but for what is
-    counted once by one and twice by the other: the second forward pass of scores, routers, joint projections."""
+    """The seconds of products and attention, at the peak, are the plan's own count of operations, except for what one
+    counts once and the other twice: the second forward pass of scores, routers, joint projections."""
     monkeypatch.setattr(layers, "HALF_EFFICIENT", 0)
     given = config(**{**WIDE, **FAMILIES[family]}, train__recompute="none")
     exact = plan.run_flops_per_token(given)

@@ -1,4 +1,4 @@
-"""The cost model beside published runs."""
+"""The cost model compared with published runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.paths import DOCS
 from tests.plan.search.published import GROWING, MAXTEXT, RUNS, V6E, Published
 
 FACTOR = 1.3
-"""As docs/planning.md states it."""
+"""Largest factor between prediction and publication, as docs/planning.md states it."""
 TYPICAL = 1.15
 
 
@@ -75,7 +75,7 @@ def test_the_documentation_shows_how_runs_grow() -> None:
 
 
 def test_maxtext_on_trillium_is_predicted_within_the_same_factor() -> None:
-    """Another maker's chips, of which nothing was fitted."""
+    """The chips are another vendor's, and nothing was fitted to them."""
     found = re.findall(
         r"^\| MaxText (.+?) \| ([\d.]+) % \| ([\d.]+) % \|", (DOCS / "planning.md").read_text(), re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""The search finds what trying everything would find, and looks at little of it."""
+"""The search finds what trying everything would find, and evaluates little of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of(model: str, *changes: str) -> Config:
 
 
 def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
-    """Seconds of the fastest choice of each division of the weights, ascending; no bound is used."""
+    """Returns seconds of the fastest choice of each division of the weights, ascending; no bound is used."""
     best: dict[tuple[Any, ...], float] = {}
     for each in candidates(given, num_gpus, H100, 1 << 62):
         changed = with_layout(given, each.section(given.model.num_layers), each.micro_batch_size)
@@ -99,7 +99,7 @@ def test_every_kind_of_context_parallelism_is_a_candidate_where_it_is_known(
 
 
 def test_long_rows_are_given_to_a_ring() -> None:
-    """Its hops travel behind products, where an all-gather waits in front of them."""
+    """A ring's hops are hidden by products, while an all-gather has to come before them."""
     given = of("llama3_8b", "train.global_batch_size=16", "data.seq_length=131072")
     best = search(given, 32, H100, 80 * GIB, 1).choices[0]
     assert best.layout.cp_comm == best.config.layout.cp_comm == "ring"

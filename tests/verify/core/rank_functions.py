@@ -20,7 +20,7 @@ def tensor(groups: Groups, value: float) -> torch.Tensor:
 
 
 def fail(groups: Groups, how: str) -> Any:
-    """Raises or dies on rank 1."""
+    """Raises an error or dies on rank 1."""
     if groups.rank == 1:
         match how:
             case "ours":
@@ -37,12 +37,12 @@ def process(groups: Groups) -> int:
 
 
 def drawn(groups: Groups) -> float:
-    """From the generator of dropout."""
+    """Returns a number from the generator of dropout."""
     return float(torch.rand(()))
 
 
 def die_once_there(groups: Groups, path: str) -> None:
-    """Rank 0, where the file is there; the others wait for it."""
+    """Ends rank 0 once the file exists; the others wait for rank 0."""
     while not os.path.exists(path):
         time.sleep(0.01)
     if groups.rank == 0:

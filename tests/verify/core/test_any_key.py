@@ -1,4 +1,4 @@
-"""Whatever keys a configuration has, its small copies and their layouts are legal, or the configuration is refused."""
+"""Small copies and their layouts are legal for any keys of a configuration, or the configuration is refused."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ SPECIAL: dict[str, list[Any]] = {
     "loss.function": ["next_token", "dft"],
     "adapter": [{"kind": "lora", "rank": 8}, {"kind": "dora", "rank": 4, "path": "adapter"}],
 }
-"""Values of keys whose annotation does not give any."""
+"""Values of keys whose annotation gives none."""
 NOT_DRAWN = re.compile(r"run\.dir|\w+\.kind|loss\.(teacher|reference|options)|model\.(mla|layer_\w+|num_labels)")
-"""A place, the kind of a section, other models, and structures that have tests of their own."""
+"""Keys that are not drawn: paths, kinds of sections, other models, and structures with tests of their own."""
 
 
 def values_of(name: str, annotation: Any) -> Iterator[Any]:
-    """Some values that a key could have; what a rule refuses is drawn again."""
+    """Yields some values that a key could have; a value that a rule refuses is drawn again."""
     if name in SPECIAL:
         yield from SPECIAL[name]
         return
@@ -90,7 +90,7 @@ def values_of(name: str, annotation: Any) -> Iterator[Any]:
 
 
 def keys() -> dict[str, list[Any]]:
-    """Dotted key -> values, of every section of a configuration."""
+    """Lists the keys of every section of a configuration: dotted key -> values."""
     found: dict[str, list[Any]] = {"adapter": SPECIAL["adapter"]}
     for section, field in Config.model_fields.items():
         kinds = [each for each in _sections(field.annotation) if section != "adapter"]
@@ -124,7 +124,7 @@ def test_every_key_has_values() -> None:
 
 
 def with_keys(base: dict[str, Any], layout: dict[str, Any], drawn: dict[str, Any]) -> Config | None:
-    """A user's configuration; None where a rule refuses it."""
+    """Builds a user's configuration; None where a rule refuses it."""
     sections = content()
     for name, section in base.items():
         sections[name] = dict(section)
@@ -142,7 +142,7 @@ def with_keys(base: dict[str, Any], layout: dict[str, Any], drawn: dict[str, Any
 
 
 def small_copies(user: Config) -> None:
-    """Makes every small copy that the verbs make of a configuration; a refusal is a ConfigError."""
+    """Makes every small copy that the verbs make of a configuration; raises ConfigError where one refuses."""
     trials = derived_trials(user, 8)
     if user.dropout_keys or layout_dependent_keys(user.model, user.loss):
         with pytest.raises(ConfigError, match=r"draw other numbers under every|changes with the layout by definition"):
@@ -158,7 +158,7 @@ def small_copies(user: Config) -> None:
 
 
 def assert_legal(config: Config, trial: Trial | None) -> None:
-    """By the rules that `mtrain train` applies, of which none is left out."""
+    """Validates the configuration by all rules that `mtrain train` applies."""
     again = Config.model_validate(config.model_dump())
     assert again == config
     if trial is not None:
@@ -169,7 +169,7 @@ def assert_legal(config: Config, trial: Trial | None) -> None:
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Config:
-    """A user's, with some keys that the samples of the tests do not have."""
+    """Draws a user's configuration, with some keys that the samples of the tests do not have."""
     base, layout = draw(st.sampled_from(BASES)), draw(st.sampled_from(LAYOUTS))
     names = draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True, min_size=1, max_size=3))
     user = with_keys(base, layout, {name: draw(st.sampled_from(KEYS[name])) for name in names})

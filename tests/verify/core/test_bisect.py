@@ -1,4 +1,4 @@
-"""Which axis is at fault, from the layouts that pass and fail."""
+"""The axis at fault, found from the layouts that pass and fail."""
 
 import math
 
@@ -11,7 +11,7 @@ from mtrain.verify.report.text import PARITY
 
 
 def layout(*axes: str, fails: bool = False, error: str | None = None) -> LayoutResult:
-    """A layout that uses some axes."""
+    """Builds a layout that uses some axes."""
     value = 1.0 if fails else 0.0
     kinds = [("loss", 1, 0.0), ("loss", 2, 0.0), ("gradient", 2, 0.0), ("grad_norm", 2, value)]
     deviations = tuple(Deviation(kind, kind, step, found, 1e-6) for kind, step, found in kinds)

@@ -1,4 +1,4 @@
-"""Which layouts are derived from a configuration, and which names are understood."""
+"""Layouts derived from a configuration, and names that are understood."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.verify.parity.checks import expert_config
 
 
 def names(user: Config, max_ranks: int = 8) -> dict[str, dict[str, str]]:
-    """Name -> axes of the derived layouts."""
+    """Returns name -> axes of the derived layouts."""
     trials = derived_trials(user, max_ranks)
     small = shrink(user, trials).config
     return {each.name: each.axes for each in (prepared(trial, small) for trial in trials)}

@@ -1,4 +1,4 @@
-"""Raw samples of the user's own data, and what is said of an order that cannot be one."""
+"""Raw samples of the user's own data, and the message about an impossible order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN = SamplePlan(3, 1, own_vocab_size=300)
 
 @pytest.fixture
 def corpora(tmp_path: Path) -> dict[str, Any]:
-    """Two sources of short documents, an eighth of which is held out."""
+    """Writes two sources of short documents, an eighth of which is held out."""
     sources: list[dict[str, Any]] = []
     rng = np.random.default_rng(0)
     for name in ("one", "two"):

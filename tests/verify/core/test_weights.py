@@ -1,4 +1,4 @@
-"""Whole tensors: drawn by name, put together from shards, ordered as the forward pass."""
+"""Whole tensors: drawn by name, assembled from shards, ordered like the forward pass."""
 
 import numpy as np
 

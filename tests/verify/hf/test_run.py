@@ -35,7 +35,7 @@ data: {kind: mock, seq_length: 16}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads of tiny products wait for each other longer than they compute."""
+    """Uses one thread, as threads of tiny products wait for each other longer than they compute."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ def configured(folder: Path, *overrides: str) -> Config:
 
 
 NUM_STEPS = 2
-"""The second has the moments and another learning rate."""
+"""Number of steps; the second one has moments and another learning rate."""
 CASES: list[tuple[str, dict[str, Any], list[str], str | None]] = [
     ("llama-tied", {}, ["layout.pp=2", "layout.stage_layers=[2,1]"], None),
     ("qwen3", {}, [], "tp2sp,cp2"),
@@ -74,7 +74,7 @@ def test_steps_are_those_of_transformers(
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3"], ids=["tied", "untied"])
 def test_a_token_that_pads_elsewhere_learns_as_text_and_that_is_said(pool: Pool, tmp_path: Path, name: str) -> None:
-    """transformers leaves the gradient of its embedding out."""
+    """transformers leaves out the gradient of its embedding."""
     save(name, tmp_path / "hf", pad_token_id=3)
     config = configured(tmp_path)
     said = list[str]()
@@ -150,7 +150,7 @@ def test_muon_is_compared_under_adamw_and_that_is_said(tmp_path: Path) -> None:
 
 
 def test_ranks_wait_for_one_that_opens_its_data_late(pool: Pool, tmp_path: Path) -> None:
-    """It may tokenise for all: no collective, and so no timeout, may begin before it is done."""
+    """The late rank may tokenize for all: no collective, and so no timeout, may begin before it is done."""
     save("llama", tmp_path / "hf")
     config, seen = configured(tmp_path, "layout.tp=1"), tmp_path / "seen"
     seen.mkdir()

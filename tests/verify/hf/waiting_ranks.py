@@ -19,10 +19,10 @@ class _Built(Exception):  # noqa: N818
 
 
 def num_open(groups: Groups, config: Config, folder: str) -> int:
-    """How many ranks had their data when this one went on to build its model, which waits in collectives."""
+    """Returns how many ranks had their data when this one went on to build its model, which waits in collectives."""
 
     class Late(StepLoader):
-        """Opens so much later as the rank is higher."""
+        """Opens its data later on higher ranks."""
 
         def __init__(self, *arguments: Any) -> None:
             time.sleep(0.5 * groups.rank)

@@ -1,4 +1,4 @@
-"""Parity checks on a model with everything that a fault could need."""
+"""Parity checks on a model with everything that a fault may need."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mtrain.verify.parity.run import Request, verify_parity
 from tests.config.samples import config
 
 NUM_SAMPLES = 8
-"""Half of what users' checks have: each kind of mask is among them, and microbatches are as many at half their size."""
+"""Half the samples of users' checks: each kind of mask is among them, and half-sized microbatches are as many."""
 Z_LOSS = {"function": "z_loss", "coefficient": 0.01, "aggregation": "seq-mean-token-mean"}
 
 
 def rich_config(**changes: Any) -> Config:
-    """Tied tables, isolated documents, two terms of different aggregation, and every axis in the layout."""
+    """Builds tied tables, isolated documents, two terms of different aggregation, and every axis in the layout."""
     defaults: dict[str, Any] = {
         "model__num_layers": 2,
         "model__tied_embeddings": True,
@@ -31,7 +31,7 @@ def rich_config(**changes: Any) -> Config:
 
 
 def expert_config(**changes: Any) -> Config:
-    """Experts of every kind behind a dense layer, losses on their routers, moving biases, and a token ahead."""
+    """Builds experts of every kind after a dense layer, losses on their routers, moving biases, and a token ahead."""
     experts = {
         "num_experts": 16,
         "top_k": 4,
@@ -66,7 +66,7 @@ def check(
     num_steps: int = 3,
     batch_size: int = NUM_SAMPLES,
 ) -> ParityReport:
-    """The report on some layouts, after one process with one microbatch."""
+    """Checks some layouts after one process with one microbatch, and returns the report."""
     reported: list[str] = []
     report = verify_parity(
         user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), reported.append, pool, batch_size

@@ -7,5 +7,5 @@ from tests.verify.kept import KeptPool
 
 @pytest.fixture
 def pool(kept: KeptPool) -> KeptPool:
-    """Of checks, each of which builds its models anew."""
+    """Gives the kept ranks to checks, each of which builds its models anew."""
     return kept

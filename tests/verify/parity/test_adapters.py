@@ -1,4 +1,4 @@
-"""Adapters under every kind of layout are those of the definition, and what is frozen keeps its bits."""
+"""Adapters match their definition under every kind of layout, and frozen weights keep their bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DORA = {"kind": "dora", "rank": 8, "targets": ["q_proj", "v_proj", "proj", "up_p
 
 
 NUM_STEPS = 1
-"""But where hooks of one step reach the next: what a step leaves to its successor, test_lora_of_everything shows."""
+"""One step, except where hooks of one step reach the next; test_lora_of_everything covers what a step leaves behind."""
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 
 
@@ -67,7 +67,7 @@ def test_lora_of_everything_is_exact_on_all_axes(pool: Pool, layouts: str) -> No
 
 
 def test_an_adapter_of_a_tied_table_is_exact(pool: Pool) -> None:
-    """Beside the lookup alone: the output layer, on the last stage a copy, stays on the frozen table."""
+    """Only the lookup has the adapter: the output layer, a copy on the last stage, keeps the frozen table."""
     user = adapted(LORA | {"targets": ["q_proj", "embedding"]})
     assert user.model.tied_embeddings
     assert_passes(check(pool, user, "pp2mbs4", num_steps=NUM_STEPS))
@@ -83,7 +83,7 @@ def test_dora_is_exact_where_rows_lie_on_several_ranks(pool: Pool, layouts: str)
     "layouts", ["tp2spep2mbs4", pytest.param("ep2dp2mbs2,tp2sppp2mbs2", marks=pytest.mark.nightly)]
 )
 def test_adapters_of_experts_are_exact_before_a_frozen_depth(pool: Pool, layouts: str) -> None:
-    """The depth of multi-token prediction has no adapters, and its loss reaches those of the layers before it."""
+    """The depth of multi-token prediction has no adapters; its loss reaches the adapters of the layers before it."""
     user = expert_config(
         adapter=LORA | {"targets": ["q_proj", "fc1", "experts", "output"]},
         model__experts__bias_update_rate=0.0,
@@ -104,7 +104,7 @@ def test_adapters_of_experts_are_exact_before_a_frozen_depth(pool: Pool, layouts
 def test_adapters_are_exact_with_recomputation_and_logits_in_chunks(
     pool: Pool, recompute: dict[str, Any], layouts: str
 ) -> None:
-    """Of weighed tokens alone; the pair of the output layer is a part of every chunk's product."""
+    """Logits are of weighed tokens alone; the adapter of the output layer is a part of every chunk's product."""
     targets = {"targets": ["qkv", "fc1", "fc2", "output"]}
     chunks = {"model__tied_embeddings": False, "loss__chunk_tokens": 20}
     user = adapted(LORA | targets, **chunks, **recompute)
@@ -122,7 +122,7 @@ def test_adapters_are_exact_with_recomputation_and_logits_in_chunks(
     ],
 )
 def test_adapters_of_latent_attention_are_exact(pool: Pool, kind: str, rank: int | None, layouts: str) -> None:
-    """Replicated projections down, projections up by heads, and one that others multiply by."""
+    """The adapted projections are the replicated ones down, those up by heads, and one whose product feeds others."""
     mla: dict[str, Any] = {"model__mla": {**LATENT, "q_lora_rank": rank}, "model__num_query_groups": None}
     recompute = {"train__recompute": "selective"} if kind == "dora" else {}
     user = adapted({"kind": kind, "rank": 8, "targets": ["qkv", "proj"]}, **mla, **recompute)
@@ -131,7 +131,7 @@ def test_adapters_of_latent_attention_are_exact(pool: Pool, kind: str, rank: int
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -> None:
-    """Compared with float64 at the rounded weights, so widening has to happen at every product."""
+    """The comparison is with float64 at the rounded weights, so every product has to widen them."""
     held = LORA | {"base_dtype": "bf16"}
     if kind == "dense":
         targets = {"targets": ["qkv", "fc2", "embedding", "output"]}
@@ -152,7 +152,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "magnitude-by-tp-rank": (DORA, "tp2mbs8", "tp", "loss"),
     "frozen-weights-decayed": (LORA, "mbs2", "every layout", "update"),
 }
-"""Fault -> adapter, layouts, the axis and the kind of quantity that betray it."""
+"""Fault -> adapter, layouts, the axis and the kind of quantity that reveal it."""
 
 
 @pytest.mark.parametrize("fault", ADAPTER_FAULTS, ids=lambda fault: fault.name)

@@ -1,4 +1,4 @@
-"""The check on sound runs: it passes, on the user's data too, and its page and data are written."""
+"""The check on correct runs: it passes, on the user's data too, and its page and data are written."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
     ("layouts", "num_steps"),
     [
         ("tp2spcp2mbs4", 1),
-        # pp, dp and what a step leaves to the next one: other tests
+        # other tests cover pp, dp and what a step leaves to the next one
         pytest.param("tp2spcp2mbs4,tp2sppp2dp2mbs2,cp2dp2mbs2", 2, marks=pytest.mark.nightly),
     ],
 )
@@ -196,7 +196,7 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str)
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Documents of a few tokens."""
+    """Writes documents of a few tokens."""
     prefix, rng = str(tmp_path / "corpus"), np.random.default_rng(0)
     with writing_corpus(prefix, vocab_size=64) as writer:
         for length in rng.integers(2, 40, 200):
@@ -235,7 +235,7 @@ def test_a_damaged_corpus_is_a_data_error(pool: Pool, corpus: str) -> None:
 def test_packed_conversations_of_a_file_are_samples_alone(
     pool: Pool, word_tokenizer: Path, tmp_path: Path, packing: dict[str, Any], layouts: str
 ) -> None:
-    """Rows of the trainer's packing against what the reference reads of the file, on each layout."""
+    """Rows of the trainer's packing are compared with what the reference reads of the file, on each layout."""
     path = tmp_path / "samples.jsonl"
     samples = [{"prompt": "a b", "response": "c d e f " * (number % 7 + 1)} for number in range(40)]
     path.write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
@@ -360,7 +360,7 @@ def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(p
     ["tp2cp2mbs4", pytest.param("dp2mbs2,pp2mbs2,tp2mbs8,cp2mbs8", marks=pytest.mark.nightly)],  # each alone
 )
 def test_losses_of_policies_are_those_of_their_papers(pool: Pool, layouts: str) -> None:
-    """All at once, on advantages and log-probabilities that are drawn; no layout may hide a share of the tokens."""
+    """All policy losses run at once, on drawn advantages and log-probabilities; layouts may hide no tokens' share."""
     means, sums = {"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}
     sides = {
         "sequence": {"function": "gspo", "options": {"clip_low": 0.1, "clip_high": 0.2}, **means},

@@ -1,4 +1,4 @@
-"""Every configuration that is shipped passes, made small, on all layouts that are derived from its own."""
+"""Every shipped configuration passes, made small, on all layouts derived from its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.recipes import NAMES, shipped
 from tests.verify.parity.checks import check
 
 BY_DAY = ("model gpt_oss_20b",)
-"""Sinks and windows, which a ring does not know, and experts."""
+"""Model with sinks and windows, which a ring does not support, and experts."""
 
 
 @pytest.mark.parametrize(

@@ -7,5 +7,5 @@ from tests.verify.kept import KeptPool
 
 @pytest.fixture
 def pool(kept: KeptPool) -> KeptPool:
-    """Of faults that are found in one step."""
+    """Gives the kept ranks to tests of faults that are found in one step."""
     return kept

@@ -1,4 +1,4 @@
-"""Every known fault is found, and the report names the axis and the quantity that betray it."""
+"""Every known fault is found, and the report names the axis and the quantity that reveal it."""
 
 from typing import Any
 
@@ -51,11 +51,11 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "matrices-by-tp-rank": (TP, "tp", "update", QKV, None),
     "matrices-fused": (MICRO, "every layout", "update", QKV, None),
 }
+"""Fault -> layouts in addition to one process; axis, kind and name of the first deviation, first module."""
 FULL_WIDTH = {"model__qk_norm": True, "model__qk_norm_width": "full"}
 ONE_DOCUMENT: dict[str, Any] = {"data__isolate_documents": False, "model__sliding_window": None}
 OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
-"""Fault -> layouts beside one process; axis, kind and name of the first deviation, first module."""
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in LAYOUT_FAULTS])
@@ -80,7 +80,7 @@ def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
 
 
 def test_clipping_takes_part_whatever_norm_the_small_model_has(pool: Pool) -> None:
-    """No gradient of it comes near the user's own bound."""
+    """No gradient of the small model comes near the user's own bound."""
     user = rich_config(optimizer__clip_grad=1e6)
     report = check(pool, user, MICRO, "clip-before-normalisation", num_steps=2)
     assert not report.passed

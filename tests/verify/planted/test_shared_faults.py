@@ -1,4 +1,4 @@
-"""Every fault that all layouts have alike is found, on one process with one microbatch too."""
+"""Every fault that all layouts share is found, on one process with one microbatch too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAIN_WEIGHTS, Z_WEIGHTS = "weights of main", "weights of z"
 
 
 class Case(NamedTuple):
-    """What betrays a fault."""
+    """The quantities that reveal a fault."""
 
     kind: str
     name: str
@@ -89,7 +89,7 @@ CASES = {
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> dict[str, Any]:
-    """Documents of a few tokens, as the configuration names them."""
+    """Writes documents of a few tokens; returns the section that names them."""
     prefix, rng = str(tmp_path / "corpus"), np.random.default_rng(0)
     with writing_corpus(prefix, vocab_size=64) as writer:
         for length in rng.integers(2, 40, 200):
@@ -101,7 +101,7 @@ def corpus(tmp_path: Path) -> dict[str, Any]:
 def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[str, Any]) -> None:
     case = CASES[name]
     user = rich_config(**corpus) if name == "sample-read-twice" else case.config()
-    # one process with one microbatch: what others say then, rows of test_inject.py show for faults that they share too
+    # one process with one microbatch; rows of test_inject.py show what other layouts report of shared faults
     report = check(pool, user, f"mbs{BATCH_SIZE}", name, num_steps=1, batch_size=BATCH_SIZE)
     assert len(report.layouts) == 1
     assert not any(layout.passed for layout in report.layouts)

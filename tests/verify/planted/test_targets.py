@@ -1,4 +1,4 @@
-"""Every fault is planted on something that is there: what was renamed is named here, without training."""
+"""Every planted fault has an existing target: a renamed one is reported here, without training."""
 
 import dataclasses
 import importlib
@@ -19,7 +19,7 @@ FILES = ("planted.faults", "planted.shared_faults", "planted.adapter_faults", "r
 
 
 def without_target(kind: type) -> list[str]:
-    """Methods and attributes of a faulty collaborator that take the place of none, or take other arguments."""
+    """Lists methods and attributes of a faulty collaborator that replace none, or take other arguments."""
     missing = []
     for name, value in vars(kind).items():
         replaced = next((vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)), None)
@@ -31,7 +31,7 @@ def without_target(kind: type) -> list[str]:
 
 
 def names(function: object) -> list[str]:
-    """Of its arguments, but for those that it hands on as `*others`."""
+    """Returns the names of the function's arguments, without `*others`."""
     parameters = inspect.signature(function).parameters.values() if callable(function) else ()
     return [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL]
 
@@ -63,7 +63,7 @@ def test_a_target_that_is_gone_is_seen() -> None:
 
 
 def test_every_fault_is_one_other_collaborator() -> None:
-    """Of the run, and where that is its step, of the step."""
+    """Each fault replaces one collaborator of the run, or of the step where that is the step."""
     for name, plant in PLANTS.items():
         changed = [
             field.name

@@ -1,4 +1,4 @@
-"""`mtrain verify preempt`: a run that is stopped in every phase passes, and what a stop may spoil is found."""
+"""`mtrain verify preempt`: a run that is stopped in every phase passes, and damage that a stop may do is found."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def warm(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
-    """The launcher and its ranks without their imports."""
+    """Starts the launcher and its ranks without their imports."""
     log.touch()
     return Command(list(command), ROOT, {**program_environment(), **more})
 
@@ -59,7 +59,7 @@ def drill(
 
 @pytest.mark.parametrize(
     "max_ranks",
-    [1, pytest.param(2, marks=pytest.mark.nightly)],  # that all ranks stop together, tests/faults shows
+    [1, pytest.param(2, marks=pytest.mark.nightly)],  # tests/faults shows that all ranks stop together
 )
 def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config, max_ranks: int) -> None:
     report = drill(config, max_ranks)
@@ -68,7 +68,7 @@ def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config, max_ran
     assert [layout.axes["phase"] for layout in report.layouts] == phases
     assert report.reference.num_ranks == max_ranks
     assert [step.step for step in report.reference.steps] == [1, 2, 3, 4, 5, 6]
-    # every step is behind one stop, and compared
+    # every step follows one stop, and is compared
     assert sorted(step.step for layout in report.layouts for step in layout.steps) == [1, 2, 3, 4, 5, 6]
     compared = {(one.kind, one.step) for layout in report.layouts for one in layout.deviations}
     assert {("loss", 1), ("grad_norm", 4), ("lr", 2), ("records", 3), ("files", 6)} <= compared
@@ -80,7 +80,7 @@ FOUND = {"record-lost": "records", "record-repeated": "records", "rate-changed":
 
 
 class StandIn:
-    """A launcher whose ranks keep the records of a run, as a trainer does that notices nothing, and compute nothing."""
+    """A launcher whose ranks write the records of a trainer that notices no stop, and compute nothing."""
 
     def __init__(self, command: Sequence[str], log: Path, more: Mapping[str, str]) -> None:
         log.touch()
@@ -124,7 +124,7 @@ class StandIn:
         self._child.wait()
 
 
-PROGRAMS = [StandIn, pytest.param(warm, marks=pytest.mark.nightly)]  # warm starts the real one
+PROGRAMS = [StandIn, pytest.param(warm, marks=pytest.mark.nightly)]  # `warm` starts the real one
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

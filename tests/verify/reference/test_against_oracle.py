@@ -1,4 +1,4 @@
-"""The reference of the verifier against the oracle of the tests: two statements of the definitions, written apart."""
+"""The verifier's reference against the oracle of the tests: two independent implementations of the definitions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def reference(user: Config, number: int, seed: int) -> Any:
-    """A step of the reference at drawn weights, those of the teacher drawn apart."""
+    """Makes a step of the reference at drawn weights; the teacher's are drawn separately."""
     weights, other = (random_parameters(user.model, each) for each in (seed, seed + 1))
     texts = hard_texts(user, number)
     rows = rows_of(texts, user.data.seq_length, user.model.vocab_size, torch.device("cpu"))
@@ -130,7 +130,7 @@ def reference(user: Config, number: int, seed: int) -> Any:
 
 
 def row(name: str, number: int) -> Any:
-    """By day every case meets one of the three kinds of masks, and those of many terms all of them."""
+    """Builds a case; by day each meets one of the three kinds of masks, and those of many terms all of them."""
     by_day = number == list(CASES).index(name) % 3 or name in ("plain", "side terms")
     return pytest.param(CASES[name], number, id=f"{name}-{number}", marks=() if by_day else pytest.mark.nightly)
 

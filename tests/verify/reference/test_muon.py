@@ -27,7 +27,7 @@ def drawn(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
 
 
 def by_singular_values(gradient: np.ndarray, num_steps: int) -> np.ndarray:
-    """The same polynomial of each singular value, number by number."""
+    """Applies the polynomial to each singular value, number by number."""
     left, values, right = np.linalg.svd(gradient.astype(np.float64), full_matrices=False)
     values = values / np.sqrt((values**2).sum())
     for _ in range(num_steps):
@@ -40,7 +40,7 @@ def by_singular_values(gradient: np.ndarray, num_steps: int) -> np.ndarray:
 @pytest.mark.parametrize("num_steps", [1, 5])
 @pytest.mark.parametrize("scale", [1.0, 1e-25])
 def test_a_first_update_brings_singular_values_near_one(shape: tuple[int, int], num_steps: int, scale: float) -> None:
-    """Whatever the size of the gradient, momentum or not."""
+    """The gradient may have any size, with momentum or without."""
     weights, gradient = drawn(0, shape), drawn(1, shape, scale)
     for nesterov in (True, False):
         options = section(newton_schulz_steps=num_steps, weight_decay=0.1, update_rms=0.3, nesterov=nesterov)
@@ -52,7 +52,7 @@ def test_a_first_update_brings_singular_values_near_one(shape: tuple[int, int], 
 
 
 def test_steps_are_those_of_torch_in_its_half_precision() -> None:
-    """torch orthogonalizes in bfloat16, and is near where no singular value is small."""
+    """torch orthogonalizes in bfloat16, and is close where no singular value is small."""
     weights = drawn(0, (6, 10), 0.1)
     tensor = torch.nn.Parameter(torch.from_numpy(weights.copy()).double())
     theirs = torch.optim.Muon([tensor], LR, 0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
@@ -77,7 +77,7 @@ def test_nothing_to_learn_decays_only() -> None:
 
 
 def test_gradients_are_clipped_before_they_are_remembered() -> None:
-    """One alone would not show it: the direction does not depend on the size."""
+    """One gradient alone would not show it, as the direction does not depend on the size."""
     weights, gradients = drawn(0, (4, 6)), [drawn(1, (4, 6), 5.0), drawn(2, (4, 6), 0.1)]
     norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
 
@@ -159,7 +159,7 @@ def test_fused_tensors_are_the_matrices_of_the_model(
 
 
 def float32_steps(weights: np.ndarray, gradients: list[np.ndarray], wide: bool) -> list[np.ndarray]:
-    """Another order of the same operations in float32: of columns reversed, or of the transpose."""
+    """Makes the same operations in float32 in another order: with columns reversed, or on the transpose."""
     options = section()
     value, mean = torch.from_numpy(weights.copy()), torch.zeros(weights.shape)
     found = []
@@ -183,7 +183,7 @@ def float32_steps(weights: np.ndarray, gradients: list[np.ndarray], wide: bool) 
 def test_another_order_of_float32_is_within_the_bound_and_a_wrong_step_is_not(
     shape: tuple[int, int], rank: int | None, wide: bool
 ) -> None:
-    """Also where most singular values are 0, which is where rounding grows."""
+    """The bound holds where most singular values are 0, too, where rounding grows."""
     rows, columns = shape
     gradients = [
         drawn(seed, shape) if rank is None else drawn(seed, (rows, rank)) @ drawn(seed + 9, (rank, columns))

@@ -1,4 +1,4 @@
-"""Raw samples, their rows, their order and what they are divided by, each by hand."""
+"""Raw samples, their rows, their order and their denominators, each by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: equal curves take turns, long ones keep their peaks, axes tell values apart, colours are the page's."""
+"""Charts: equal curves alternate, long ones keep their peaks, axes tell values apart, colours are the page's."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from mtrain.verify.report.charts import Curve, difference_chart, swatch, value_c
 from tests.elements import Element, read_html
 
 FEW = 10
-"""Examples of a test that draws every one with matplotlib."""
+"""Number of examples of a test that draws every one with matplotlib."""
 EQUAL = ((1, 4.0), (2, 3.0), (3, 2.0))
 
 
@@ -33,7 +33,7 @@ def style(element: Element) -> dict[str, str]:
 
 
 def groups(svg: Element) -> dict[str, list[Element]]:
-    """Key of a curve -> what is drawn of it, from below to above; the keys in the order of their last part."""
+    """Returns key of a curve -> its elements, from below to above; the keys in the order of their last part."""
     found: dict[str, list[Element]] = {}
     for group in svg.all("g", "curve"):
         key = str(group.attributes["data-curve"])
@@ -42,7 +42,7 @@ def groups(svg: Element) -> dict[str, list[Element]]:
 
 
 def line(drawn: list[Element]) -> dict[str, str]:
-    """How the line itself is drawn: what lies on top of a curve's own thin one."""
+    """Returns the attributes of the line itself, which lies on top of the curve's thin copy."""
     return style(drawn[-1].all("path")[0])
 
 
@@ -52,7 +52,7 @@ def marks(drawn: list[Element]) -> list[tuple[float, float]]:
 
 
 def labels(svg: Element) -> dict[str, float]:
-    """Text of every label beside the axis -> its height, from the top."""
+    """Returns the text of every label next to the axis -> its height, from the top."""
     texts = [each for each in svg.all("text") if "end" in str(each.attributes["style"])]
     found = {each.text: float(str(each.attributes["y"])) for each in texts if "tolerance" not in each.text}
     assert len(found) + ("tolerance" in svg.text) == len(texts), "a label stands there twice"

@@ -1,4 +1,4 @@
-"""The page of a parity report: what it says, that nothing escapes, and how a real browser shows it."""
+"""The page of a parity report: its content, that all text is escaped, and how a real browser shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXTS: dict[str, str] = {}
 
 
 def text_of(found: ParityReport) -> str:
-    """The page of a report, whose pictures take half a second, made once."""
+    """Returns the page of a report, made once, as its pictures take half a second."""
     if (key := repr(found)) not in _TEXTS:
         _TEXTS[key] = report_page(found)
     return _TEXTS[key]
@@ -45,18 +45,18 @@ def open_page(found: ParityReport, chromium: Browser, folder: Path, *width: int,
 
 
 def stopped() -> ParityReport:
-    """No layout came to its first step."""
+    """Builds a report in which no layout reached its first step."""
     layouts = tuple(LayoutResult(name, {}, 2, 0.1, error="no") for name in ("one", "two"))
     return dataclasses.replace(report(0.5), layouts=layouts)
 
 
 def hostile(value: Any) -> Any:
-    """The same report with the hostile text at the end of every text."""
+    """Appends the hostile text to every text of a report."""
     return changed(value, lambda text: text if text in KINDS else text + HOSTILE)
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with other texts."""
+    """Changes every text of a report."""
     match value:
         case str():
             return change(value)
@@ -305,7 +305,7 @@ def test_the_pictures_are_painted(tmp_path: Path, chromium: Browser) -> None:
 
 
 def painted(picture: Path) -> np.ndarray:
-    """The colours of a picture, 0 to 255, shape [colour, 3]."""
+    """Returns the colours of a picture, 0 to 255, shape [colour, 3]."""
     pixels = np.round(matplotlib.image.imread(picture)[..., :3] * 255).astype(int)
     found = np.unique(pixels @ [1 << 16, 1 << 8, 1])
     return np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1)
@@ -335,7 +335,7 @@ def test_the_name_of_a_tensor_is_never_broken(tmp_path: Path, chromium: Browser,
 
 
 def renamed(value: Any) -> Any:
-    """The same report with a long name of its last tensor."""
+    """Gives a report's last tensor a long name."""
     return changed(value, lambda text: LONG if text == TENSORS[-1] else text)
 
 

@@ -1,4 +1,4 @@
-"""What a terminal shows of a report: no number and no name is cut, however narrow it is."""
+"""A report on a terminal: no number and no name is cut, however narrow it is."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of faults of resuming."""
+"""The rank side of the tests of resume faults."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from mtrain.verify.resume.faults import PLANTS
 
 
 def is_drawn_again(groups: Groups, config: Config) -> bool:
-    """Whether the first shard has its initial weights again; memory that nothing fills is nan in this process."""
+    """Says whether the first shard has its initial weights again; unfilled memory is nan in this process."""
     torch.use_deterministic_algorithms(True)
     chunks = build_model(config, groups)
     run: Any = SimpleNamespace(model=SimpleNamespace(config=config, groups=groups, chunks=chunks))

@@ -1,4 +1,4 @@
-"""Runs of adapters are stopped and resumed like all others; the base is compared with them."""
+"""Runs of adapters are stopped and resumed like all others; their base is compared too."""
 
 from __future__ import annotations
 

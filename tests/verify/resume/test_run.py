@@ -1,4 +1,4 @@
-"""Resuming, proven on sound runs, and every known fault of it found and named."""
+"""Correct runs resume as the check expects, and every known fault of resuming is found and named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPECTED: dict[str, tuple[str, int, str, str]] = {
 
 
 def lively_config(**changes: Any) -> Config:
-    """fp16, dropout, a learning rate that changes, and two axes beside data parallelism."""
+    """Configures fp16, dropout, a learning rate that changes, and two axes in addition to data parallelism."""
     defaults: dict[str, Any] = {
         "model__num_layers": 2,
         "model__hidden_dropout": 0.1,
@@ -63,7 +63,7 @@ def lively_config(**changes: Any) -> Config:
 
 
 def resumed(pool: Pool, user: Config, layouts: str | None, max_ranks: int) -> ResumeReport:
-    """The report on three steps, the run stopped after two."""
+    """Returns the report on three steps of a run stopped after two."""
     reported: list[str] = []
     request = ResumeRequest(layouts, 3, max_ranks, None, "mtrain verify resume", 2)
     report = verify_resume(user, request, reported.append, pool)
@@ -74,7 +74,7 @@ def resumed(pool: Pool, user: Config, layouts: str | None, max_ranks: int) -> Re
 def gone_on(
     pool: Pool, folder: Path, user: Config, layouts: str, max_ranks: int
 ) -> tuple[ResumeCheck, list[LayoutResult]]:
-    """On the layout that saved and on others, for one step; a crash is found by the files of any other save."""
+    """Resumes on the layout that saved and on others, for one step; any other save's files reveal a crash."""
     plan = planned(user, ResumeRequest(layouts, 3, max_ranks, None, "", 2), max_ranks)
     check = ResumeCheck(plan, 2, folder, pool)
     check.prepare()
@@ -86,7 +86,7 @@ def gone_on(
 
 @pytest.fixture(scope="module")
 def check(kept: KeptPool, tmp_path_factory: pytest.TempPathFactory) -> ResumeCheck:
-    """A straight run and a stopped one, to be resumed with faults."""
+    """Makes a straight run and a stopped one, to be resumed with faults."""
     user = lively_config(layout__tp=1, layout__sp=False)
     plan = planned(user, ResumeRequest("mbs1", 5, 2, None, "", 3), 2)
     ready = ResumeCheck(plan, 3, tmp_path_factory.mktemp("resume"), kept)
@@ -121,7 +121,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
 def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(
     kept: KeptPool, tmp_path: Path, layouts: str, ranks: list[int]
 ) -> None:
-    """In processes of their own below, by the command."""
+    """All ranks are kept; a test below runs the command, in processes of its own."""
     report = resumed(kept, lively_config(), layouts, ranks[0])
     assert report.passed, [(case.name, case.error, case.first_failure()) for case in report.layouts]
     alike, crashed, *others = report.layouts
@@ -155,7 +155,7 @@ def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(
 def test_momenta_of_muon_are_resumed_on_any_layout(
     kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int
 ) -> None:
-    """Bit for bit where they were saved; elsewhere the bits of the files, then an exact step."""
+    """Resuming is bit for bit on the saving layout; elsewhere the files' bits are loaded, then a step is exact."""
     check, results = gone_on(kept, tmp_path, user(optimizer__kind="muon"), layouts, max_ranks)
     matrices = {name for name in check.tensors if "norm" not in name and ".layers." in name}
     for case in results:
@@ -165,7 +165,7 @@ def test_momenta_of_muon_are_resumed_on_any_layout(
 
 
 def test_a_curriculum_goes_on_over_a_border_behind_the_stop(kept: KeptPool, tmp_path: Path) -> None:
-    """Samples of every step are compared with the definition of their order, those of the run that goes on too."""
+    """Samples of every step are compared with the definition of their order, also in the resumed run."""
     for number, name in enumerate(("first", "late")):
         with writing_corpus(str(tmp_path / name), vocab_size=64) as writer:
             for document in range(40):
