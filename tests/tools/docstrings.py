@@ -49,9 +49,10 @@ def texts(source: str, module: str) -> Iterator[Text]:
     """Finds the docstrings of a module, the entries of their sections, and the texts below attributes."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-            docstring = ast.get_docstring(node)
-            if docstring:
-                yield from _of_docstring(docstring, node.body[0].lineno, getattr(node, "name", module))
+            docstring, raw = ast.get_docstring(node), ast.get_docstring(node, clean=False)
+            if docstring and raw:
+                empty_lines = raw[: len(raw) - len(raw.lstrip())].count("\n")  # cleaning drops them
+                yield from _of_docstring(docstring, node.body[0].lineno + empty_lines, getattr(node, "name", module))
         if isinstance(node, ast.ClassDef | ast.Module):
             for statement, following in zip(node.body, node.body[1:], strict=False):
                 if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(following, ast.Expr):

@@ -52,3 +52,16 @@ def test_a_text_without_a_subject_is_refused(changed: dict[str, str], subject: s
     assert not any(map(fault, found))
     refused = [text for text in texts(MODULE.format(**{**GOOD, **changed}), "module") if fault(text)]
     assert [text.subject for text in refused] == [subject]
+
+
+@pytest.mark.parametrize("opening", ["Counts the rows.\n\n    ", "\n    ", "\n\n    "])
+def test_each_text_is_found_at_its_line(opening: str) -> None:
+    source = f'''def function(rows):
+    """{opening}Args:
+        rows: Rows to count.
+        size: Bytes of a row.
+    """
+'''
+    lines = source.splitlines()
+    found = {text.subject: lines[text.line - 1].strip() for text in texts(source, "module") if text.section}
+    assert found == {"function.rows": "rows: Rows to count.", "function.size": "size: Bytes of a row."}
