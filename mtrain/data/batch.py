@@ -15,7 +15,7 @@ from torch import Tensor
 from mtrain.loss.preference.member import GroupMember
 
 FieldPath = tuple[str, ...]
-"""Where a tensor of a batch lies: a field, and inside it the loss term, the extra, or the depth and its field."""
+"""Path of a tensor in a batch: a field, and inside it the loss term, the extra, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
 _OF_DEPTH = ("tokens", "labels", "is_padding")
 _COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
@@ -30,15 +30,15 @@ def field_dtypes(
     extras: Sequence[str] = (),
     with_sources: bool = False,
 ) -> dict[FieldPath, torch.dtype]:
-    """The tensors that the batches of a run have, each [batch, seq].
+    """Returns the dtype of every tensor that the batches of a run have; each tensor is [batch, seq].
 
     Args:
         terms: Names of the loss terms that are computed from logits.
         with_documents: Whether rows hold isolated documents.
         is_packed: Whether rows may hold several samples.
-        with_padding: Whether somebody asks which positions hold no text.
+        with_padding: Whether the batches say which positions hold no text.
         mtp_depths: How many further tokens are predicted.
-        extras: Names of what loss functions read beside the weights.
+        extras: Names of the values that loss functions read in addition to the weights.
         with_sources: Whether losses are reported by source.
     """
     dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
@@ -63,37 +63,37 @@ def field_dtypes(
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """What one depth of multi-token prediction sees and has to say."""
+    """Inputs and labels of one depth of multi-token prediction."""
 
     tokens: Tensor
-    """[batch, seq] int64: the token that lies so far ahead in the document; 0 where there is none."""
+    """[batch, seq] int64: the token `depth` positions further in the document; 0 where there is none."""
     labels: Tensor
-    """[batch, seq] int64: the token behind it; 0 where there is none."""
+    """[batch, seq] int64: the token after it; 0 where there is none."""
     is_padding: Tensor | None
-    """[batch, seq] bool: positions without a token so far ahead; routers of experts do not count them. None where
-    nobody asks."""
+    """[batch, seq] bool: positions without a token `depth` positions further; routers of experts do not count them.
+    None where no router needs it."""
 
 
 @dataclass(frozen=True)
 class PlacedMember:
-    """Which sample a sequence of a microbatch is."""
+    """Identity of one sequence of a microbatch."""
 
     slot: int
-    """In the global batch."""
+    """Position of the sample in the global batch."""
     member: GroupMember | None
-    """Its part in a group."""
+    """Part of the sample in a group; None where it is in no group."""
     length: float
     """Sum of its token weights."""
     weight: float
-    """Of the sample."""
+    """Weight of the whole sample."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples of one forward pass; full rows, before they are cut for context parallelism."""
+    """Samples of one forward pass: full rows, before they are cut for context parallelism."""
 
     tokens: Tensor
-    """[batch, seq] int64."""
+    """[batch, seq] int64: token ids."""
     labels: Tensor
     """[batch, seq] int64, already shifted: the token to predict at each position; 0 where there is none."""
     positions: Tensor
@@ -107,7 +107,7 @@ class Microbatch:
     not reach below it. None: each row is one document (causal attention over the row)."""
     is_padding: Tensor | None
     """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
-    not count them. None where nobody asks."""
+    not count them. None where no router needs it."""
     sequence_ids: Tensor | None = None
     """[batch, seq] int64: the sequence (sample) of each position, counted from 0 in the microbatch; padding belongs to
     the one before it. None: each row is one sequence."""
@@ -115,27 +115,30 @@ class Microbatch:
     """[batch, seq] int64: the number in data.train of the source of each position; -1 where it is not known. None where
     losses are not reported by source."""
     mtp: tuple[MtpTargets, ...] = ()
-    """By depth, from 1, where several tokens are predicted."""
+    """Inputs and labels of the depths of multi-token prediction, the first depth first; empty without it."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [batch, seq] float32: what loss functions read beside the weights, aligned with the labels; 0 at
-    padding."""
+    """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
+    labels; 0 at padding."""
     num_sequences: int = 0
-    """That `sequence_ids` tell apart; where there are none, the rows."""
+    """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
     num_padding_tokens: int = 0
     """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
     num_loss_tokens: int = 0
-    """Positions that the main term counts; likewise."""
+    """Positions that the main term counts; 0 on ranks that receive their rows."""
     num_pairs: int = 0
-    """Pairs (query, key) of text that attend to each other in layers without a window; likewise."""
+    """Pairs (query, key) of text that attend to each other in layers without a window; 0 on ranks that receive their
+    rows."""
     num_window_pairs: int = 0
-    """The same of layers with a window."""
+    """Pairs (query, key) of text that attend to each other in layers with a window; 0 on ranks that receive their
+    rows."""
     num_output_rows: int = 0
-    """Positions whose logits some term counts, those of tokens predicted ahead added; likewise."""
+    """Positions whose logits at least one term counts, plus those of the depths of multi-token prediction; 0 on ranks
+    that receive their rows."""
     members: tuple[PlacedMember | None, ...] = ()
-    """By sequence, None for a row without one; ranks that receive their rows have none."""
+    """Identity of each sequence, None for a row without a sample; empty on ranks that receive their rows."""
 
     def tensors(self) -> dict[FieldPath, Tensor]:
-        """Every tensor that is there."""
+        """Returns every tensor that the batch has, by its field."""
         alone = ("tokens", "labels", "positions", "document_starts", "sequence_ids", "is_padding", "sources")
         found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in alone}
         found |= {("weights", term): weights for term, weights in self.weights.items()}
@@ -147,11 +150,12 @@ class Microbatch:
 
     @classmethod
     def of(cls, tensors: Mapping[FieldPath, Tensor], num_sequences: int | None = None) -> Microbatch:
-        """The batch with these tensors, as `tensors` gives them; its positions are not counted.
+        """Builds a batch from such tensors as `tensors` returns; positions are not counted.
 
         Args:
-            tensors: By field.
-            num_sequences: That sequence_ids tell apart; None asks them, for which the host waits, or counts rows.
+            tensors: Tensors by field.
+            num_sequences: Number of sequences in the batch. None takes it from sequence_ids, for which the host waits,
+                or counts the rows where there are none.
         """
         num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
         ids = tensors.get(("sequence_ids",))
@@ -175,12 +179,12 @@ class Microbatch:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """The same change to every tensor but `document_starts`, which stays whole and on the CPU."""
+        """Applies `change` to every tensor but `document_starts`, which stays whole and on the CPU."""
         changed = {path: each if path == DOCUMENT_STARTS else change(each) for path, each in self.tensors().items()}
         return self._with(changed)
 
     def with_vocabulary(self, size: int) -> Microbatch:
-        """Token ids modulo `size`, for a model of a smaller vocabulary."""
+        """Takes token ids and labels modulo `size`, for a model of a smaller vocabulary."""
 
         def folded(path: FieldPath, rows: Tensor) -> Tensor:
             name = path[2] if path[0] == "mtp" else path[0]

@@ -26,36 +26,36 @@ from mtrain.loss.pair import MAIN_TERM
 
 
 def loss_terms(section: LossSection) -> dict[str, TermSection]:
-    """Every term by name, the main one first."""
+    """Returns every loss term by name, the main one first."""
     return {MAIN_TERM: section, **section.side_terms}
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """What the rows of a run are like."""
+    """Form that all rows of a run share."""
 
     width: int
-    """Positions."""
+    """Positions of a row."""
     terms: Mapping[str, TermSection]
     """Aggregation of each loss term."""
     is_packed: bool = False
     """Whether a row may hold several samples."""
     isolates_documents: bool = False
-    """Whether documents do not see each other, as samples of one row never do; a sample without edges counts as one."""
+    """Whether documents do not see each other. Samples of one row never do; a sample without edges is one document."""
     with_padding: bool = False
-    """Whether somebody asks which positions hold no text."""
+    """Whether batches say which positions hold no text."""
     mtp_depths: int = 0
     """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
     with_sources: bool = False
     """Whether losses are reported by source."""
     window: int | None = None
-    """Tokens that the windowed layers see, the own one counted."""
+    """Tokens that a windowed layer sees, the token itself included; None without such layers."""
     extras: tuple[str, ...] = ()
-    """What loss functions read beside the weights; every sample has them."""
+    """Names of the values that loss functions read in addition to the weights; every sample has them."""
 
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
-        """Of a run whose loss functions read these extras."""
+        """Returns the form of the rows of a run whose loss functions read these extras."""
         return cls(
             width=config.row_width,
             terms=loss_terms(config.loss),
@@ -74,51 +74,52 @@ class Place(NamedTuple):
 
     row: int
     number: int
-    """Of the samples of the row, from 0."""
+    """Number of the sample in its row, counted from 0."""
 
 
 Collate = Callable[[Sequence[Sequence[Sample]], RowForm, Place | None], Microbatch]
-"""What `collate` is; its arguments are there."""
+"""Signature of `collate`."""
 
 
 @dataclass(frozen=True)
 class _PlacedSample:
-    """One sample as it is laid into a row; [width] each."""
+    """One sample as it lies in a row; arrays are [width]."""
 
     sample: Sample
-    """With one position, of padding, where it was without text."""
+    """The sample; one that had no text has one position of padding."""
     is_text: NDArray[np.bool_]
     document_starts: NDArray[np.int32]
-    """Index in the sample."""
+    """Index in the sample of the first token of each token's document."""
 
 
 def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Place | None) -> Microbatch:
-    """Rows of one forward pass.
+    """Builds the microbatch of one forward pass.
 
     Args:
-        rows: The samples of each row. A row without one fills the microbatch up: there is no sequence in it, so its
-            weights and shares are 0 whatever the aggregation.
-        form: What rows are like.
-        first_of_step: Where the sample in slot 0 of the global batch lies, if it is here.
+        rows: Samples of each row. An empty row fills the microbatch up: there is no sequence in it, so its weights and
+            shares are 0 whatever the aggregation.
+        form: Form of the rows.
+        first_of_step: Place of the sample in slot 0 of the global batch; None where it is not in these rows.
     """
     laid = [[_piece(sample, form) for sample in row] for row in rows]
     starts = _document_starts(laid, form)
-    # from whole samples, before any cut: what lies k tokens ahead may later be on another context-parallel rank
+    # taken from whole samples, before any cut: the token k positions ahead may later be on another context-parallel
+    # rank
     further = {
         depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in laid]
         for depth in range(1, form.mtp_depths + 1)
     }
     by_term = {name: _aggregated(laid, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
-    # lengths of a depth are those of its own mask, which has fewer tokens
+    # a depth has a mask, and so lengths, of its own: it has fewer tokens
     by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], False, first_of_step) for name, each in further.items()}
     is_text = _laid([[piece.is_text for piece in row] for row in laid], form.width, np.bool_)
     ids, num_sequences = _sequence_ids(laid, form.width)
-    # a token attends to those of its document up to itself
+    # a token attends to the tokens of its document up to itself
     seen = (np.arange(form.width) - starts + 1)[is_text.numpy()].astype(np.int64)
     return Microbatch(
         tokens=_of_samples(laid, "tokens", form.width),
         labels=_of_samples(laid, "labels", form.width),
-        # they begin again at each document, as if it stood alone in the row
+        # positions begin again at each document, as if it stood alone in the row
         positions=torch.from_numpy(np.arange(form.width) - starts),
         weights={
             name: _laid([[each.weights for each in row] for row in of_rows], form.width, np.float32)
@@ -150,7 +151,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
 
 
 def _num_weighed(by_term: Mapping[str, Sequence[Sequence[TokenTerms]]]) -> int:
-    """Positions that at least one of the terms counts."""
+    """Counts the positions that at least one of the terms counts."""
     samples = zip(*([each for row in rows for each in row] for rows in by_term.values()))
     return sum(int(np.any([each.weights != 0 for each in terms], axis=0).sum()) for terms in samples)
 
@@ -166,7 +167,8 @@ def _piece(sample: Sample, form: RowForm) -> _PlacedSample:
 
 
 def _ahead(piece: _PlacedSample, depth: int) -> _PlacedSample:
-    """What lies `depth` tokens further; text where there is such a token."""
+    """Returns the sample as depth `depth` of multi-token prediction sees it; positions without such a token hold no
+    text."""
     starts = piece.document_starts
     return replace(piece, sample=mtp_sample(piece.sample, starts, depth), is_text=moved(piece.is_text, starts, depth))
 
@@ -183,7 +185,7 @@ def _targets(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> MtpTarge
 def _aggregated(
     rows: Sequence[Sequence[_PlacedSample]], term: TermSection, is_main: bool, first_of_step: Place | None
 ) -> list[list[TokenTerms]]:
-    """One term of every sample of every row."""
+    """Aggregates one term for every sample of every row."""
     return [
         [_terms(piece.sample, term, is_main, (row, number) == first_of_step) for number, piece in enumerate(pieces)]
         for row, pieces in enumerate(rows)
@@ -191,18 +193,18 @@ def _aggregated(
 
 
 def _terms(sample: Sample, term: TermSection, is_main: bool, is_first_in_step: bool) -> TokenTerms:
-    """One term of one sample."""
+    """Aggregates one term for one sample."""
     mask, weight = sample.mask, sample.weight
     if sample.member is not None:
         if is_main:
-            weight = 1.0  # of the score; what the group counts, the preference loss says
+            weight = 1.0  # the weight of the score; how much the group counts is decided by the preference loss
         elif sample.member.role != "chosen":
-            mask = np.zeros_like(mask)  # nobody is to imitate the other answers
+            mask = np.zeros_like(mask)  # nothing is to imitate the other answers
     return aggregate(mask, weight, term, is_first_in_step)
 
 
 def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> NDArray[np.int32]:
-    """[rows, width]: index in the row at which each position's document begins."""
+    """Returns [rows, width]: index in the row at which each position's document begins."""
     starts = np.zeros((len(rows), form.width), np.int32)
     if not form.isolates_documents:
         return starts
@@ -211,13 +213,14 @@ def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> 
         for piece in pieces:
             row[begin : begin + piece.sample.width] = begin + piece.document_starts
             begin += piece.sample.width
-        # a document of its own: padding attends to no text
+        # padding is a document of its own, so that it attends to no text
         row[begin:] = begin
     return starts
 
 
 def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[NDArray[np.int64], int]:
-    """[rows, width]: the number of each position's sequence in the microbatch, and how many there are.
+    """Numbers the sequences: [rows, width] with the number of each position's sequence in the microbatch, and their
+    count.
 
     Padding belongs to the last sample of its row, and a row without one is a sequence without text: where every row
     holds one sample, the number is that of the row.
@@ -232,7 +235,7 @@ def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[
 
 
 def _sources(rows: Sequence[Sequence[_PlacedSample]], width: int) -> Tensor:
-    """[rows, width]: the number of each position's source; 0 in padding, which counts nothing."""
+    """Returns [rows, width]: the number of each position's source; 0 in padding, which counts nothing."""
     samples = [[piece.sample for piece in row] for row in rows]
     numbers = [
         [np.full(each.width, -1 if each.source is None else each.source) for each in of_row] for of_row in samples
@@ -241,12 +244,12 @@ def _sources(rows: Sequence[Sequence[_PlacedSample]], width: int) -> Tensor:
 
 
 def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) -> Tensor:
-    """An int64 field of the samples."""
+    """Lays an int64 field of the samples into rows."""
     return _laid([[getattr(piece.sample, name) for piece in row] for row in rows], width, np.int64)
 
 
 def _laid(rows: Sequence[Sequence[NDArray[Any]]], width: int, dtype: type[np.generic]) -> Tensor:
-    """[rows, width]: what each row holds, one after the other, and 0 behind it."""
+    """Returns [rows, width]: the parts of each row one after the other, followed by 0."""
     whole = np.zeros((len(rows), width), dtype)
     for row, parts in zip(whole, rows):
         if parts:

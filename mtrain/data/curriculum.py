@@ -1,4 +1,4 @@
-"""Blends that take each other's place at given steps (`data.curriculum`): their samples, and what they are called.
+"""Blends that replace each other at given steps (`data.curriculum`): their samples and their fingerprints.
 
 A step holds equally many samples, so the step from which a blend holds is a sample of the run's order, and which
 sample comes when stays arithmetic. The fingerprint of such data names the steps, so that two of them can be compared
@@ -18,15 +18,15 @@ _EDGE = re.compile(r" from step (\d+): ")
 
 @dataclass(frozen=True)
 class BlendFrom:
-    """A blend and where it begins."""
+    """A blend and the step at which it begins."""
 
     step: int
-    """Updates completed before it."""
+    """Number of updates completed before the blend begins."""
     phase: BlendPhase
 
 
 def later_blends(data: FilesSection, global_batch_size: int) -> tuple[BlendFrom, ...]:
-    """Those of `data.curriculum`."""
+    """Returns the blends of `data.curriculum`, each with its first step."""
     numbers = {source.path: number for number, source in enumerate(data.all_sources)}
     return tuple(
         BlendFrom(blend.from_step, _phase(blend.from_step * global_batch_size, blend.sources, numbers))
@@ -39,12 +39,12 @@ def _phase(first: int, sources: Sequence[SourceSection], numbers: dict[str, int]
 
 
 def with_later(fingerprint: str, later: Sequence[BlendFrom], of_sources: Sequence[str]) -> str:
-    """The fingerprint of all of a run's data.
+    """Builds the fingerprint of all data of a run.
 
     Args:
-        fingerprint: Of the first blend.
-        later: The others.
-        of_sources: By number.
+        fingerprint: Fingerprint of the first blend.
+        later: Blends that follow it.
+        of_sources: Fingerprints of the sources, by number.
     """
     for blend in later:
         # numbers too: two sources may have the same content and lie at different places of their epochs
@@ -55,11 +55,11 @@ def with_later(fingerprint: str, later: Sequence[BlendFrom], of_sources: Sequenc
 
 
 def has_phases(fingerprint: str) -> bool:
-    """Whether more than one blend is in it."""
+    """Says whether a fingerprint is of data with more than one blend."""
     return _EDGE.search(fingerprint) is not None
 
 
 def fingerprint_until(fingerprint: str, step: int) -> str:
-    """What of a fingerprint decides which samples the first `step` steps hold."""
+    """Cuts a fingerprint down to the part that decides which samples the first `step` steps hold."""
     edge = next((edge for edge in _EDGE.finditer(fingerprint) if int(edge[1]) >= step), None)
     return fingerprint if edge is None else fingerprint[: edge.start()]

@@ -1,4 +1,4 @@
-"""What a user's program hands over: sequences with what their tokens count, and how they become microbatches."""
+"""Sequences that a user's program hands over, with what their tokens count, and how they become samples."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ class Datum:
     weight: float = 1.0
     """What the whole sequence counts, at least 0."""
     extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | float] = field(default_factory=dict)
-    """What a loss function reads beside the weights, by name, such as advantages: finite numbers, float32 precision.
-    One for the whole sequence; or one a token, of which the first is not used; or one a predicted token, as
-    `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has len(input_ids) of
-    them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's log-probabilities of
-    `topk_distillation`. Names that no loss function needs are checked and left out."""
+    """Values that a loss function reads in addition to the weights, by name, such as advantages: finite numbers,
+    float32 precision. One for the whole sequence; or one a token, of which the first is not used; or one a predicted
+    token, as `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has
+    len(input_ids) of them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's
+    log-probabilities of `topk_distillation`. Names that no loss function needs are checked and left out."""
     member: GroupMember | None = None
-    """Its part in a group, for losses that compare whole sequences such as dpo."""
+    """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside of a group."""
     label: float | None = None
     """The class of the sequence, a whole number, where `model.num_labels` is above 1; the number that a regression aims
-    at. A model with a head, also of one label, judges it by its last token: it has at most data.seq_length tokens, and
-    no weights."""
+    at. A model with a head, also of one label, judges the sequence by its last token: it has at most data.seq_length
+    tokens, and no weights."""
 
 
 def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
-    """A datum as a sample.
+    """Checks a datum and turns it into a sample.
 
     Args:
-        datum: What the user gave.
-        name: For messages, such as "sample 3".
-        config: Positions of a sample, size of the vocabulary.
-        needed: Extras that the loss functions read.
+        datum: Sequence that the user gave.
+        name: Name of the datum in messages, such as "sample 3".
+        config: Configuration that gives the positions of a sample and the size of the vocabulary.
+        needed: Names of the extras that the loss functions read.
 
     Raises:
-        DataError: It is empty, too long, has ids beyond the vocabulary, or weights or extras that cannot be.
+        DataError: The datum is empty, too long, has ids beyond the vocabulary, or has impossible weights or extras.
         NumericError: An extra is not finite.
     """
     length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
@@ -122,7 +122,7 @@ def _checked_member(member: GroupMember, name: str) -> GroupMember:
 
 
 def _judged(datum: Datum, name: str, num_labels: int) -> Datum:
-    """The sequence with its label after it, in the place of the token that would be predicted there."""
+    """Appends the label to the sequence, in the place of the token that would be predicted there."""
     label = datum.label
     if num_labels == 1 and label is not None:
         raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
@@ -136,7 +136,7 @@ def _judged(datum: Datum, name: str, num_labels: int) -> Datum:
 
 
 def _numbered(datum: Datum, name: str) -> Datum:
-    """The sequence with the number that it has to be given as an extra."""
+    """Gives the sequence the number of its regression as an extra."""
     if datum.label is None or isinstance(datum.label, bool):
         raise _fault(f"{name} has label={datum.label}, but a regression needs a number; give Datum.label")
     label = _number(datum.label, f"{name}: label")
@@ -151,7 +151,7 @@ def _with_last(datum: Datum, last: int, name: str) -> Datum:
 
 
 def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:
-    """Of the predicted tokens, or of the whole sequence."""
+    """Returns the checked extras, each with one number a predicted token or one for the whole sequence."""
     found: dict[str, NDArray[np.float32] | float] = {}
     for extra, values in datum.extras.items():
         found |= _columns(_checked_extra(values, num_tokens, extra, name), extra)
@@ -167,7 +167,8 @@ def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> 
 
 
 def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArray[np.float32] | float]:
-    """Each [num_tokens - 1], or one number."""
+    """Splits an extra of several numbers a token into columns: each [num_tokens - 1], or one number for the whole
+    sequence."""
     if isinstance(values, float) or values.ndim == 1:
         return {extra: values}
     return {column(extra, number): values[:, number] for number in range(values.shape[1])}
@@ -190,8 +191,8 @@ def _check_top_k(
 def _checked_extra(
     given: Sequence[Sequence[float]] | Sequence[float] | float, num_tokens: int, extra: str, name: str
 ) -> NDArray[np.float32] | float:
-    """[num_tokens - 1], [num_tokens - 1, k], or one number."""
-    # what float32 cannot hold becomes inf, and is refused as such below
+    """Checks one extra; returns it as [num_tokens - 1], [num_tokens - 1, k], or one number."""
+    # a number that float32 cannot hold becomes inf, and is refused as such below
     with np.errstate(over="ignore"):
         values = _numbers(given, f"{name}: extra {extra!r}").astype(np.float32)
     is_row_a_token = values.ndim in (1, 2) and len(values) in (num_tokens, num_tokens - 1)
@@ -214,7 +215,7 @@ def _checked_extra(
 
 
 def _fault(message: str) -> DataError:
-    """Of a batch that is the same on all ranks."""
+    """Builds the error of a batch that is the same on all ranks."""
     error = DataError(message)
     # every rank has seen the same samples, so all raise it: no collective has to spread it
     error.on_every_rank = True

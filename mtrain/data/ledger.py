@@ -1,4 +1,4 @@
-"""What was trained, step by step: the samples that each data-parallel rank read, with what they held.
+"""Record of what was trained, step by step: the samples that each data-parallel rank read, and what they held.
 
 Each rank that reads for a replica writes a file of its own, so a step needs no further communication; a reader merges
 them. Nothing in an entry depends on who read a sample or where it lay: identities follow from the order of samples,
@@ -32,59 +32,60 @@ class ReadSlots(Protocol):
     """The samples of a step by slot."""
 
     def sample(self, slot: int) -> Sample | None:
-        """None beyond the end of a set."""
+        """Returns the sample in a slot; None beyond the end of a set."""
 
     def width(self, slot: int) -> int:
-        """Positions that the sample takes in a row."""
+        """Returns the positions that the sample takes in a row."""
 
     def place(self, slot: int) -> SamplePosition:
-        """Where the sample comes from."""
+        """Says where the sample comes from."""
 
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """What one rank read of one source's epoch in a step."""
+    """Samples that one rank read of one source's epoch in a step."""
 
     source: int
-    """Number in data.train."""
+    """Number of the source in data.train."""
     epoch: int
     ids: tuple[int, ...]
-    """Samples, by their number in the source, ascending; twice where one was read twice."""
+    """Numbers of the samples in the source, ascending; twice where one was read twice."""
     tokens: int
     """Positions with text."""
     loss_tokens: int
-    """Of them, those that the main term counts."""
+    """Positions with text that the main term counts."""
 
 
 @dataclass(frozen=True)
 class StepEntry:
-    """What one rank, or all, read in a step."""
+    """Samples that one rank, or all ranks together, read in a step."""
 
     step: int
-    """Updates completed with it, as in metrics.jsonl."""
+    """Number of updates completed with this step, as in metrics.jsonl."""
     num_samples: int
-    """Of the global batch, over all ranks."""
+    """Samples of the global batch, over all ranks."""
     digest: int
-    """Sum of the samples' digests modulo 2^64: of tokens, labels, mask and weight, whoever read them in what order."""
+    """Sum of the samples' digests modulo 2^64, each of tokens, labels, mask and weight; independent of who read them
+    and in what order."""
     sources: tuple[SourceEntry, ...]
     skipped: bool = False
-    """Read, but no update came of it."""
+    """Whether the step was read, but no update came of it."""
 
 
 @dataclass(frozen=True)
 class StartEntry:
-    """What all entries up to the next start have in common."""
+    """Facts that all entries up to the next start share."""
 
     start: int
-    """Updates completed before it."""
+    """Number of updates completed before the start."""
     fingerprint: str
-    """Of the training data."""
+    """Fingerprint of the training data."""
     sources: tuple[str, ...]
-    """As data.train names them."""
+    """Names of the sources, as data.train gives them."""
     sizes: tuple[int | None, ...]
-    """Samples of an epoch of each source; None where it has no end."""
+    """Number of samples in an epoch of each source; None where the source has no end."""
     phases: tuple[DataPhase, ...] = ()
-    """Of a curriculum, which begin at steps of their own; none where there is none."""
+    """Phases of a curriculum, each with the step at which it begins; empty without a curriculum."""
 
 
 class NotedSlots:
@@ -95,22 +96,23 @@ class NotedSlots:
         self._read: dict[int, Sample] = {}
 
     def sample(self, slot: int) -> Sample | None:
-        """As of the samples."""
+        """Reads and notes the sample in a slot; None beyond the end of a set."""
         found = self._samples.sample(slot)
         if found is not None:
             self._read[slot] = found
         return found
 
     def width(self, slot: int) -> int:
-        """As of the samples; not noted, since every rank asks for the widths of all."""
+        """Returns the positions that the sample takes in a row; not noted, since every rank asks for the widths of
+        all."""
         return self._samples.width(slot)
 
     def entry(self, step: int, num_samples: int) -> StepEntry:
-        """Of what was read.
+        """Builds the entry of the samples that were read.
 
         Args:
-            step: Updates completed with it.
-            num_samples: Of the global batch.
+            step: Number of updates completed with the step.
+            num_samples: Samples of the global batch.
         """
         places: dict[tuple[int, int], list[tuple[int, Sample]]] = {}
         for slot, sample in self._read.items():
@@ -141,7 +143,7 @@ def _digest(sample: Sample) -> int:
 
 
 def rewind_ledger(folder: Path, resume_step: int) -> None:
-    """Takes the files of all ranks back to what they held at `resume_step`; before a rank opens its own.
+    """Takes the files of all ranks back to their content at `resume_step`; called before a rank opens its own.
 
     Raises:
         DataError: A line other than the last of a file is damaged.
@@ -162,7 +164,7 @@ def _lies_before(entry: StartEntry | StepEntry, resume_step: int) -> bool:
 
 
 def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
-    """The entries of one rank, in order; what follows the last newline is still being written and is left out.
+    """Yields the entries of one rank, in order; text after the last newline is still being written and is left out.
 
     Raises:
         DataError: A line is damaged.
@@ -179,7 +181,7 @@ def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
 
 
 def from_line(line: bytes) -> StartEntry | StepEntry:
-    """What `to_line` has written; ValueError, TypeError or KeyError where it has not."""
+    """Parses a line that `to_line` has written; raises ValueError, TypeError or KeyError for any other line."""
     content: Any = json.loads(line)
     if "start" in content:
         phases = tuple(DataPhase(**each) for each in content.get("phases", ()))
@@ -191,18 +193,18 @@ def from_line(line: bytes) -> StartEntry | StepEntry:
 
 
 def to_line(entry: StartEntry | StepEntry) -> bytes:
-    """One line of JSON, newline included."""
+    """Returns the entry as one line of JSON, newline included."""
     values = asdict(entry)
     if isinstance(entry, StepEntry):
         sources = [{**asdict(each), "ids": ranges(each.ids)} for each in entry.sources]
         values |= {"digest": f"{entry.digest:016x}", "sources": sources}
         if not entry.skipped:
-            del values["skipped"]  # nearly every line
+            del values["skipped"]  # false in nearly every line
     return json.dumps(values).encode() + b"\n"
 
 
 def ranges(ids: tuple[int, ...]) -> str:
-    """`3,5-7`: ascending numbers as text; a number that is there twice stands there twice."""
+    """Writes ascending numbers as text, such as `3,5-7`; a number that occurs twice stands there twice."""
     runs: list[list[int]] = []
     for each in ids:
         if runs and each == runs[-1][1] + 1:
@@ -227,15 +229,15 @@ class EpochTotals:
     source: str
     epoch: int
     samples: int
-    """Read, repeated ones counted again."""
+    """Number of samples read, repeated ones counted again."""
     size: int | None
-    """Samples of the epoch."""
+    """Number of samples in the epoch; None where the source has no end."""
     tokens: int
     loss_tokens: int
     repeated: tuple[int, ...]
     """Samples that were read more than once."""
     lost: int
-    """Samples that an epoch lacks after which the next one has begun."""
+    """Number of samples that were not read although the next epoch has begun."""
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,9 @@ class PhaseTotals:
 
     phase: DataPhase
     last_step: int
-    """Of it, so far."""
+    """Last step of the phase so far."""
     samples: dict[str, int]
-    """By source."""
+    """Number of samples read, by name of the source."""
 
 
 class Ledger:
@@ -261,7 +263,7 @@ class Ledger:
         if not paths:
             raise DataError(f"{folder} holds no data ledger; give the run.dir of a run with metrics.data_ledger=true")
         self.starts: dict[int, StartEntry] = {}
-        """Step -> what holds from there on."""
+        """Number of updates completed before a start -> its entry."""
         self.steps: dict[int, list[StepEntry]] = {}
         """Step -> the entries of all ranks."""
         for entry in (entry for path in paths for entry in read_file(path)):
@@ -273,11 +275,11 @@ class Ledger:
             raise DataError(f"{folder} holds no step yet; wait for the first one")
 
     def start_of(self, step: int) -> StartEntry:
-        """What holds for a step."""
+        """Returns the start entry that holds for a step."""
         return self.starts[max(start for start in self.starts if start < step)]
 
     def step(self, step: int) -> StepEntry:
-        """All ranks' parts of a step as one.
+        """Merges all ranks' entries of a step into one.
 
         Raises:
             DataError: It has not been trained.
@@ -301,7 +303,7 @@ class Ledger:
         return StepEntry(step, first.num_samples, digest, sources, first.skipped)
 
     def incomplete_steps(self) -> dict[int, str]:
-        """Step -> what it lacks or has too much, from step 1 to the last."""
+        """Finds the steps from 1 to the last that lack samples or have too many; step -> what is wrong with it."""
         found = {}
         for step in range(1, max(self.steps) + 1):
             if step not in self.steps:
@@ -313,12 +315,12 @@ class Ledger:
         return found
 
     def skipped_steps(self) -> list[int]:
-        """Those of whose samples no update came, ascending."""
+        """Returns the steps that were read but gave no update, ascending."""
         return sorted(step for step, entries in self.steps.items() if entries[0].skipped)
 
     def epochs(self) -> list[EpochTotals]:
-        """By source and epoch, in the order in which they began; where a start brought other data, these are other
-        sources."""
+        """Sums up every epoch of every source, in the order in which they began. Where a start brought other data, its
+        sources are counted as other ones."""
         parts: dict[tuple[int, int, int], list[SourceEntry]] = {}
         starts: dict[int, StartEntry] = {}
         began = self._began()
@@ -330,8 +332,8 @@ class Ledger:
         return [self._totals(starts[key[0]], key, found, parts.keys()) for key, found in parts.items()]
 
     def _began(self) -> dict[int, int]:
-        """Start -> the first one with its data; two may differ in blends or windows that neither of them had come
-        to."""
+        """Returns start -> the first start with the same data. Two may differ in blends or windows that neither has
+        reached."""
         found: dict[int, int] = {}
 
         def until(start: int, one: int) -> str:
@@ -344,7 +346,7 @@ class Ledger:
         return found
 
     def phase_totals(self) -> list[PhaseTotals]:
-        """What the phases of a curriculum were that the run has come to; none where it has none."""
+        """Sums up the phases of a curriculum that the run has reached; empty without a curriculum."""
         last = max(self.steps)
         phases = [phase for phase in self.start_of(last).phases if phase.from_step < last]
         ends = [*(phase.from_step for phase in phases[1:]), last]
@@ -367,7 +369,7 @@ class Ledger:
         began, source, epoch = key
         counts = Counter(index for part in parts for index in part.ids)
         size = start.sizes[source]
-        # data that came on the way begin at their place in the order, so what lies before it is not lost
+        # data that came later begin at their place in the order, so samples before that place are not lost
         is_whole = began == min(self.starts)
         has_ended = (began, source, epoch + 1) in known
         return EpochTotals(

@@ -1,4 +1,4 @@
-"""What one data-parallel rank trains and validates on, as microbatches.
+"""Microbatches that one data-parallel rank trains and validates on.
 
 Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here), or
 where a step counts packed rows as `mtrain.data.steps` says.
@@ -38,26 +38,26 @@ class Slots(Protocol):
     """The samples of a step, or of a pass through a validation set, by slot."""
 
     def sample(self, slot: int) -> Sample | None:
-        """None beyond the end of a set."""
+        """Returns the sample in a slot; None beyond the end of a set."""
 
     def width(self, slot: int) -> int:
-        """Positions that the sample takes in a row; 0 beyond the end of a set."""
+        """Returns the positions that the sample takes in a row; 0 beyond the end of a set."""
 
 
 class RowPlan(Protocol):
-    """Which slots lie in which row of which rank."""
+    """Assignment of slots to the rows of every rank."""
 
     @property
     def num_microbatches(self) -> int:
-        """Of every rank."""
+        """Number of forward passes, the same on every rank."""
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """The slots of each row of one forward pass; none in a row that fills the microbatch up."""
+        """Returns the slots of each row of one forward pass; a row that fills the microbatch up has none."""
 
 
 @dataclass(frozen=True)
 class OneSampleEach:
-    """Without packing: each slot is a row."""
+    """Row plan without packing: each slot is a row."""
 
     num_slots: int
     num_microbatches: int
@@ -65,7 +65,7 @@ class OneSampleEach:
     dp_size: int
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """As of `RowPlan`."""
+        """Returns the slots of each row of one forward pass, at most one; none beyond the end of a set."""
         # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
         own = slots(microbatch, dp_rank, self.dp_size, self.micro_batch_size)
         return tuple((slot,) if slot < self.num_slots else () for slot in own)
@@ -73,20 +73,21 @@ class OneSampleEach:
 
 @dataclass(frozen=True)
 class Given:
-    """Samples at hand, by slot."""
+    """Samples in memory, by slot."""
 
     samples: Sequence[Sample]
 
     def sample(self, slot: int) -> Sample | None:
-        """As of `Slots`."""
+        """Returns the sample in a slot; None beyond the end of a set."""
         return self.samples[slot] if slot < len(self.samples) else None
 
     def width(self, slot: int) -> int:
-        """As of `Slots`."""
+        """Returns the positions that the sample takes in a row; 0 beyond the end of a set."""
         return self.samples[slot].width if slot < len(self.samples) else 0
 
     def places(self, plan: RowPlan, dp_size: int) -> dict[int, tuple[int, int]]:
-        """Slot -> number of its row, by microbatch and data-parallel rank, and where in the row it begins."""
+        """Finds the place of each slot: number of its row, counted by microbatch and data-parallel rank, and first
+        position in it."""
         turns = [(microbatch, rank) for microbatch in range(plan.num_microbatches) for rank in range(dp_size)]
         found: dict[int, tuple[int, int]] = {}
         for number, row in enumerate(row for turn in turns for row in plan.rows(*turn)):
@@ -105,9 +106,9 @@ class HeldOutBatches:
     def __init__(self, rows: "RowsOfRank", samples: HeldOut | MockHeldOut) -> None:
         self._rows, self._samples = rows, samples
         self.num_samples = len(samples)
-        """In the set, over all ranks."""
+        """Number of samples in the set, over all ranks."""
         self.num_passes = -(-self.num_samples // rows.global_batch_size)
-        """Calls of the pipeline schedule."""
+        """Number of calls of the pipeline schedule."""
 
     def batches(self) -> Iterator[list[Microbatch]]:
         """Yields the microbatches of each pass."""
@@ -139,7 +140,7 @@ class TrainingSlots:
 
     stream: SampleStream
     numbers: NDArray[np.int64]
-    """Of the samples in the order of the run, by slot."""
+    """[slots]: number of each slot's sample in the order of the run."""
 
     def sample(self, slot: int) -> Sample:
         return self.stream.sample(int(self.numbers[slot]))
@@ -152,7 +153,7 @@ class TrainingSlots:
         return self.stream.widths(self.numbers)
 
     def place(self, slot: int) -> SamplePosition:
-        """Where the sample of a slot comes from."""
+        """Says where the sample of a slot comes from."""
         return self.stream.locate(int(self.numbers[slot]))
 
 
@@ -165,11 +166,11 @@ class StepLoader:
         """Opens and checks everything that the configuration names.
 
         Args:
-            config: Of the run.
-            dp_rank: Of this rank.
-            dp_size: Ranks that share the data.
-            collate: Makes microbatches of rows.
-            extras: What the loss functions read beside the weights.
+            config: Configuration of the run.
+            dp_rank: Data-parallel rank of this process.
+            dp_size: Number of ranks that share the data.
+            collate: Function that makes microbatches of rows.
+            extras: Names of the values that loss functions read in addition to the weights.
 
         Raises:
             ConfigError: the global batch does not divide over the ranks.
@@ -182,77 +183,77 @@ class StepLoader:
         self.tokenizer = self._data.tokenizer
         self._stream, self._steps = self._data.stream, self._data.steps
         self.preferences = self._data.preferences
-        """Sources of sequences that are compared, by their fingerprints."""
+        """Sources of sequences that are compared, by fingerprint."""
         self._references = ""
         self.notes = self._data.notes
         """Lines for the user on what of the files is not trained, or not as it stands there."""
         self._depth = config.data.prefetch_steps
-        # those read ahead, the one in the trainer's hands, and the one being made
+        # steps read ahead, the one in the trainer's hands, and the one being made
         self._read: deque[StepEntry] = deque(maxlen=self._depth + 3)
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the training data or the way they are cut change; does not depend on rank, layout or step."""
+        """Identifies the training data and how they are cut; does not depend on rank, layout or step."""
         return self._data.fingerprint + self._references
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
-        """What earlier versions called the same data."""
+        """Lists the fingerprints that earlier versions gave the same data."""
         return self._data.earlier_fingerprints
 
     @property
     def num_slots(self) -> int:
-        """Samples of a pass through a held-out set."""
+        """Counts the samples of one pass through a held-out set."""
         return self._rows.global_batch_size
 
     def name_references(self, digests: Sequence[str]) -> None:
-        """Makes the scores of a reference model, which `preferences` have got, part of what the data are called."""
+        """Adds the scores of a reference model, which `preferences` have received, to the fingerprint of the data."""
         self._references = f"{REFERENCES}{' '.join(digests)})"
 
     def batches(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of the step after `step` completed updates."""
+        """Returns this rank's microbatches of the step after `step` completed updates."""
         return self._rows.microbatches(self.plan(step), self.samples(step), has_first=True)
 
     def next_entry(self, step: int) -> StepEntry:
-        """What the batches were that `iterate` gave out first of those not asked about yet.
+        """Returns the entry of the oldest step that `iterate` gave out and that was not asked about yet.
 
         Args:
-            step: With which so many updates are completed: the trainer's count, whatever was read for it.
+            step: Number of updates completed with it: the trainer's count, whatever number it was read under.
         """
         return replace(self._read.popleft(), step=step)
 
     def start_entry(self, step: int) -> StartEntry:
-        """What the entries after so many updates have in common."""
+        """Returns what the ledger's entries after `step` updates have in common."""
         names, sizes = zip(*self._stream.named_sizes)
         return StartEntry(step, self.fingerprint, names, sizes, data_phases(self._config.data))
 
     def samples(self, step: int) -> Slots:
-        """The samples of the step after `step` completed updates, by slot."""
+        """Returns the samples of the step after `step` completed updates, by slot."""
         return TrainingSlots(self._stream, self.numbers(step))
 
     def numbers(self, step: int) -> NDArray[np.int64]:
-        """[num_slots]: which samples of the run's order these are."""
+        """Returns [num_slots]: the numbers of a step's samples in the order of the run."""
         return self._steps.samples(step).numbers
 
     def locate(self, number: int) -> SamplePosition:
-        """Where a sample of the run's order lies in its source."""
+        """Says where a sample of the run's order lies in its source."""
         return self._stream.locate(number)
 
     def plan(self, step: int) -> RowPlan:
-        """Which of them lie in which row; the same on every rank."""
+        """Assigns the slots of a step to rows; the same on every rank."""
         held = self._steps.samples(step)
         return self._rows.plan(TrainingSlots(self._stream, held.numbers), len(held.numbers), held.rows)
 
     def shown(self, step: int, count: int) -> ShownStep:
-        """The first `count` samples of a step, counted from 1, for people."""
+        """Returns the first `count` samples of a step, counted from 1, for people to read."""
         return shown_step(self._config, self._stream, self.tokenizer, step, count)
 
     def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
-        """batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block.
+        """Yields batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block.
 
         Args:
-            from_step: The first one.
-            pinned: Whether a GPU can copy them while the host goes on.
+            from_step: Number of the first step.
+            pinned: Whether the batches lie in pinned memory, which a GPU copies while the host goes on.
         """
         self._read.clear()
 
@@ -269,27 +270,27 @@ class StepLoader:
         return batches
 
     def held_out(self, part: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
-        """The only validation or test set, or the first one; None where the configuration has none."""
+        """Returns the only validation or test set, or the first one; None where the configuration has none."""
         return next(iter(self.held_out_sets(part).values()), None)
 
     def held_out_sets(self, part: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
-        """All validation or test sets by name, in the order of the configuration."""
+        """Returns all validation or test sets by name, in the order of the configuration."""
         return {name: HeldOutBatches(self._rows, samples) for name, samples in self._data.held_out[part].items()}
 
 
 class RowsOfRank:
-    """Which samples of a global batch become which rows on this rank."""
+    """Assignment of the samples of a global batch to the rows of this rank."""
 
     def __init__(
         self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate, extras: Sequence[str] = ()
     ) -> None:
         """
         Args:
-            config: Of the run.
-            dp_rank: Of this rank.
-            dp_size: Ranks that share the data.
-            collate: Makes microbatches of rows.
-            extras: What the loss functions read beside the weights; every sample needs them.
+            config: Configuration of the run.
+            dp_rank: Data-parallel rank of this process.
+            dp_size: Number of ranks that share the data.
+            collate: Function that makes microbatches of rows.
+            extras: Names of the values that loss functions read in addition to the weights; every sample needs them.
 
         Raises:
             ConfigError: train.global_batch_size does not divide over the ranks.
@@ -304,21 +305,21 @@ class RowsOfRank:
             )
 
     def of_step(self, samples: Slots, has_first: bool) -> list[Microbatch]:
-        """The microbatches of a global batch.
+        """Builds this rank's microbatches of a global batch.
 
         Args:
-            samples: global_batch_size slots.
+            samples: Samples of global_batch_size slots.
             has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
         """
         return self.microbatches(self.plan(samples, self.global_batch_size), samples, has_first)
 
     def plan(self, samples: Slots, num_slots: int, packed: PackedRows | None = None) -> RowPlan:
-        """Where each of so many slots lies; the same on every rank.
+        """Assigns slots to rows; the same on every rank.
 
         Args:
-            samples: By slot.
-            num_slots: Of them.
-            packed: Which slots share a row, where that is decided.
+            samples: Samples by slot.
+            num_slots: Number of slots.
+            packed: Slots that share a row, where that is decided already; None packs them here.
 
         Raises:
             DataError: A sample is longer than a row.
@@ -327,17 +328,17 @@ class RowsOfRank:
             widths = np.array([samples.width(slot) for slot in range(num_slots)], np.int64)
             return plan_step(widths, self._shape) if packed is None else plan_rows(widths, packed, self._shape)
         count = -(-num_slots // (self._dp_size * self._micro_batch_size))
-        # what megatron-core's interleaved schedule can run
+        # a number that megatron-core's interleaved schedule can run
         count = -(-count // self._shape.multiple_of) * self._shape.multiple_of
         return OneSampleEach(num_slots, count, self._micro_batch_size, self._dp_size)
 
     def microbatches(self, plan: RowPlan, samples: Slots, has_first: bool) -> list[Microbatch]:
-        """This rank's part of a plan.
+        """Builds this rank's part of a plan.
 
         Args:
-            plan: Of these samples.
-            samples: By slot.
-            has_first: As for `of_step`.
+            plan: Row plan of these samples.
+            samples: Samples by slot.
+            has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
         """
         return [
             self._microbatch(plan.rows(number, self._dp_rank), samples, has_first)
@@ -354,7 +355,7 @@ class RowsOfRank:
 
 
 def _members(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Sample | None]]) -> Iterator[PlacedMember | None]:
-    """As `collate` counts sequences: a row without a sample is one, too."""
+    """Yields the identity of each sequence, counted as `collate` does: a row without a sample is one, too."""
     for slots_of_row, samples in zip(rows, found):
         present = [(slot, sample) for slot, sample in zip(slots_of_row, samples) if sample is not None]
         for slot, sample in present:

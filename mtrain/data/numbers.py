@@ -1,4 +1,4 @@
-"""Numbers that a user's program gives: lists, arrays of numpy or tensors, taken as they are or refused."""
+"""Numbers that a user's program gives: lists, numpy arrays or tensors, accepted as they are or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def whole_number(given: Any) -> int | None:
-    """The value as an int; None where it is a boolean, a float, or no number at all.
+    """Returns the value as an int; None where it is a boolean, a float, or no number at all.
 
     Args:
         given: Any value; integers of numpy and tensors without dimensions count as numbers.
@@ -29,15 +29,15 @@ def whole_number(given: Any) -> int | None:
 
 
 def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
-    """[n]: token ids.
+    """Checks token ids; returns them as [n].
 
     Args:
-        given: A row of them.
-        name: For messages, such as "input_ids".
-        size: Number of tokens that there are.
+        given: Sequence of token ids: a list, an array or a tensor.
+        name: Name of the values in messages, such as "input_ids".
+        size: Size of the vocabulary.
 
     Raises:
-        ValueError: It is no row, or one of its values is no id; names the value and its place.
+        ValueError: The value is no row of ids, or one of its elements is no id; names the element and its place.
     """
     values = _row(given, name)
     # nearly always all are plain ints, which numpy checks much faster than a loop
@@ -61,25 +61,25 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
 
 
 def real_numbers(given: Any, name: str) -> NDArray[Any]:
-    """An array of numbers, of the dtype that they have; booleans stay what they are.
+    """Returns an array of numbers, of the dtype that they have; booleans stay booleans.
 
     Args:
         given: A number, or numbers in rows of equal lengths.
-        name: For messages, such as "weights".
+        name: Name of the value in messages, such as "weights".
 
     Raises:
-        ValueError: Something in it is no number, rows differ in length, or it is a tensor with a gradient.
+        ValueError: An element is no number, rows differ in length, or the value is a tensor with a gradient.
     """
     if getattr(given, "requires_grad", False):
         raise ValueError(f"{name} is a tensor with a gradient, which would be dropped; give {name}.detach()")
     try:
-        # not every tensor is an array: those of a GPU and of bfloat16 are none
+        # tensors on a GPU and of bfloat16 cannot become arrays directly
         values = np.asarray(given.tolist() if hasattr(given, "detach") else given)
     except (TypeError, ValueError) as fault:
         raise ValueError(f"{name} is not made of numbers in rows of equal lengths ({fault}); give numbers") from None
     if values.dtype.kind in "biuf":
         return values
-    # a text or a None among numbers: numpy has made texts or objects of all
+    # a text or a None is among the numbers: numpy has made texts or objects of all
     objects = np.asarray(given, dtype=object)
     for place in np.ndindex(objects.shape):
         if not isinstance(objects[place], numbers.Real | np.bool_):

@@ -11,11 +11,11 @@ from mtrain.data.steps import Steps, steps_of
 from mtrain.tokenizer import Tokenizer
 
 REFERENCES = " (reference scores "
-"""In a fingerprint, what stands before the scores of the reference model."""
+"""Text in a fingerprint before the scores of the reference model."""
 
 
 class OpenedData:
-    """The data of a configuration, as every rank that reads them has them."""
+    """The data of a configuration, as every rank that reads data opens them."""
 
     def __init__(self, config: Config) -> None:
         """Opens and checks all that the configuration names.
@@ -24,12 +24,12 @@ class OpenedData:
         at the first validation.
 
         Args:
-            config: Of the run.
+            config: Configuration of the run.
 
         Raises:
             ConfigError: A share of a blend cannot be met, or the loss needs other data.
             DataError: A file is missing, damaged, too small, or does not fit the model.
-            MachineError: There is no place for tokens.
+            MachineError: No folder can hold the token cache.
         """
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
@@ -38,18 +38,18 @@ class OpenedData:
         self.held_out: Mapping[str, Mapping[str, HeldOut | MockHeldOut]] = {
             part: sources.held_out(part) for part in ("valid", "test")
         }
-        """Sets by name, of each part."""
+        """Held-out sets by name, for each of "valid" and "test"."""
         self.preferences: Mapping[str, PreferenceDataset] = sources.preferences
-        """Sources of sequences that are compared, by their fingerprints."""
+        """Sources of sequences that are compared, by fingerprint."""
         self.notes: list[str] = sources.notes()
         """Lines for the user on what of the files is not trained, or not as it stands there."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the training data or the way they are cut change."""
+        """Identifies the training data and how they are cut."""
         return self.stream.fingerprint + self.steps.fingerprint
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
-        """What earlier versions called the same data."""
+        """Lists the fingerprints that earlier versions gave the same data."""
         return tuple(each + self.steps.fingerprint for each in self.stream.earlier_fingerprints)

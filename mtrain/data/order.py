@@ -1,7 +1,7 @@
-"""Which sample is number g of a run: arithmetic on (seed, g), without state.
+"""The sample with number g of a run: arithmetic on (seed, g), without state.
 
-A run that resumes at step k therefore reads what a run that started at step k would read, on any number of ranks and
-whatever the length of the run. Nothing here depends on a library's random generator, whose streams change between
+A run that resumes at step k therefore reads the same samples as a run that was never stopped, on any number of ranks
+and whatever the length of the run. Nothing here depends on a library's random generator, whose streams change between
 versions.
 """
 
@@ -38,7 +38,7 @@ def mix(word: Word) -> Word:
 
 
 def key_of(*words: int) -> int:
-    """64 bits that depend on every word and on their order; words are at least 0."""
+    """Hashes the words to 64 bits that depend on every word and on their order; words are at least 0."""
     # the length goes in first, so that (1,) and (1, 0) differ
     key = len(words)
     for word in words:
@@ -47,7 +47,7 @@ def key_of(*words: int) -> int:
 
 
 def _exchange(word: Word, half_bits: int, key: int) -> Word:
-    """A Feistel network on 2 * half_bits bits: one-to-one for any round function."""
+    """Applies a Feistel network on 2 * half_bits bits: one-to-one for any round function."""
     mask = (1 << half_bits) - 1
     left, right = word >> half_bits, word & mask
     for turn in range(_ROUNDS):
@@ -62,9 +62,11 @@ def _half_bits(size: int) -> int:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Where a random permutation of range(size) sends `index`; each key has its own. O(1) in time and memory.
+    """Returns the image of `index` under a random permutation of range(size); each key has its own. O(1) in time and
+    memory.
 
-    Values outside the range are sent on until they fall into it (cycle walking), less than four times on average.
+    Values outside the range are permuted again until they fall into it (cycle walking), less than four times on
+    average.
     """
     half_bits = _half_bits(size)
     word = _exchange(index, half_bits, key)
@@ -75,12 +77,12 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 def permutation(size: int, key: int) -> NDArray[np.int64]:
-    """[size] int64: `permuted` of every index."""
+    """Returns [size] int64: `permuted` of every index."""
     return all_permuted(np.arange(size), size, key)
 
 
 def all_permuted(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """[n] int64: `permuted` of each of the [n] indices."""
+    """Returns [n] int64: `permuted` of each of the [n] indices."""
     half_bits = _half_bits(size)
     # uint64 wraps as `_MASK` does for ints, so both functions give the same numbers
     words = _exchange(indices.astype(np.uint64), half_bits, key)
@@ -90,13 +92,13 @@ def all_permuted(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The weights as whole numbers in the same proportion, their sum at most PERIOD_LIMIT.
+    """Scales the weights to whole numbers in the same proportion, with a sum of at most PERIOD_LIMIT.
 
     Exact where the decimals as written allow it (0.7 and 0.3 give 7 and 3); otherwise each share is rounded to a
     multiple of 1 / PERIOD_LIMIT, the largest remainders upwards.
 
     Raises:
-        ConfigError: a source's share is too small to be met.
+        ConfigError: A source's share is too small to be met.
     """
     # of the decimal as written: 0.7 as a binary fraction would need a period of 2^52
     exact = [Fraction(repr(float(weight))) for weight in weights]
@@ -122,11 +124,11 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class BlendPosition(NamedTuple):
-    """One sample of a blend."""
+    """Place of one sample of a blend."""
 
     source: int
     number: int
-    """How many samples of this source came before it."""
+    """Number of samples of this source that came before it."""
 
 
 class Blend:
@@ -147,60 +149,60 @@ class Blend:
             self._number[self._source == source] = np.arange(part)
 
     def locate(self, n: int) -> BlendPosition:
-        """Source of sample n, counted from 0; O(1)."""
+        """Finds the source of sample n, counted from 0; O(1)."""
         periods, rest = divmod(n, self.period)
         source = int(self._source[rest])
         return BlendPosition(source, periods * self.parts[source] + int(self._number[rest]))
 
     def locate_all(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[n] and [n]: `locate` of each of the [n] numbers."""
+        """Locates many samples: returns [n] sources and [n] numbers, `locate` of each of the [n] numbers."""
         periods, rest = np.divmod(numbers, self.period)
         source = self._source[rest].astype(np.int64)
         return source, periods * np.array(self.parts)[source] + self._number[rest]
 
     def counts(self, n: int) -> list[int]:
-        """Of each source, how many of the first n samples are its."""
+        """Counts how many of the first n samples come from each source."""
         periods, rest = divmod(n, self.period)
         begun = np.bincount(self._source[:rest], minlength=len(self.parts)).tolist()
         return [periods * part + count for part, count in zip(self.parts, begun)]
 
 
 class Dealer(Protocol):
-    """Deals samples out to sources."""
+    """Assignment of samples to sources."""
 
     def locate(self, n: int) -> BlendPosition:
-        """Source of sample n, counted from 0."""
+        """Finds the source of sample n, counted from 0."""
 
     def locate_all(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[n] and [n]: `locate` of each of the [n] numbers."""
+        """Locates many samples: returns [n] sources and [n] numbers, `locate` of each of the [n] numbers."""
 
 
 @dataclass(frozen=True)
 class BlendPhase:
-    """A blend that holds from a sample on."""
+    """A blend that holds from some sample on."""
 
     first: int
-    """Number of the sample, counted from 0 over the run."""
+    """Number of the first sample, counted from 0 over the run."""
     sources: tuple[int, ...]
-    """Numbers of those that take part, each once."""
+    """Numbers of the sources that take part, each once."""
     weights: tuple[float, ...]
-    """Of them."""
+    """Weight of each of these sources."""
 
 
 class BlendPhases:
-    """Blends one after the other. A source goes on where the phase before has left it, whatever its share is now, so
-    that each of its epochs is whole across the borders."""
+    """Blends one after the other. A source continues where the previous phase left it, whatever its share is now, so
+    that each of its epochs is whole across phases."""
 
     def __init__(self, phases: Sequence[BlendPhase], num_sources: int) -> None:
         """
         Args:
-            phases: Ascending; the first one begins at sample 0.
-            num_sources: Of all phases.
+            phases: Phases in ascending order; the first one begins at sample 0.
+            num_sources: Number of sources over all phases.
         """
         self._firsts = [phase.first for phase in phases]
         self._blends = [Blend(phase.weights) for phase in phases]
         self._sources = [np.array(phase.sources) for phase in phases]
-        # how many samples of each source came before a phase: arithmetic, however many they were
+        # number of samples of each source before a phase: arithmetic, however many they are
         self._before = [np.zeros(num_sources, np.int64)]
         for number, size in enumerate(np.diff(self._firsts).tolist()):
             before = self._before[-1].copy()
@@ -208,14 +210,14 @@ class BlendPhases:
             self._before.append(before)
 
     def locate(self, n: int) -> BlendPosition:
-        """As of `Dealer`; O(log phases)."""
+        """Finds the source of sample n, counted from 0; O(log phases)."""
         phase = bisect.bisect_right(self._firsts, n) - 1
         place = self._blends[phase].locate(n - self._firsts[phase])
         source = int(self._sources[phase][place.source])
         return BlendPosition(source, int(self._before[phase][source]) + place.number)
 
     def locate_all(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As of `Dealer`."""
+        """Locates many samples: returns [n] sources and [n] numbers, `locate` of each of the [n] numbers."""
         phases = np.searchsorted(self._firsts, numbers, side="right") - 1
         sources, counts = np.empty_like(numbers), np.empty_like(numbers)
         for phase in np.unique(phases).tolist():
@@ -227,7 +229,7 @@ class BlendPhases:
 
 
 def _one_period(parts: Sequence[int]) -> NDArray[np.int32]:
-    """[sum(parts)] int32: the source of each turn."""
+    """Returns [sum(parts)] int32: the source of each turn."""
     period, slack = sum(parts), max(1, 2 * len(parts) - 2)
     chosen = np.zeros(period, np.int32)
     counts = [0] * len(parts)
@@ -253,13 +255,13 @@ def _ceiling(numerator: int, denominator: int) -> int:
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """Where a sample lies."""
+    """Place of a sample in its source."""
 
     source: int
     epoch: int
-    """How many times the source has been used up before."""
+    """Number of times that the source has been used up before."""
     index: int
-    """In the source's own order, below its size."""
+    """Number of the sample in the source's own order, below the source's size."""
 
 
 class SampleOrder:
@@ -268,14 +270,14 @@ class SampleOrder:
     def __init__(self, seed: int, dealer: Dealer, sizes: Sequence[int]) -> None:
         """
         Args:
-            seed: Decides every permutation.
-            dealer: Says whose turn it is.
-            sizes: Samples that each source has in an epoch, at least 1.
+            seed: Number that decides every permutation.
+            dealer: Assignment of samples to sources.
+            sizes: Number of samples that each source has in an epoch, at least 1.
         """
         self._seed, self._sizes, self._dealer = seed, tuple(sizes), dealer
 
     def locate(self, g: int) -> SamplePosition:
-        """Place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
+        """Finds the place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
 
         Every epoch of a source visits each of its samples once, in an order of its own.
         """
@@ -286,7 +288,8 @@ class SampleOrder:
         return SamplePosition(source, epoch, permuted(turn, self._sizes[source], key))
 
     def locate_all(self, numbers: NDArray[np.int64]) -> Iterator["SamplesOfEpoch"]:
-        """Places of many samples, a hundred times as fast as one by one; an item for each source and epoch."""
+        """Yields the places of many samples, a hundred times as fast as one by one; one item for each source and
+        epoch."""
         sources, counts = self._dealer.locate_all(numbers)
         for source in np.unique(sources).tolist():
             positions = np.flatnonzero(sources == source)
@@ -299,17 +302,17 @@ class SampleOrder:
 
 
 class SamplesOfEpoch(NamedTuple):
-    """Where some of many samples lie."""
+    """Places of those samples of a request that come from one epoch of one source."""
 
     source: int
     epoch: int
     positions: NDArray[np.int64]
-    """[n]: which of the samples that were asked for."""
+    """[n]: positions of the samples in the request."""
     indices: NDArray[np.int64]
-    """[n]: of each of them, in the source's own order."""
+    """[n]: numbers of the samples in the source's own order."""
 
 
 def slots(microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> range:
-    """Positions in the global batch that a data-parallel rank reads for its microbatch of this number."""
+    """Returns the positions in the global batch that a data-parallel rank reads for a microbatch."""
     start = (microbatch * dp_size + dp_rank) * micro_batch_size
     return range(start, start + micro_batch_size)

@@ -1,4 +1,4 @@
-"""The tokenizer of a run is the one that came with the weights that it begins from."""
+"""Check that a run uses the tokenizer that came with the weights from which it starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 
 def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer that gives other ids than the one with the weights: the model would read other words.
+    """Refuses a tokenizer that gives other ids than the one stored with the weights: the model would read other words.
 
-    Nothing is compared where there lies none, or one that cannot be read, where `data.allow_other_tokenizer` is set,
-    and in a run that goes on from a checkpoint of its own.
+    Nothing is compared where no tokenizer, or none that can be read, lies with the weights, where
+    `data.allow_other_tokenizer` is set, and in a run that goes on from a checkpoint of its own.
 
     Args:
-        config: Of the run.
-        tokenizer: That of `data.tokenizer`.
+        config: Configuration of the run.
+        tokenizer: Tokenizer that `data.tokenizer` names.
 
     Raises:
-        DataError: It is another one.
+        DataError: The tokenizer with the weights is another one.
     """
     if config.data.allow_other_tokenizer or any(RunFolder(Path(config.run.dir)).checkpoints.glob("step_*")):
         return
@@ -42,5 +42,5 @@ def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 def _tokenizer_at(folder: Path) -> Tokenizer | None:
     try:
         return load_tokenizer(folder) if folder.is_dir() else None
-    except DataError:  # there is none, or one that no run could use
+    except DataError:  # there is no tokenizer, or one that no run could use
         return None

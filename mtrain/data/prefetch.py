@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Item], Iterator[Item]):
-    """read(first), read(first + 1), ... without end, up to `depth` of them ahead.
+    """The items read(first), read(first + 1), ... without end, read up to `depth` ahead.
 
     A fault in the thread is raised by the `next` that would have given its item, and by every one after it. `close`, or
     the end of the `with` block, stops the thread and waits for it.
@@ -19,9 +19,9 @@ class Prefetch(Generic[Item], Iterator[Item]):
     def __init__(self, read: Callable[[int], Item], first: int, depth: int) -> None:
         """
         Args:
-            read: What makes an item; called from one thread at a time.
-            first: The first item's number.
-            depth: How many items wait at most; 0 reads in the caller, without a thread.
+            read: Function that makes the item of a number; called from one thread at a time.
+            first: Number of the first item.
+            depth: Number of items that wait at most; 0 reads in the caller, without a thread.
         """
         self._read, self._next = read, first
         self._fault: Exception | None = None
@@ -83,7 +83,7 @@ class Prefetch(Generic[Item], Iterator[Item]):
 
 
 class _Fault:
-    """Sets an exception apart from items."""
+    """Exception of the thread, in the place of an item."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

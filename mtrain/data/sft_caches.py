@@ -1,4 +1,4 @@
-"""From `data.*` of a finetuning to the tokens of its sources."""
+"""Token caches of the sources of a finetuning (`data.*`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _NOT_OF_RECORDS = frozenset(
     {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
     | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check", "allow_other_tokenizer"}
 )
-"""Keys that decide neither what the tokens of a record are nor whether it is one; any other key makes an entry of its
-own, also where the encoder's fingerprint does not know it: what is refused under one value may be read under
+"""Keys that decide neither what the tokens of a record are nor whether it is one. Any other key makes an entry of its
+own, even if the encoder's fingerprint does not know it: a record that is refused under one value may be read under
 another."""
 _MOST_SHOWN = 3
 
 
 class SftCaches:
-    """Opens each source once, even where a split uses it for several parts."""
+    """Token caches of the sources; each source is opened once, even where a split uses it for several parts."""
 
     def __init__(
         self,
@@ -44,27 +44,27 @@ class SftCaches:
     ) -> None:
         """
         Args:
-            section: `data.*`.
-            tokenizer: That of `data.tokenizer`.
-            vocab_size: Of the model.
-            compares: What records hold where answers are compared.
-            num_labels: Of the head that judges sequences.
-            columns: Of extras, where they are the labels of records; None: those of `section`.
+            section: The section `data.*` of the configuration.
+            tokenizer: Tokenizer that `data.tokenizer` names.
+            vocab_size: Size of the model's vocabulary.
+            compares: Form of the records where answers are compared; None where they are not.
+            num_labels: Number of labels of the head that judges sequences; None without one.
+            columns: Names of the columns of extras where they are the labels of records; None takes those of `section`.
 
         Raises:
             DataError: The chat template cannot be read.
-            MachineError: There is no place for the cache.
+            MachineError: No folder can hold the cache.
         """
         self._section, self._vocab_size, self._columns = section, vocab_size, columns or section.extra_columns
         self._of_records = (compares, num_labels, bool(columns))
-        # without extras as before there were any, so that entries of then are found
+        # extras are left out where there are none, so that entries of versions without extras are found
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *([] if section.extras else ["extras"])})
         self._fingerprint = f"{source_encoder(section, tokenizer, *self._of_records).fingerprint} {records}"
         self._folder = Path(section.cache_dir) if section.cache_dir is not None else default_folder()
         self._opened: dict[str, TokenCache] = {}
 
     def open(self, path: str) -> TokenCache:
-        """The tokens of one source, made where they are not there yet.
+        """Opens the tokens of one source, and makes them where they do not exist yet.
 
         Raises:
             DataError: The source is missing, damaged, or holds bad records that may not be left out.
@@ -95,7 +95,7 @@ class SftCaches:
         return cache
 
     def notes(self) -> Iterator[str]:
-        """Lines for the user on records that were left out."""
+        """Yields lines for the user on records that were left out."""
         for path, cache in self._opened.items():
             if cache.bad.count:
                 count = f"{cache.bad.count:,} of {cache.num_records:,} records"
@@ -110,7 +110,7 @@ def _new_encoder(
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
-    """Of an entry that another run, with another data.on_bad, may have made."""
+    """Checks the bad records of an entry, which another run with another data.on_bad may have made."""
     count, most = cache.bad.count, section.max_bad
     if count == 0:
         return
@@ -124,9 +124,10 @@ def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
 
 
 def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
-    """
+    """Refuses extras that are not finite.
+
     Raises:
-        NumericError: One is not finite.
+        NumericError: A number is not finite.
     """
     is_bad = ~np.isfinite(cache.extras)
     if not is_bad.any():
@@ -141,9 +142,10 @@ def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
 
 
 def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> None:
-    """
+    """Refuses cached log-probabilities that cannot be those of a teacher.
+
     Raises:
-        DataError: A teacher's cached log-probabilities cannot be those of one.
+        DataError: The numbers of a token cannot be a teacher's.
     """
     fault = top_k_fault(cache.extras, names, cache.is_counted, vocab_size) if names else None
     if fault is not None:
@@ -152,7 +154,7 @@ def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> No
 
 
 def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
-    """The record that a token stands in, and its number there."""
+    """Finds the record that a token stands in, and the token's number there."""
     index = int(np.searchsorted(cache.starts, token, side="right")) - 1
     return cache.place(index), int(token - cache.starts[index])
 

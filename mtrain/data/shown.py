@@ -1,4 +1,4 @@
-"""The samples of a step as a person can check them: what is trained, what is not, and what every token weighs.
+"""The samples of a step in a form that a person can check: what is trained, what is not, and the weight of every token.
 
 A token's weight is that of predicting it, in the main term and by its aggregation, as the training step uses it;
 divided by the step's denominator it is the token's share of the loss.
@@ -25,7 +25,8 @@ from mtrain.plan.phases import data_phases, phase_number
 from mtrain.tokenizer import Tokenizer
 
 _WINDOW = 4
-"""Tokens before one that decide how it is written: a space before it, the first bytes of its character."""
+"""Number of tokens before a token that decide how it is written: a space before it, the first bytes of its
+character."""
 _TRAINED, _END = "⟦", "⟧"
 _DOCUMENT = "┃"
 
@@ -36,9 +37,9 @@ class ShownToken:
 
     id: int
     text: str
-    """What it adds to the text; the name of a control token, or of one that is a part of a character."""
+    """Text that the token adds; the name of a control token, or of a token that is a part of a character."""
     weight: float
-    """Of predicting it; 0 where it is not trained."""
+    """Weight of predicting the token; 0 where it is not trained."""
     begins_document: bool
 
 
@@ -47,16 +48,16 @@ class ShownSample:
     """One sequence for the loss."""
 
     slot: int
-    """In the global batch."""
+    """Position of the sample in the global batch."""
     place: str
-    """Where it comes from."""
+    """Source of the sample, for people: file and record, or number of the window."""
     weight: float
-    """Of the whole sequence, as the data say."""
+    """Weight of the whole sequence, as the data give it."""
     tokens: tuple[ShownToken, ...]
 
     @property
     def num_trained(self) -> int:
-        """Tokens that count something."""
+        """Counts the tokens whose weight is not 0."""
         return sum(token.weight > 0 for token in self.tokens)
 
 
@@ -65,19 +66,19 @@ class ShownStep:
     """A global batch, or its first samples."""
 
     step: int
-    """As in metrics.jsonl, counted from 1."""
+    """Number of the step, counted from 1 as in metrics.jsonl."""
     num_samples: int
-    """Of the whole batch."""
+    """Number of samples in the whole batch."""
     denominator: float
-    """Of the whole batch."""
+    """Denominator of the main term for the whole batch."""
     aggregation: str
     samples: tuple[ShownSample, ...]
     phase: str = ""
-    """Of the curriculum, for people; empty where there is none."""
+    """Phase of the curriculum, for people; empty without a curriculum."""
 
     @property
     def headline(self) -> str:
-        """What is known of the step, on one line."""
+        """Describes the step on one line."""
         return (
             f"Step {self.step}{self.phase}: {len(self.samples)} of {self.num_samples} samples, {self.aggregation}, "
             f"denominator {self.denominator:g}"
@@ -85,14 +86,14 @@ class ShownStep:
 
 
 def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None, step: int, count: int) -> ShownStep:
-    """The first samples of a step.
+    """Reads the first samples of a step with the weights of their tokens.
 
     Args:
-        config: Of the run.
-        stream: Its training samples.
-        tokenizer: None shows ids.
-        step: Counted from 1.
-        count: How many samples are shown; all of the step are read, for the denominator.
+        config: Configuration of the run.
+        stream: Training samples of the run.
+        tokenizer: Tokenizer that writes tokens as text; None shows ids.
+        step: Number of the step, counted from 1.
+        count: Number of samples to show; all samples of the step are read, for the denominator.
 
     Raises:
         DataError: A sample is damaged.
@@ -113,7 +114,8 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
 
 
 def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> float:
-    """What a sample adds to the denominator: a pair counts once, and what is measured by not at all."""
+    """Returns the weight of a sample in the denominator: a pair counts once, a mismatched sequence of KTO not at
+    all."""
     role = None if sample.member is None else sample.member.role
     return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
 
@@ -142,7 +144,7 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what moves a terminal's cursor or changes its colours."""
+    """Escapes characters that would move a terminal's cursor or change its colours."""
     if text.isprintable():
         return text
     return "".join(
@@ -161,7 +163,7 @@ def _place(stream: SampleStream, g: int) -> str:
 
 
 def as_text(shown: ShownStep) -> str:
-    """Plain text for files and logs."""
+    """Writes a step as plain text for files and logs."""
     lines = [
         f"{shown.headline}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document.",
     ]
@@ -171,7 +173,7 @@ def as_text(shown: ShownStep) -> str:
 
 
 def headline(sample: ShownSample) -> str:
-    """What is known of a sample, on one line."""
+    """Describes a sample on one line."""
     weights = sorted({token.weight for token in sample.tokens if token.weight > 0})
     spread = f"{weights[0]:.6g}" if len(weights) == 1 else f"{weights[0]:.6g} to {weights[-1]:.6g}" if weights else "0"
     counts = f"{len(sample.tokens)} tokens, {sample.num_trained} trained, each weighs {spread}"

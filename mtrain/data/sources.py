@@ -1,4 +1,4 @@
-"""From `data.*` to samples: opens what the configuration names, before training starts."""
+"""Opens the data that `data.*` names, before training starts, and gives their samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,27 +33,27 @@ class SampleStream(Protocol):
     """The endless sequence of training samples."""
 
     fingerprint: str
-    """Changes when the data or their order change, for the same seed."""
+    """Name of the data and their order; changes when either changes, for the same seed."""
 
     earlier_fingerprints: tuple[str, ...]
-    """What earlier versions called the same samples in the same order."""
+    """Fingerprints that earlier versions gave the same samples in the same order."""
 
     def sample(self, g: int) -> Sample:
-        """Sample g of the run, counted from 0."""
+        """Returns sample g of the run, counted from 0."""
 
     def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: positions that each of [n] samples takes in a row."""
+        """Returns [n]: positions that each of [n] samples takes in a row."""
 
     def locate(self, g: int) -> SamplePosition:
-        """Where sample g lies in its source."""
+        """Says where sample g lies in its source."""
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
-        """Name of each source, and its samples in an epoch; None where it has no end."""
+        """Lists the name of each source with its samples in an epoch; None where the source has no end."""
 
 
 class Blended:
-    """Sources in their shares, each in a new order every epoch."""
+    """Sources mixed in their shares, each in a new order every epoch."""
 
     def __init__(
         self,
@@ -67,13 +67,14 @@ class Blended:
     ) -> None:
         """
         Args:
-            seed: Decides the order.
-            weights: Shares of the first sources.
-            sources: As many, and those that only later blends have.
-            of_0_1_0: What version 0.1.0 called each source; None where it could not read it.
-            names: Of the sources, for people; by default their numbers.
-            later: Blends that take the place of the first one.
-            group_size: Samples that stay together: those of a source whose numbers divided by it are the same.
+            seed: Number that decides the order.
+            weights: Shares of the sources of the first blend.
+            sources: Sources of the first blend, one a weight, followed by those that only later blends have.
+            of_0_1_0: Fingerprint that version 0.1.0 gave each source; None where it could not read the source.
+            names: Names of the sources, for people; by default their numbers.
+            later: Blends that replace the first one at later steps.
+            group_size: Number of samples that stay together: those of a source whose numbers divided by it are the
+                same.
         """
         first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
         phases = [first, *(blend.phase for blend in later)]
@@ -94,7 +95,7 @@ class Blended:
         sample = replace(self.sources[place.source].sample(place.epoch, place.index), source=place.source)
         if sample.member is None:
             return sample
-        # of the order, not of the source: a step may hold the same pair twice
+        # numbered by the order, not by the source: a step may hold the same pair twice
         return sample.as_member(replace(sample.member, group=g // self._group_size))
 
     def locate(self, g: int) -> SamplePosition:
@@ -131,14 +132,14 @@ class HeldOut:
         return self._size
 
     def sample(self, index: int) -> Sample:
-        """Sample `index`, in the order of the sources."""
+        """Returns the sample with number `index`, in the order of the sources."""
         source, own = self._locate(index)
         sample = source.sample(0, own)
-        # of the set, not of the source
+        # numbered by the set, not by the source
         return sample if sample.member is None else sample.as_member(replace(sample.member, group=index // 2))
 
     def width(self, index: int) -> int:
-        """Positions that sample `index` takes in a row."""
+        """Returns the positions that the sample with number `index` takes in a row."""
         source, own = self._locate(index)
         return int(source.widths(np.array([own]))[0])
 
@@ -151,7 +152,7 @@ class HeldOut:
 
 
 class MockHeldOut:
-    """As many random samples as a global batch, or as `valid.max_samples` says."""
+    """Random samples for validation: as many as a global batch has, or as `valid.max_samples` says."""
 
     def __init__(self, samples: MockSamples, size: int) -> None:
         self._samples, self._size = samples, size
@@ -167,7 +168,7 @@ class MockHeldOut:
 
 
 class Sources:
-    """Opens the sources of a configuration; each file once, even where a split uses it for several parts."""
+    """Sources of a configuration; each file is opened once, even where a split uses it for several parts."""
 
     def __init__(self, config: Config) -> None:
         """
@@ -201,14 +202,14 @@ class Sources:
                 "set data.kind=sft and name files (docs/heads.md)"
             )
         self.preferences: dict[str, PreferenceDataset] = {}
-        """Opened sources of groups, by their fingerprints."""
+        """Opened sources of groups, by fingerprint."""
 
     def training(self) -> SampleStream:
-        """The training samples.
+        """Opens the training samples.
 
         Raises:
-            DataError: a source is missing, damaged, too small, or does not fit the model.
-            NothingToLearnError: no sample of any source has anything to learn.
+            DataError: A source is missing, damaged, too small, or does not fit the model.
+            NothingToLearnError: No sample of any source has anything to learn.
         """
         data, seed = self._config.data, self._config.train.seed
         match data:
@@ -227,10 +228,10 @@ class Sources:
                 assert_never(data)
 
     def held_out(self, part: Literal["valid", "test"]) -> dict[str, HeldOut | MockHeldOut]:
-        """The validation or test sets by name, in their order; a lone one has the name of its part.
+        """Opens the validation or test sets, by name and in their order; a lone set has the name of its part.
 
         Raises:
-            DataError: as for the training samples.
+            DataError: A source is missing, damaged, too small, or does not fit the model.
         """
         data, limit = self._config.data, self._config.valid.max_samples
         limit = None if limit is None else limit * self._config.sequences_per_sample
@@ -249,7 +250,7 @@ class Sources:
                 assert_never(data)
 
     def notes(self) -> list[str]:
-        """Lines for the user on what of the opened files is not trained, or not as it stands there."""
+        """Returns lines for the user on parts of the opened files that are not trained, or not as they stand there."""
         return [*(self._caches.notes() if self._caches is not None else ()), *self._notes]
 
     def _refuse_nothing(self, sources: Mapping[str, SampleSource]) -> None:
@@ -299,7 +300,7 @@ class Sources:
         numbers = _numbers(data, part, len(tokens) // 2 if compares == "pairs" else len(tokens))
         found = PreferenceDataset(tokens, numbers, data.seq_length, data.too_long, compares, self._is_judged)
         self._notes += [note for note in found.notes() if note not in self._notes]
-        # one for all that are equal, so that each sequence is scored by the reference model once
+        # equal sets share one dataset, so that each sequence is scored by the reference model once
         return self.preferences.setdefault(found.fingerprint, found)
 
 
@@ -312,5 +313,5 @@ def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> di
 
 
 def _numbers(data: FilesSection, part: Part, total: int) -> range:
-    """The documents or samples of a part, in file order."""
+    """Returns the numbers of the documents or samples of a part, in file order."""
     return range(total) if data.split is None else document_ranges(total, data.split)[_PARTS.index(part)]

@@ -1,4 +1,4 @@
-"""Which samples of the run's order each step holds.
+"""The samples of the run's order that each step holds.
 
 A step that counts sequences holds the next global_batch_size of them. One that counts packed rows
 (`data.packing.batch: rows`) holds the next global_batch_size rows of windows of the order. Either is a pure function of
@@ -24,7 +24,7 @@ class StepSamples:
     numbers: NDArray[np.int64]
     """[num_slots]: the sample in each slot, counted from 0 over the run."""
     rows: PackedRows | None = None
-    """The slots that share a row, where that decided which samples the step holds; else it is free."""
+    """Slots that share a row, where packing decided which samples the step holds; None where rows are free."""
 
 
 class Steps(Protocol):
@@ -32,18 +32,19 @@ class Steps(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What decides which samples a step holds, beside the samples and train.global_batch_size of them."""
+        """Identifies the rule that decides which samples a step holds, apart from the samples and
+        train.global_batch_size."""
 
     def samples(self, step: int) -> StepSamples:
-        """Of the step after `step` completed updates."""
+        """Returns the samples of the step after `step` completed updates."""
 
 
 def steps_of(config: Config, widths: Widths) -> Steps:
-    """As a configuration asks for them.
+    """Returns the steps as the configuration counts them: by sequences or by packed rows.
 
     Args:
-        config: Of the run.
-        widths: Positions that samples of the order take in a row.
+        config: Configuration of the run.
+        widths: Function that gives the positions that samples of the order take in a row.
     """
     packing, size = config.data.packing, config.sequences_per_step
     if packing is None or not config.steps_count_rows:
@@ -54,29 +55,29 @@ def steps_of(config: Config, widths: Widths) -> Steps:
 
 @dataclass(frozen=True)
 class StepsOfSequences:
-    """So many samples a step."""
+    """Steps of `size` samples each."""
 
     size: int
     fingerprint: str = ""
 
     def samples(self, step: int) -> StepSamples:
-        """As of `Steps`."""
+        """Returns the samples of the step after `step` completed updates."""
         return StepSamples(np.arange(step * self.size, (step + 1) * self.size))
 
 
 class Windows(NamedTuple):
-    """What decides the steps of rows, beside the samples."""
+    """Sizes that decide the steps of packed rows, apart from the samples."""
 
     num_rows: int
-    """Of a step."""
+    """Number of rows in a step."""
     row_width: int
     window: int
-    """Samples that are packed together."""
+    """Number of samples that are packed together."""
     later: tuple[tuple[int, int], ...]
-    """(updates completed, window), where others begin."""
+    """Pairs (updates completed, window) at which other windows begin."""
 
     def until(self, step: int) -> "Windows":
-        """What has decided the steps up to so many updates."""
+        """Returns the windows without those that begin after the first `step` updates."""
         return self._replace(later=tuple(each for each in self.later if each[0] < step))
 
 
@@ -87,7 +88,7 @@ _LATER = re.compile(r"of (\d+) from (\d+) updates on", re.ASCII)
 
 
 def windows_in(fingerprint: str) -> Windows | None:
-    """Those of a run's data; None where its steps count sequences."""
+    """Reads the windows out of the fingerprint of a run's data; None where its steps count sequences."""
     found = _WINDOWS.search(fingerprint)
     if found is None:
         return None
@@ -96,25 +97,26 @@ def windows_in(fingerprint: str) -> Windows | None:
 
 
 def known_until(fingerprint: str, step: int) -> str:
-    """What has decided the samples of the steps up to so many updates: without windows that begin behind them."""
+    """Cuts a fingerprint down to what decides the samples up to `step` updates: without windows that begin after
+    them."""
     windows = windows_in(fingerprint)
     return fingerprint if windows is None else _WINDOWS.sub("", fingerprint) + shown(windows.until(step))
 
 
 def shown(windows: Windows) -> str:
-    """In words: a message has them where a run goes on with another window."""
+    """Writes the windows in words: fingerprints and messages contain them."""
     later = "".join(f", of {window} from {step} updates on" for step, window in windows.later)
     return f" ({windows.num_rows} rows of {windows.row_width} a step, from windows of {windows.window}{later})"
 
 
 class StepsOfRows:
-    """So many packed rows a step."""
+    """Steps of a fixed number of packed rows each."""
 
     def __init__(self, widths: Widths, shape: WindowShape) -> None:
         self._windows = WindowedRows(widths, shape)
         self.fingerprint = shown(Windows(shape.num_rows, shape.row_width, shape.window, shape.later))
 
     def samples(self, step: int) -> StepSamples:
-        """As of `Steps`."""
+        """Returns the samples of the step after `step` completed updates, with their rows."""
         rows = self._windows.step(step)
         return StepSamples(rows.samples, PackedRows(np.arange(len(rows.samples)), rows.ends))

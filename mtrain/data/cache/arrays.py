@@ -1,7 +1,7 @@
-"""How tokenised samples lie on disk: plain arrays, one behind the other, that are mapped and never loaded.
+"""Tokenised samples on disk: plain arrays, one after the other, that are mapped into memory and never loaded whole.
 
-What each token counts is kept as runs of equal weights: a conversation has few of them, and a sample with a weight for
-every token loses nothing. Runs are as long as they can be, so the same samples give the same bytes.
+The weights of tokens are kept as runs of equal weights: a conversation has few runs, and a sample with a weight for
+every token loses nothing. Runs are as long as possible, so the same samples give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,52 +36,53 @@ EXTRAS = "extras"
 """Name of an array that only samples with extras have: float32, [tokens, extras]."""
 _ALL_DTYPES = DTYPES | {EXTRAS: np.float32}
 OF_SAMPLES = ("ids", "run_lengths", "run_weights")
-"""Large ones: verified sample by sample when they are read. The others are verified whole when they are opened."""
+"""Names of the large arrays, which are verified sample by sample when they are read. The others are verified whole when
+the entry is opened."""
 
 _OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights", EXTRAS)
-"""What training sees, so what the fingerprint of the data is made of."""
+"""Names of the arrays that training reads; the fingerprint of the data is made of them."""
 
 
 class EncodedChunk(NamedTuple):
-    """The samples of some records, as a worker hands them over."""
+    """Samples of consecutive records, as a worker hands them over."""
 
     file: int
-    """Of the source's files."""
+    """Number of the file in the source."""
     first: int
     """Number of the first record in its file, counted from 1."""
     num_records: int
-    """Bad ones too."""
+    """Number of records, bad ones included."""
     ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
-    """Tokens of each sample."""
+    """Number of tokens in each sample."""
     run_lengths: NDArray[np.int32]
     run_weights: NDArray[np.float32]
     run_counts: NDArray[np.int32]
-    """Runs of each sample."""
+    """Number of runs in each sample."""
     weights: NDArray[np.float64]
     numbers: NDArray[np.int64]
-    """Of each sample's record in its file, counted from 1."""
+    """Number of each sample's record in its file, counted from 1."""
     extras: NDArray[np.float32]
     """[tokens, extras]; nothing where data.extras names none."""
     bad: tuple[tuple[int, str], ...]
-    """Number of each record that is no sample, and what is wrong with it."""
+    """Number of each bad record, and what is wrong with it."""
 
 
 class Runs(NamedTuple):
-    """Runs of equal weights, as long as they can be; none reaches over the end of a sample."""
+    """Runs of equal weights, as long as possible; no run crosses the end of a sample."""
 
     lengths: NDArray[np.int32]
     weights: NDArray[np.float32]
     counts: NDArray[np.int32]
-    """Of each sample."""
+    """Number of runs in each sample."""
 
 
 def runs_of(loss_weights: NDArray[np.float32], lengths: NDArray[np.int32]) -> Runs:
-    """The runs of several samples.
+    """Finds the runs of equal weights of several samples.
 
     Args:
-        loss_weights: Of all samples, laid end to end.
-        lengths: Tokens of each sample, at least one.
+        loss_weights: Weights of the tokens of all samples, laid end to end.
+        lengths: Number of tokens in each sample, at least one.
     """
     if len(lengths) == 0:
         return Runs(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
@@ -100,7 +101,7 @@ def checksum(
     run_weights: NDArray[np.float32],
     extras: NDArray[np.float32],
 ) -> int:
-    """CRC-32 of one sample."""
+    """Computes the CRC-32 of one sample."""
     crc = zlib.crc32(ids.data)
     crc = zlib.crc32(run_lengths.data, crc)
     crc = zlib.crc32(run_weights.data, crc)
@@ -114,7 +115,7 @@ def encoded(
     samples: Sequence[tuple[int, TokenizedSample]],
     bad: Sequence[tuple[int, str]],
 ) -> EncodedChunk:
-    """Samples with the numbers of their records, as arrays."""
+    """Puts samples and the numbers of their records into arrays."""
     lengths = np.array([len(sample.ids) for _, sample in samples], np.int32)
     runs = runs_of(_joined([sample.loss_weights for _, sample in samples], np.float32), lengths)
     return EncodedChunk(
@@ -138,7 +139,7 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[A
 
 
 class ArrayWriter:
-    """Writes the arrays of a new entry one after the other; to be used in a `with` block."""
+    """Writer of the arrays of a new entry, one after the other; to be used in a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -161,7 +162,7 @@ class ArrayWriter:
             file.close()
 
     def add(self, chunk: EncodedChunk, first_of_file: int) -> None:
-        """Appends the samples of a chunk; `first_of_file`: records of the files before its own."""
+        """Appends the samples of a chunk; `first_of_file` is the number of records in the files before its own."""
         ends = np.cumsum(chunk.lengths, dtype=np.int64)
         run_ends = np.cumsum(chunk.run_counts, dtype=np.int64)
         checksums = [
@@ -192,7 +193,7 @@ class ArrayWriter:
         self._digests[name], self._sizes[name] = hashlib.sha256(), 0
 
     def flush(self) -> None:
-        """Hands all of it to the disk's cache; a full disk is noticed here at the latest."""
+        """Hands everything written to the disk's cache; a full disk is noticed here at the latest."""
         for file in self._files.values():
             file.flush()
 
@@ -205,10 +206,10 @@ class ArrayWriter:
         self._sizes[name] += len(data)
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Array -> its size in bytes and SHA-256."""
+        """Returns the size in bytes and the SHA-256 of each array, by name."""
         return {name: {"bytes": self._sizes[name], "sha256": self._digests[name].hexdigest()} for name in self._files}
 
 
 def fingerprint_of(facts: dict[str, dict[str, Any]]) -> str:
-    """Of everything that training sees; not of the form, the path or the numbering of the records."""
+    """Identifies everything that training reads; the form, the path and the numbering of the records do not count."""
     return hashlib.sha256("".join(facts[name]["sha256"] for name in _OF_TRAINING if name in facts).encode()).hexdigest()

@@ -16,32 +16,32 @@ from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_
 from mtrain.data.cache.entry import BadRecords, EntryFacts, write_facts
 
 _MOST_NAMED = 10
-"""Bad records that are kept with what is wrong."""
+"""Number of bad records that are kept with what is wrong."""
 _LINE_S = 10.0
 
 
 class Progress:
-    """A line for the user every few seconds."""
+    """Line for the user that is printed every few seconds."""
 
     def __init__(self, num_bytes: int, first_file: Path, say: Callable[[str], None]) -> None:
         """
         Args:
-            num_bytes: Of all files of the source.
-            first_file: Stands for the source.
-            say: Takes a line.
+            num_bytes: Total size of all files of the source.
+            first_file: First file of the source, which names it in the line.
+            say: Function that takes a line.
         """
         self._what, self._say = f"{first_file} ({num_bytes / 1e6:,.0f} MB)", say
         self._began = self._said = time.monotonic()
 
     def update(self, num_records: int, num_tokens: int) -> None:
-        """Called with what is done so far."""
+        """Prints a line with what is done so far, unless the last one is recent."""
         now = time.monotonic()
         if now - self._said >= _LINE_S:
             self._said = now
             self._line("tokenising", num_records, num_tokens, now)
 
     def finish(self, num_records: int, num_tokens: int) -> None:
-        """Called with what was done in all."""
+        """Prints a line with what was done in all."""
         self._line("tokenised", num_records, num_tokens, time.monotonic())
 
     def _line(self, verb: str, num_records: int, num_tokens: int, now: float) -> None:
@@ -51,14 +51,14 @@ class Progress:
 
 
 def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad: bool, progress: Progress) -> None:
-    """Fills an empty folder; the same records give the same bytes whatever the number of workers.
+    """Fills an empty folder with an entry; the same records give the same bytes whatever the number of workers.
 
     Args:
-        staging: The folder, which is not an entry yet.
+        staging: Empty folder that becomes the entry.
         job: Files and encoder.
-        num_workers: Processes that tokenise.
-        stops_at_bad: Whether a record that is no sample is an error.
-        progress: Called after every chunk.
+        num_workers: Number of processes that tokenise.
+        stops_at_bad: Whether a bad record is an error.
+        progress: Progress line, updated after every chunk.
 
     Raises:
         DataError: A file is damaged, a record is bad, or there is no sample.
@@ -92,7 +92,7 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
 
 
 class _Facts:
-    """What is counted on the way."""
+    """Facts of an entry that are counted while it is written."""
 
     def __init__(self) -> None:
         self.num_records = self.num_bad = 0
@@ -101,7 +101,8 @@ class _Facts:
         self._highest_id = 0
 
     def first_of_file(self, chunk: EncodedChunk) -> int:
-        """Records before the chunk's file; files without records begin where the next one does."""
+        """Returns the number of records before the chunk's file; files without records begin where the next one
+        does."""
         while len(self._file_starts) <= chunk.file:
             self._file_starts.append(self.num_records)
         return self._file_starts[chunk.file]

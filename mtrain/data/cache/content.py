@@ -1,8 +1,9 @@
-"""What is in a file, without reading it at every start.
+"""Content of files, known without reading them at every start.
 
-The SHA-256 of a file is remembered beside its size, inode, mtime and ctime. ctime is what makes that safe: programs set
-mtime back (cp -p, rsync -t, tar), but nobody sets ctime. What was changed within _SETTLED_NS before it was hashed is
-not remembered, since clocks of file systems are coarse: a second change in the same tick would leave no trace.
+The SHA-256 of a file is remembered with its size, inode, mtime and ctime. ctime is what makes that safe: programs set
+mtime back (cp -p, rsync -t, tar), but nobody sets ctime. A file that was changed within _SETTLED_NS before it was
+hashed is not remembered, since clocks of file systems are coarse: a second change in the same tick would leave no
+trace.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from mtrain.base.signals import leave_if_stopped
 from mtrain.base.steady_files import SteadyFile
 
 _SETTLED_NS = 10 * 10**9
-"""Longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
+"""Time that is longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
 _BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class FileState:
-    """What changes with every write to a file."""
+    """Properties of a file that change with every write."""
 
     bytes: int
     inode: int
@@ -36,7 +37,8 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """
+        """Reads the state of a file.
+
         Raises:
             DataError: The file cannot be looked at.
         """
@@ -49,14 +51,15 @@ class FileState:
 
 @dataclass(frozen=True)
 class FileContent:
-    """A file at one moment."""
+    """Content of a file at one moment."""
 
     path: Path
     state: FileState
     sha256: str
 
     def check_unchanged(self) -> None:
-        """
+        """Refuses a file that has been written to since.
+
         Raises:
             DataError: The file has been written to since.
         """
@@ -65,11 +68,11 @@ class FileContent:
 
 
 def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
-    """The content of a file.
+    """Finds the content of a file, from memory where that is safe.
 
     Args:
-        path: The file.
-        memory: Folder of what is remembered; where it cannot be written, nothing is.
+        path: Path of the file.
+        memory: Folder in which digests are remembered; where it cannot be written, nothing is remembered.
         reads_all: Whether the file is hashed in any case.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Records to tokens in several processes, always in the order of the records.
+"""Tokenising of records in several processes, always in the order of the records.
 
-Each worker reads the files itself and encodes every n-th chunk: unpacking and splitting lines is cheap beside
+Each worker reads the files itself and encodes every n-th chunk: unpacking and splitting lines is cheap next to
 tokenising. The parent takes chunk k from worker k modulo n, so the order needs no sorting, and a worker that is ahead
 waits until its chunk is taken.
 
-Workers are programs of their own, not children of `multiprocessing`: those import the program that started them again,
-and a user's program need not be made for that.
+Workers are programs of their own, not children of `multiprocessing`: a child of `multiprocessing` imports the program
+that started it again, and a user's program need not be written for that.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """What a worker has to know; can be sent to another process."""
+    """Files and encoder of a source; can be sent to another process."""
 
     files: tuple[RecordFile, ...]
     make_encoder: Callable[[], SampleEncoder]
 
 
 def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]:
-    """Yields the samples of all records, in their order, whatever the number of workers.
+    """Yields the samples of all records, in the order of the records, whatever the number of workers.
 
     Args:
         job: Files and encoder.
-        num_workers: 1 works in this process.
+        num_workers: Number of processes that tokenise; 1 works in this process.
 
     Raises:
         DataError: A file is damaged; a bad record is no error here.
@@ -80,7 +80,7 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
 
 
 class _Worker:
-    """A process that encodes its share of the chunks; ended with the `with` block."""
+    """A process that encodes its share of the chunks; it ends with the `with` block."""
 
     def __init__(self, job: EncodingJob, number: int, num_workers: int) -> None:
         self._connection, other = Pipe()
@@ -107,7 +107,7 @@ class _Worker:
         self._process.wait()
 
     def next_chunk(self) -> EncodedChunk | None:
-        """The next chunk of its share; None where there is no further one."""
+        """Returns the next chunk of the worker's share; None after the last one."""
         try:
             while not self._connection.poll(_POLL_S):  # a chunk takes long
                 leave_if_stopped(TOKENISING)

@@ -19,11 +19,11 @@ from mtrain.data.samples.tokenized import TokenizedSample
 
 _FACTS = "entry.json"
 FORMAT = 1
-"""Raised when the files of an entry mean something else; part of its key."""
+"""Version of the files of an entry, part of its key; raised when their meaning changes."""
 
 
 class DamagedEntryError(Exception):
-    """An entry cannot be used; it can be built again."""
+    """Error of an entry that cannot be used; it can be built again."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BadRecords:
 
     count: int
     first: tuple[tuple[int, int, str], ...]
-    """Of the first few: file of the source, number in it, and what is wrong."""
+    """File in the source, number in the file, and what is wrong, for each of the first few bad records."""
 
 
 class TokenCache:
@@ -42,19 +42,19 @@ class TokenCache:
         """Maps the arrays and verifies all but the tokens, which are verified when they are read.
 
         Args:
-            folder: Of the entry.
-            files: Of the source, for messages.
-            file_digests: SHA-256 of each.
+            folder: Folder of the entry.
+            files: Files of the source, for messages.
+            file_digests: SHA-256 of each file.
 
         Raises:
-            DamagedEntryError: A file is missing or not what was written.
+            DamagedEntryError: A file is missing or differs from what was written.
         """
         self.folder, self.files, self.file_digests = folder, files, file_digests
         facts = _read_facts(folder)
         self.num_records: int = facts["num_records"]
-        """Bad ones too."""
+        """Number of records, bad ones included."""
         self.file_starts: tuple[int, ...] = tuple(facts["file_starts"])
-        """Records before each file."""
+        """Number of records before each file."""
         self.highest_id: int = facts["highest_id"]
         self.bad = BadRecords(facts["bad"]["count"], tuple((*each,) for each in facts["bad"]["first"]))
         arrays = {name: _mapped(folder, name, facts["arrays"][name]) for name in DTYPES}
@@ -62,38 +62,38 @@ class TokenCache:
         self._offsets, self._run_offsets = arrays["offsets"], arrays["run_offsets"]
         self._records, self._checksums = arrays["records"], arrays["checksums"]
         self.weights: NDArray[np.float64] = arrays["weights"]
-        """[samples]: what each counts as a whole; negative for an answer that is not wanted."""
+        """[samples]: weight of each whole sample; negative for an answer that is not wanted."""
         fact = facts["arrays"].get(EXTRAS)
         extras = np.empty(0, np.float32) if fact is None else _mapped(folder, EXTRAS, fact)
         self.extras: NDArray[np.float32] = extras.reshape(self.num_tokens, -1)
-        """[tokens, extras] of all samples laid end to end; read from the disk where it is looked at."""
+        """[tokens, extras] of all samples laid end to end; mapped from the disk."""
         self.fingerprint = fingerprint_of(facts["arrays"])
-        """Of the samples: the same for the same records in any form, under any path."""
+        """Fingerprint of the samples: the same for the same records in any form, under any path."""
 
     def __len__(self) -> int:
         return len(self.weights)
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples."""
+        """Counts the tokens of all samples."""
         return int(self._offsets[-1])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """[samples]: tokens of each."""
+        """Returns [samples]: number of tokens in each sample."""
         return np.diff(self._offsets)
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """[samples]: tokens of each before the first one that counts something."""
+        """Returns [samples]: number of tokens in each sample before the first one that counts in the loss."""
         first = self._run_offsets[:-1]
         return np.where(self._run_weights[first] > 0, 0, self._run_lengths[first]).astype(np.int64)
 
     def read(self, index: int) -> TokenizedSample:
-        """A sample, whole.
+        """Reads a whole sample.
 
         Raises:
-            DataError: It is not what was written.
+            DataError: The sample differs from what was written.
         """
         start, end = self._offsets[index], self._offsets[index + 1]
         low, high = self._run_offsets[index], self._run_offsets[index + 1]
@@ -108,21 +108,21 @@ class TokenCache:
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))
 
     def record(self, index: int) -> int:
-        """Number of the record that a sample was made of, in the whole source, counted from 0; bad ones count, too."""
+        """Returns the number of a sample's record in the whole source, counted from 0; bad records count, too."""
         return int(self._records[index])
 
     def place(self, index: int) -> str:
-        """File and number of the record that a sample was made of."""
+        """Returns the file and number of a sample's record, for messages."""
         record = self.record(index)
         file = int(np.searchsorted(self.file_starts, record, side="right")) - 1
         return self.files[file].place(record - self.file_starts[file] + 1)
 
     def bad_places(self) -> list[str]:
-        """The first few bad records with what is wrong."""
+        """Describes the first few bad records: place and what is wrong."""
         return [f"{self.files[file].place(number)}: {why}" for file, number, why in self.bad.first]
 
     def trained_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens that count something lie before each position of `ids`, all samples laid end to end."""
+        """Counts the tokens in the loss before each position of `ids`, all samples laid end to end."""
         ends, counted, is_trained = self._runs
         run = np.searchsorted(ends, positions, side="right")
         before = np.concatenate([[0], counted])[run]
@@ -132,19 +132,20 @@ class TokenCache:
 
     @cached_property
     def is_counted(self) -> NDArray[np.bool_]:
-        """[tokens]: whether predicting each token counts something; what comes first in a sample is not predicted."""
+        """Returns [tokens]: whether predicting each token counts; the first token of a sample is not predicted."""
         found: NDArray[np.bool_] = np.repeat(self._run_weights > 0, self._run_lengths)
         found[self._offsets[:-1]] = False
         return found
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """[samples + 1]: where each sample begins when all are laid end to end."""
+        """Returns [samples + 1]: where each sample begins when all are laid end to end."""
         return self._offsets
 
     @cached_property
     def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Of each run: where it ends, trained tokens up to there, whether its own are; read when they are asked for."""
+        """Returns three values a run: where it ends, number of trained tokens up to there, whether its own are trained.
+        They are read at the first use."""
         is_trained = self._run_weights > 0
         trained = np.cumsum(np.where(is_trained, self._run_lengths, 0), dtype=np.int64)
         return np.cumsum(self._run_lengths, dtype=np.int64), trained, is_trained
@@ -152,7 +153,7 @@ class TokenCache:
 
 @dataclass(frozen=True)
 class EntryFacts:
-    """What is known of an entry when its arrays are written."""
+    """Facts of an entry that are known when its arrays are written."""
 
     file_starts: tuple[int, ...]
     num_records: int
@@ -161,7 +162,7 @@ class EntryFacts:
 
 
 def write_facts(folder: Path, writer: ArrayWriter, facts: EntryFacts) -> None:
-    """Completes an entry."""
+    """Completes an entry by writing its facts."""
     content = {
         "format": FORMAT,
         "arrays": writer.facts(),

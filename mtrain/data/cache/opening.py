@@ -1,8 +1,8 @@
-"""Finds the token cache of a source, or makes it: one process builds, the others wait for it.
+"""Opens the token cache of a source, or makes it: one process builds, the others wait for it.
 
-Below the folder of the cache lie `entries/KEY/`, one for each source and way of tokenising, and `files/`, where the
-content of files is remembered. KEY is made of the content of the files, not of their paths. An entry appears in one
-move when it is complete, and is never written to again; any of them may be removed while no run starts.
+The folder of the cache holds `entries/KEY/`, one for each source and way of tokenising, and `files/`, where the digests
+of files are remembered. KEY is made of the content of the files, not of their paths. An entry appears in one move when
+it is complete, and is never written to again; any of them may be removed while no run starts.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ _BUILDING = ".building-"
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Where and how."""
+    """Place of the cache and the way in which it is made."""
 
     folder: Path
     reads_all: bool = False
     """Whether every file is hashed at every start."""
     num_workers: int | None = None
-    """Processes that tokenise; None: as many as the data are worth, up to the processors of this process."""
+    """Number of processes that tokenise. None: as many as the data are worth, up to the processors of this process."""
     stops_at_bad: bool = True
-    """Whether a record that is no sample ends the build."""
+    """Whether a bad record ends the build."""
     say: Callable[[str], None] = lambda line: None
-    """Called with a line for the user from time to time."""
+    """Function that takes a line for the user from time to time."""
 
 
 def default_folder() -> Path:
-    """Where caches lie unless data.cache_dir says otherwise: `$XDG_CACHE_HOME/mtrain`, by default `~/.cache/mtrain`.
+    """Returns the folder of caches where data.cache_dir names none: `$XDG_CACHE_HOME/mtrain`, by default
+    `~/.cache/mtrain`.
 
     Raises:
-        MachineError: There is no home.
+        MachineError: The user has no home folder.
     """
     given = os.environ.get("XDG_CACHE_HOME")
-    if given and Path(given).is_absolute():  # others are to be ignored, as the XDG specification says
+    if given and Path(given).is_absolute():  # other values are to be ignored, as the XDG specification says
         return Path(given) / "mtrain"
     try:
         return Path.home() / ".cache" / "mtrain"
@@ -63,12 +64,13 @@ def default_folder() -> Path:
 
 
 def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> TokenCache:
-    """The tokens of a source.
+    """Opens the tokens of a source, and builds them where there is no usable entry.
 
     Args:
         job: Files and encoder.
-        fingerprint: Changes with everything but the files that decides what the tokens are, or which records are bad.
-        options: Where and how.
+        fingerprint: Text that changes with everything, apart from the files, that decides the tokens or which records
+            are bad.
+        options: Place of the cache and the way in which it is made.
 
     Raises:
         DataError: A file is missing or damaged, a record is bad where that ends the build, or there is no sample.
@@ -101,7 +103,7 @@ def _key(contents: Sequence[str], fingerprint: str) -> str:
 def _opened(
     entry: Path, files: tuple[RecordFile, ...], digests: tuple[str, ...], say: Callable[[str], None]
 ) -> TokenCache | None:
-    """The entry; None where there is none, or none that can be used."""
+    """Opens an entry; returns None where there is none, or none that can be used."""
     if not entry.is_dir():
         return None
     try:
@@ -120,7 +122,7 @@ def _build(
     try:
         build_entry(staging, job, _num_workers(contents, options), options.stops_at_bad, progress)
         for content in contents:
-            content.check_unchanged()  # else the key would promise another content than the one that was read
+            content.check_unchanged()  # else the key would be that of other content
         _publish(staging, entry, lambda: _opened(entry, job.files, digests, options.say) is not None)
     finally:
         with suppress(FileNotFoundError):
@@ -135,7 +137,7 @@ def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
     """
     if entry.exists() and not is_usable():
         replaced = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
-        with suppress(OSError):  # somebody else was faster
+        with suppress(OSError):  # another process was faster
             entry.rename(replaced)
             remove(replaced)
     try:
@@ -146,7 +148,7 @@ def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
 
 
 _BYTES_A_WORKER = 4 << 20
-"""Starting a process takes about as long as tokenising this much."""
+"""Amount of data that takes about as long to tokenise as a process takes to start."""
 
 
 def _num_workers(contents: Sequence[FileContent], options: CacheOptions) -> int:
@@ -158,9 +160,9 @@ def _num_workers(contents: Sequence[FileContent], options: CacheOptions) -> int:
 
 @contextmanager
 def _locked(entry: Path, say: Callable[[str], None]) -> Iterator[LockOutcome]:
-    """Inside the `with` block nobody else builds this entry, where the file system has locks.
+    """Holds the lock of an entry, so that no other process builds it, where the file system has locks.
 
-    Without locks two may build it at once: each in a folder of its own, and the first one to finish is taken.
+    Without locks two processes may build it at once: each in a folder of its own, and the first one to finish is taken.
     """
     descriptor = os.open(_lock_file(entry), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -182,7 +184,7 @@ def _lock_file(entry: Path) -> Path:
 
 
 def _clean(entries: Path) -> None:
-    """Removes what killed builders left; those that still build hold their locks."""
+    """Removes what killed builders left; running builders hold their locks."""
     for left in entries.glob(f"{_BUILDING}*"):
         key = left.name.removeprefix(_BUILDING).partition("-")[0]
         descriptor = os.open(_lock_file(entries / key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,1 +1,1 @@
-"""Conversations in the model's own format: its template, rendered within limits, and what of it is in the loss."""
+"""Conversations in the model's own format: the template, rendered within limits, and the parts that are in the loss."""

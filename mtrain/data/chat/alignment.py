@@ -1,8 +1,8 @@
-"""Where a rendering of the first messages ends in that of the whole conversation, whatever becomes of empty thoughts.
+"""Alignment of a rendering of the first messages with that of the whole conversation, without regard to empty thoughts.
 
 Templates write an empty thought, such as <think></think>, into the beginning of an answer or into the last answer, and
-leave it out of earlier ones, or the other way round. To the model it says that no thought follows, so it is no
-difference. Everything else is.
+leave it out of earlier ones, or the other way round. To the model it says that no thought follows, so it does not count
+as a difference. Everything else does.
 """
 
 # ruff: noqa: RUF001 - DeepSeek writes its tokens with another bar than the others
@@ -18,7 +18,8 @@ from mtrain.data.chat.sandbox import Rendered
 
 _DELIMITER = r"[<\[◁]/?[|｜]?/?[^\s<>\[\]◁▷|｜/]+[|｜]?[>\]▷]"
 _OPENED = re.compile(rf"(?P<open>{_DELIMITER})(?P<label>\w*)\s*(?=(?P<close>{_DELIMITER}))")
-"""The second one is not consumed: it may be the first one of the next two."""
+"""Pattern of two delimiters with nothing but a label between them. The second one is not consumed: it may be the first
+one of the next pair."""
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 _BEGIN = re.compile(r"^(begin|start|open)|(begin|start|open)$")
 _END = re.compile(r"^(end|stop|close)|(end|stop|close)$")
@@ -26,37 +27,37 @@ _FILLING = re.compile(r"(?:^|[\W_])of(?=[\W_]|$)|[\W_]|\d+$", re.IGNORECASE)
 _SPACE = re.compile(r"\s*")
 _BRACKETS = "<[◁|｜>]▷"
 _LONGEST = 256
-"""Characters of an empty pair and the white space around it."""
+"""Number of characters of an empty pair with the white space around it, at most."""
 
 
 class Gap(NamedTuple):
-    """Empty pairs that follow each other, and the white space around them."""
+    """Consecutive empty pairs with the white space around them."""
 
     start: int
     end: int
     first: int
-    """The place at which the first pair begins."""
+    """Place at which the first pair begins."""
     last: int
-    """The place at which the last pair ends."""
+    """Place at which the last pair ends."""
     opened: str
-    """What opens the last pair."""
+    """Text that opens the last pair."""
 
     def moved(self, by: int) -> Gap:
-        """The same gap in a text with `by` more characters before it."""
+        """Returns the same gap in a text with `by` more characters before it."""
         return Gap(self.start + by, self.end + by, self.first + by, self.last + by, self.opened)
 
 
 class Aligned(NamedTuple):
-    """How far a text agrees with the whole conversation."""
+    """Extent to which a text agrees with the whole conversation."""
 
     left: str
-    """What remains of the text from the first difference on."""
+    """Rest of the text from the first difference on."""
     end: int
-    """The place in the whole conversation at which they part."""
+    """Place in the whole conversation at which they part."""
 
 
 def gaps(text: str) -> list[Gap]:
-    """The places of empty pairs, ascending.
+    """Finds the empty pairs of a text, in ascending order.
 
     A pair is two tags of one name (`<x></x>`, `<|x></x|>`, `<|x><x|>`), with or without a label that speaks of thoughts
     (`<|channel>thought\\n<channel|>`), or a beginning and an end of thoughts (`[BEGIN_THINK][END_THINK]`).
@@ -100,22 +101,22 @@ def _after_space(text: str, position: int) -> int:
 
 
 class Whole:
-    """The rendering of a whole conversation, with which those of its beginnings are compared."""
+    """Rendering of a whole conversation, with which those of its beginnings are compared."""
 
     def __init__(self, text: str, special: re.Pattern[str]) -> None:
         """
         Args:
-            text: The rendering.
-            special: Matches a special token.
+            text: Rendering of the conversation.
+            special: Pattern of a special token.
         """
         self.text, self._special = text, special
         self._gaps = gaps(text)
 
     def align(self, rendered: Rendered) -> Aligned:
-        """How far the text of a beginning agrees with the whole.
+        """Finds how far the text of a beginning agrees with the whole.
 
         A special token agrees as a whole, or not at all. Where the text ends with an empty pair that the whole lacks,
-        but the whole opens one with something in it, the text does not agree to its end.
+        but the whole opens one that holds something, the text does not agree to its end.
         """
         if not rendered.rest:
             return Aligned("", rendered.common)
@@ -130,9 +131,9 @@ class Whole:
         """Compares from one gap to the next.
 
         Args:
-            text: What is compared.
-            position: The place in the whole at which it begins.
-            later: The gaps of the whole from there on.
+            text: Text that is compared.
+            position: Place in the whole at which the text begins.
+            later: Gaps of the whole from there on.
         """
         here, ours, theirs = 0, [*gaps(text)], [*later]
         while True:
@@ -150,20 +151,20 @@ class Whole:
             other = theirs.pop(0) if other is not None and other.start == position else None
             if own is None and other is None:
                 return Aligned(text[here:], position)
-            # white space around an empty pair is that of the pair
+            # white space around an empty pair belongs to the pair
             after = own.end if own is not None else _after_space(text, here)
             if after == len(text):
                 return self._at_end(text[here:], own and own.moved(-here), position, other)
             here, position = after, other.end if other is not None else _after_space(self.text, position)
 
     def _at_end(self, text: str, own: Gap | None, position: int, other: Gap | None) -> Aligned:
-        """Ends the comparison where one gap, or white space alone, is left of the text.
+        """Ends the comparison where one gap, or only white space, is left of the text.
 
         Args:
-            text: What is left of it.
-            own: The gap that it is, if it is one.
-            position: The place in the whole at which it begins.
-            other: The gap of the whole that begins there.
+            text: Rest of the text.
+            own: Gap that the rest is; None where it is only white space.
+            position: Place in the whole at which the rest begins.
+            other: Gap of the whole that begins there; None where there is none.
         """
         if own is None:
             return Aligned("", position + _num_common(text, self.text[position : position + len(text)]))
@@ -176,7 +177,7 @@ class Whole:
         return Aligned(text[own.first :] if goes_on else "", end)
 
     def _num_common(self, text: str, here: int, position: int, length: int) -> int:
-        """Length of the common beginning of two pieces, special tokens as a whole or not at all."""
+        """Returns the length of the common beginning of two pieces; special tokens count as a whole or not at all."""
         common = _num_common(text[here : here + length], self.text[position : position + length])
         for piece, start in ((text, here), (self.text, position)):
             for match in self._special.finditer(piece, max(start, start + common - _LONGEST)):

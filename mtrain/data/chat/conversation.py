@@ -1,4 +1,4 @@
-"""A conversation as a record holds it: what the template reads of it, and what each answer counts."""
+"""A conversation as a record holds it: the parts that the template reads, and the weight of each answer in the loss."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _MESSAGE_KEYS = frozenset(
 _CALL_KEYS = frozenset({"id", "index", "type", "function", "name", "arguments"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _SHOWN_KEYS = frozenset({"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
-"""May be left out, and then the model would read another conversation."""
+"""Keys without which the model would read another conversation."""
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A checked record."""
+    """A record of messages that was checked."""
 
     messages: list[dict[str, Any]]
-    """What the template reads: no key whose value is null, and no weights."""
+    """Messages as the template reads them: no key whose value is null, and no weights."""
     tools: list[Any] | None
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""
     answer_weights: dict[int, float]
-    """Number of a message -> what each of its tokens counts in the loss; those above 0 alone. A question has none."""
+    """Number of a message -> weight of each of its tokens in the loss; weights above 0 only. A question has none."""
     weight: float
-    """Of the whole conversation."""
+    """Weight of the whole conversation."""
 
 
 def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn | None) -> Conversation:
     """Checks a record with `messages`.
 
     Args:
-        record: The record as it was read.
+        record: Record as it was read.
         ignored: Unknown keys that are dropped on purpose.
-        loss_on: Which answers count; None: it is a question, which needs none.
+        loss_on: Answers that count; None for a question, which needs none.
 
     Raises:
-        DataError: It is no conversation, or has nothing to learn; says what is wrong, not where it lies.
+        DataError: The record is no conversation, or has nothing to learn; says what is wrong, not where it lies.
     """
     check_keys(record, _RECORD_KEYS, ignored)
     _refuse_dropped(record, ignored, "")
@@ -77,13 +77,14 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn |
 
 
 def _present(message: dict[str, Any]) -> dict[str, Any]:
-    """The known keys that say something: in a column of parquet, null and no calls stand for what is not there."""
+    """Keeps the known keys that say something: in a column of parquet, null and an empty list of calls mean an absent
+    key."""
     known = {key: value for key, value in message.items() if key in _MESSAGE_KEYS and value is not None}
     return {key: value for key, value in known.items() if (key, value) != ("tool_calls", [])}
 
 
 def _message(present: dict[str, Any], place: str) -> dict[str, Any]:
-    """The message as the template reads it."""
+    """Builds the message as the template reads it."""
     if present.get("role") not in ROLES:
         raise DataError(
             f"{place} has the role {present.get('role')!r}, but must be one of {', '.join(ROLES)}; change it"
@@ -117,7 +118,7 @@ def _refuse_dropped(found: dict[str, Any], ignored: Set[str], place: str) -> Non
 
 
 def _content(content: object, place: str) -> str:
-    """A text, or the texts of its parts one after the other."""
+    """Returns a text, or the texts of its parts one after the other."""
     if not isinstance(content, list):
         return check_text(content, f"{place}.content")
     texts = []
@@ -158,7 +159,7 @@ def _tool_calls(given: object, place: str) -> list[dict[str, Any]]:
 
 
 def _tools(tools: object) -> list[Any] | None:
-    """A list of descriptions; a column of parquet, where each row has the same keys, holds it as JSON text."""
+    """Returns a list of descriptions; a column of parquet, where each row has the same keys, holds it as JSON text."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -183,7 +184,7 @@ def _variables(variables: object) -> dict[str, Any]:
 
 
 def _answer_weight(present: dict[str, Any], place: str) -> float:
-    """What the tokens of a message count; 0 for what is no answer."""
+    """Returns the weight of each token of a message; 0 for a message that is no answer."""
     weight = check_weight(present.get("weight", 1.0), f"{place}.weight")
     train = present.get("train", True)
     if not isinstance(train, bool):
@@ -198,14 +199,14 @@ def _answer_weight(present: dict[str, Any], place: str) -> float:
 
 
 def answers_in_loss(messages: Sequence[dict[str, Any]], loss_on: LossOn) -> dict[int, float]:
-    """Number of each message that counts -> what each of its tokens counts.
+    """Returns number -> weight of each token, for the messages that count in the loss.
 
     Args:
-        messages: Each with a role; `weight` and `train` where they are given.
-        loss_on: Which answers are meant.
+        messages: Messages, each with a role; `weight` and `train` where they are given.
+        loss_on: Answers that count.
 
     Raises:
-        DataError: No answer that says something counts.
+        DataError: No answer with any content counts.
     """
     weights = [_answer_weight(message, f"messages[{number}]") for number, message in enumerate(messages)]
     answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]

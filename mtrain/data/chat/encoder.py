@@ -24,13 +24,14 @@ from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.tokenizer import EncodedText, Tokenizer
 
 _VERSION = 3
-"""Counts the changes of this package that give other ids or weights for the same record, or refuse other records."""
+"""Number of the version of this package's output; raised when the same record gives other ids or weights, or another
+record is refused."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the configuration says about conversations."""
+    """Options of the configuration that concern conversations."""
 
     ignored: frozenset[str] = frozenset()
     """Unknown keys that are dropped on purpose."""
@@ -38,19 +39,19 @@ class ChatOptions:
     special_tokens_in_text: bool = False
     """Whether the text of a special token in a message becomes the token."""
     date: str | None = None
-    """YYYY-MM-DD, for a template that writes the date of today."""
+    """Date as YYYY-MM-DD, for a template that writes today's date; None refuses such a template."""
     limits: RenderLimits = field(default_factory=RenderLimits)
 
 
 class ChatEncoder:
-    """A `SampleEncoder` of records with `messages`; may be used in forked processes and from several threads."""
+    """A `SampleEncoder` for records with `messages`; may be used in forked processes and from several threads."""
 
     def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, options: ChatOptions) -> None:
         """
         Args:
-            templates: For conversations without and with tools.
-            tokenizer: Of the model.
-            options: Of the run.
+            templates: Templates for conversations without and with tools.
+            tokenizer: Tokenizer of the model.
+            options: Options of the configuration.
 
         Raises:
             DataError: The tokenizer's settings are damaged.
@@ -71,7 +72,7 @@ class ChatEncoder:
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As `SampleEncoder` says."""
+        """Encodes a conversation with the weight of each token."""
         conversation = conversation_of(record, self._options.ignored, self._options.loss_on)
         form, given = self._form(conversation), _checked_texts(conversation)
         rendering = self._rendered(form, conversation)
@@ -85,13 +86,14 @@ class ChatEncoder:
         return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
 
     def prompt(self, record: dict[str, Any]) -> list[int]:
-        """Ids of messages and of the beginning of an answer, as a model is asked; encoded as `encode` does it.
+        """Returns the ids of messages and of the beginning of an answer, as a model is asked; encoded as `encode` does
+        it.
 
         Args:
-            record: As `encode` takes it: messages, tools, chat_template_kwargs.
+            record: Record as `encode` takes it: messages, tools, chat_template_kwargs.
 
         Raises:
-            DataError: It is no conversation, or the template refuses it.
+            DataError: The record is no conversation, or the template refuses it.
         """
         conversation = conversation_of(record, self._options.ignored, None)
         form, given = self._form(conversation), _checked_texts(conversation)
@@ -102,7 +104,7 @@ class ChatEncoder:
         return self._encoded(form, given, whole, text, []).ids
 
     def stop_ids(self) -> frozenset[int]:
-        """Tokens at which an answer ends: the tokenizer's, and those that the templates write.
+        """Returns the tokens at which an answer ends: the tokenizer's, and those that the templates write.
 
         Raises:
             DataError: The template refuses a question and its answer.
@@ -110,10 +112,11 @@ class ChatEncoder:
         return frozenset({self._tokenizer.eos_id, *self.ends()})
 
     def ends(self) -> list[int]:
-        """The token that ends an answer under the template, and under that for tools where it is another one.
+        """Returns the token that ends an answer under the template, and the one under the template for tools if it
+        differs.
 
         Raises:
-            DataError: The template refuses a question and its answer, after a system message too.
+            DataError: The template refuses a question and its answer, with and without a system message.
         """
         messages = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
         found = [self._end(form, messages) for form in dict.fromkeys((self._default, self._with_tools))]
@@ -166,21 +169,22 @@ class ChatEncoder:
         return self._default if conversation.tools is None else self._with_tools
 
     def _encoded(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> EncodedText:
-        """Ids of a rendering; special tokens in the conversation's own texts are text, unless the options say else.
+        """Encodes a rendering; special tokens in the conversation's own texts stay text, unless the options say
+        otherwise.
 
         Args:
-            form: What rendered it.
+            form: Template that rendered the text.
             given: Messages, tools and variables.
-            cut: What was rendered of them.
-            text: The rendering.
-            ends: Where answers end in it.
+            cut: Part of the conversation that was rendered.
+            text: Rendering of the conversation.
+            ends: Places in the rendering at which answers end.
         """
         if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
             return self._tokenizer.encode_with_offsets(text, special_tokens=True)
         return self._with_literals(text, self._literals(form, given, cut, text, ends))
 
     def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
-        """Where special tokens begin in the rendering that come from the conversation itself."""
+        """Returns the places in the rendering at which special tokens from the conversation's own texts begin."""
         messages, tools, own = with_marks(given, self._special.pattern)
         marked = form.sandbox.render(messages, tools, {**self._variables, **own}, cut)
         if isinstance(marked, NotRendered):
@@ -194,10 +198,10 @@ class ChatEncoder:
         return literals
 
     def _with_literals(self, text: str, literals: frozenset[int]) -> EncodedText:
-        """Ids of a rendering in which some special tokens are text.
+        """Encodes a rendering in which some special tokens are text.
 
-        The text is cut at the real ones. Not every tokenizer gives the same ids for a text and for its pieces, so it is
-        compared first where all of them are tokens.
+        The text is cut at the real ones. Not every tokenizer gives the same ids for a text and for its pieces, so this
+        is compared first with all of them taken as tokens.
         """
         places = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
         real = [place for place in places if place[0] not in literals]
@@ -227,7 +231,7 @@ class ChatEncoder:
 
 
 def _checked_texts(conversation: Conversation) -> list[Any]:
-    """Messages, tools and variables.
+    """Returns messages, tools and variables.
 
     Raises:
         DataError: A text holds a character that marks places.
@@ -239,7 +243,7 @@ def _checked_texts(conversation: Conversation) -> list[Any]:
 
 
 class _Format:
-    """One template and what renders it."""
+    """One template and the sandbox that renders it."""
 
     def __init__(self, template: ChatTemplate, options: ChatOptions) -> None:
         self.template = template
@@ -248,14 +252,15 @@ class _Format:
 
 
 def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:
-    """[n]: what each token counts: that of the span in which any of its characters lies.
+    """Returns [n]: weight of each token, that of the span in which any of its characters lies.
 
-    A token may hold the end of a header and the beginning of an answer (" yes" after "Answer:"). It is in the loss, as
-    else the answer would begin with a token that is never learned. In two spans, the larger weight counts.
+    A token may hold the end of a header and the beginning of an answer (" yes" after "Answer:"). Such a token is in the
+    loss, as otherwise the answer would begin with a token that is never trained. In two spans, the larger weight
+    counts.
     """
     places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     starts, ends = places[:, 0], places[:, 1]
-    # before the first one no token reaches into a span, and from the second one on none does
+    # before the first of these tokens none reaches into a span, and after the last one none does
     reached, beyond = np.maximum.accumulate(ends), np.minimum.accumulate(starts[::-1])[::-1]
     weights = np.zeros(len(places), np.float32)
     for start, end, weight in weighed:

@@ -1,4 +1,5 @@
-"""The answers of a template that marks them by `{% generation %}`: one marked rendering says which mark is whose.
+"""Answers of a template that marks them by `{% generation %}`: one marked rendering says which mark belongs to which
+answer.
 
 For that rendering, each message carries its number in its own texts, so a mark belongs to the answer whose number is in
 it, or to the one answer that lies between the numbers around it. Where a template does more with the texts than to
@@ -19,14 +20,14 @@ from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered
 from mtrain.data.chat.spans import Compare, refused
 
 RenderOther = Callable[[Sequence[Mapping[str, Any]], Cut], str | NotRendered]
-"""Renders other messages with the tools and variables of the conversation."""
+"""Function that renders other messages with the tools and variables of the conversation."""
 _FIRST, _LAST = "\U000f0006", "\U000f0007"
 _MARK = re.compile(f"[{OPEN}{CLOSE}]|{_FIRST}([0-9]+){_LAST}")
 _TAG_OR_CHAR = re.compile(r"<[^<>]*>|(\S)")
 
 
 class Marked(NamedTuple):
-    """A rendering and its marks."""
+    """A rendering and the places that its template marks."""
 
     full: str
     spans: Mapping[int, list[tuple[int, int]]]
@@ -36,16 +37,16 @@ class Marked(NamedTuple):
 def marks_of(
     messages: Sequence[Mapping[str, Any]], answers: Sequence[int], compare: Compare, render_other: RenderOther
 ) -> Marked:
-    """What a template marks of each answer.
+    """Finds the characters that a template marks of each answer.
 
     Args:
-        messages: The whole conversation.
-        answers: Ascending numbers of the messages that are answers.
-        compare: Renders its beginnings.
-        render_other: Renders others.
+        messages: Messages of the whole conversation.
+        answers: Numbers of the messages that are answers, ascending.
+        compare: Function that renders beginnings of the conversation.
+        render_other: Function that renders other messages.
 
     Raises:
-        DataError: The template refuses the conversation, or which answer a mark belongs to is not clear.
+        DataError: The template refuses the conversation, or it is not clear which answer a mark belongs to.
     """
     size = len(messages)
     (found,) = compare([Cut(size, False)])
@@ -62,7 +63,7 @@ def marks_of(
 
 
 def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their numbers in their texts, where no template is likely to look."""
+    """Puts the numbers of the messages into their texts, at places that templates are unlikely to change."""
     numbered: list[dict[str, Any]] = copy.deepcopy([dict(message) for message in messages])
     for number, message in enumerate(numbered):
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
@@ -73,7 +74,8 @@ def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _with_number(text: str, mark: str) -> str:
-    """Before the last character that is neither white space nor part of a tag, both of which templates cut away."""
+    """Inserts a mark before the last character that is neither white space nor part of a tag, both of which templates
+    cut away."""
     end = len(text.rstrip())
     if end and text[end - 1] == ">":
         end = max((match.end() for match in _TAG_OR_CHAR.finditer(text) if match[1]), default=0)
@@ -81,9 +83,10 @@ def _with_number(text: str, mark: str) -> str:
 
 
 def _check_marks(marked: str) -> None:
-    """
+    """Refuses marks that are nested or cut.
+
     Raises:
-        DataError: They do not lie one after the other.
+        DataError: The marks do not lie one after the other.
     """
     marks = re.findall(f"[{OPEN}{CLOSE}]", marked)
     if marks != [OPEN, CLOSE] * (len(marks) // 2):
@@ -101,11 +104,11 @@ class _Span(NamedTuple):
     start: int
     end: int
     numbers: tuple[int, ...]
-    """Those of the messages whose texts stand in it."""
+    """Numbers of the messages whose texts stand in the span."""
 
 
 def _spans(marked: str) -> Iterator[_Span]:
-    """The marked places, and, as empty ones, the texts between them."""
+    """Yields the marked places, and the texts between them as empty spans."""
     position = start = last = 0
     numbers: list[int] = []
     for match in _MARK.finditer(marked):
@@ -120,7 +123,7 @@ def _spans(marked: str) -> Iterator[_Span]:
 
 
 def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[tuple[int, int]]] | None:
-    """The marks of each answer by the numbers around them; None where they do not say it."""
+    """Assigns marks to answers by the numbers around them; returns None where these do not decide it."""
     found: dict[int, list[tuple[int, int]]] = {answer: [] for answer in answers}
     spans = list(_spans(numbered))
     before = [-1, *accumulate((max(span.numbers, default=-1) for span in spans), max)]
@@ -138,10 +141,10 @@ def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[t
 
 
 def _counted(full: str, size: int, answers: Sequence[int], compare: Compare) -> dict[int, list[tuple[int, int]]]:
-    """The marks of each answer by their number in the rendering of each beginning.
+    """Assigns marks to answers by their number in the rendering of each beginning.
 
     Raises:
-        DataError: The template refuses one, or which answer a mark belongs to is not clear.
+        DataError: The template refuses a beginning, or it is not clear which answer a mark belongs to.
     """
     cuts = [Cut(size, False, True), *(Cut(answer + 1, False, True) for answer in answers[:-1])]
     rendered = []

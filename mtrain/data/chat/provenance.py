@@ -11,12 +11,12 @@ from typing import Any
 from mtrain.base.errors import DataError
 
 PRIVATE = re.compile("[\U000f0000-\U000f000f]")
-"""Characters that mark places in renderings; no text of a conversation may hold them."""
+"""Pattern of the characters that mark places in renderings; no text of a conversation may hold them."""
 _LITERAL = "\U000f0001"
 
 
 def holds(value: object, pattern: re.Pattern[str]) -> bool:
-    """Whether a text anywhere in the value, or a key, has a match."""
+    """Says whether any text or key in the value has a match."""
     if isinstance(value, str):
         return pattern.search(value) is not None
     if isinstance(value, dict):
@@ -25,7 +25,7 @@ def holds(value: object, pattern: re.Pattern[str]) -> bool:
 
 
 def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
-    """The value with a mark inside each match, after its first character.
+    """Puts a mark into each match of a value, after its first character.
 
     Raises:
         DataError: A key has a match.
@@ -40,11 +40,11 @@ def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def literal_places(full: str, marked: str) -> frozenset[int]:
-    """Where special tokens begin in the rendering that come from the conversation's texts.
+    """Returns the places in the rendering at which special tokens from the conversation's texts begin.
 
     Args:
-        full: The rendering.
-        marked: That of the conversation `with_marks`.
+        full: Rendering of the conversation.
+        marked: Rendering of the conversation `with_marks`.
 
     Raises:
         DataError: The template does more with these texts than to print them.

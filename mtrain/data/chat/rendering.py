@@ -1,4 +1,4 @@
-"""A whole conversation as the model reads it, and what in it counts in the loss."""
+"""A whole conversation as the model reads it, and the characters that count in the loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts
 
 
 class Weighed(NamedTuple):
-    """Characters in the loss."""
+    """Characters that count in the loss."""
 
     start: int
     end: int
     weight: float
-    """What each token counts."""
+    """Weight of each token."""
 
 
 class Rendering(NamedTuple):
@@ -25,18 +25,19 @@ class Rendering(NamedTuple):
 
     text: str
     weighed: list[Weighed]
-    """Ascending."""
+    """Characters in the loss, in ascending order."""
     places: Mapping[int, tuple[int, int]]
-    """Number of each message in the loss -> the characters among which it stands."""
+    """Number of each message in the loss -> first character and end of its place in the text."""
     open_weight: float | None
-    """What an end token counts that has to follow, as the last answer is in the loss and has none; else None."""
+    """Weight of an end token that has to follow, as the last answer is in the loss and has none; None where no token
+    has to follow."""
 
 
 def found_answers(conversation: Conversation, compare: Compare, special: SpecialTexts) -> Rendering:
-    """Of a template that does not mark answers.
+    """Renders a conversation under a template that does not mark answers.
 
     Raises:
-        DataError: They cannot be found, or the template refuses the conversation.
+        DataError: An answer cannot be found, or the template refuses the conversation.
     """
     messages, weights = conversation.messages, conversation.answer_weights
     finder = AnswerFinder(len(messages), compare, special)
@@ -48,10 +49,10 @@ def found_answers(conversation: Conversation, compare: Compare, special: Special
 
 
 def marked_answers(conversation: Conversation, compare: Compare, render_other: RenderOther) -> Rendering:
-    """Of a template that marks answers by `{% generation %}`.
+    """Renders a conversation under a template that marks answers by `{% generation %}`.
 
     Raises:
-        DataError: It marks none, or which answer a mark belongs to is not clear.
+        DataError: An answer is not marked, or it is not clear which answer a mark belongs to.
     """
     messages, weights = conversation.messages, conversation.answer_weights
     answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
@@ -65,7 +66,7 @@ def marked_answers(conversation: Conversation, compare: Compare, render_other: R
 
 
 def _own_words(message: Mapping[str, Any]) -> Iterator[str]:
-    """Texts of an answer that are no markup of the template."""
+    """Yields the texts of an answer that are no markup of the template."""
     yield from (message[key] for key in ("reasoning_content", "content") if key in message)
     for call in message.get("tool_calls", ()):
         yield call.get("function", call)["name"]

@@ -1,4 +1,4 @@
-"""Renders a chat template in a process of its own, within limits of time and memory that hold for any template."""
+"""Rendering of a chat template in a separate process, within limits of time and memory that hold for any template."""
 
 from __future__ import annotations
 
@@ -21,57 +21,58 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import DataError, MachineError
 
 OPEN, CLOSE = "\U000f0002", "\U000f0003"
-"""Private characters around what a template marks with `{% generation %}`."""
+"""Private characters around the text that a template marks with `{% generation %}`."""
 _PROGRAM = Path(__file__).with_name("worker.py")
 _CHUNK_BYTES = 1 << 20
 _BYTES_PER_CHAR = 12
-"""At most, in JSON that escapes a surrogate pair."""
+"""Largest number of bytes of a character in JSON, which escapes it as a surrogate pair."""
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
-"""Of the environment; the others may hold secrets, which are no matter of a template."""
+"""Names of the environment variables that the process keeps; the others may hold secrets, which a template must not
+see."""
 
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """What the renderings of one conversation may cost."""
+    """Limits for the renderings of one conversation."""
 
     cpu_s: float = 10.0
     """Processor time of each rendering, so that a busy machine refuses nothing."""
     wall_s: float = 600.0
-    """Time of all renderings together, and of a process that does not run at all."""
+    """Wall time of all renderings together, which also ends a process that does not run at all."""
     memory_bytes: int = 1 << 30
     """Address space of the process."""
     max_chars: int = 1 << 26
-    """Of all renderings together, each without the beginning that it shares with the first one."""
+    """Number of characters of all renderings together, each without the beginning that it shares with the first one."""
 
 
 class Cut(NamedTuple):
-    """What to render of a conversation."""
+    """Part of a conversation to render."""
 
     num_messages: int
-    """The first so many."""
+    """Number of messages, counted from the first."""
     prompt: bool
     """Whether the beginning of an answer follows (add_generation_prompt)."""
     marked: bool = False
-    """Whether `OPEN` and `CLOSE` surround what the template marks by `{% generation %}`."""
+    """Whether `OPEN` and `CLOSE` surround the text that the template marks by `{% generation %}`."""
 
 
 class Rendered(NamedTuple):
-    """A text, by how it differs from the first one of its request."""
+    """A text, given by its difference from the first text of its request."""
 
     common: int
-    """Characters at its beginning that are those of the first one; of the first one itself, none."""
+    """Number of characters at its beginning that it shares with the first text; 0 for the first text itself."""
     rest: str
-    """The characters after them."""
+    """Text after these characters."""
 
 
 class NotRendered(NamedTuple):
-    """Instead of a text: the template does not render these messages."""
+    """Result in the place of a text: the template does not render these messages."""
 
     why: str
 
 
 class Sandbox:
-    """One template and the process that renders it: begun at the first request, and again after one that was ended.
+    """One template and the process that renders it, which starts at the first request, and again after it was ended.
 
     May be pickled, and used in forked processes and from several threads.
     """
@@ -79,14 +80,14 @@ class Sandbox:
     def __init__(self, template: str, name: str, date: str | None, limits: RenderLimits) -> None:
         """
         Args:
-            template: Its text; compiled at the first request.
-            name: What the template is called in messages.
-            date: YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it.
-            limits: Of each request.
+            template: Text of the template; compiled at the first request.
+            name: Name of the template in messages.
+            date: Date as YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it.
+            limits: Limits of each request.
         """
         self._template, self._name, self._date = template, name, date
         self.limits = limits
-        """A change of wall_s holds at once, one of the others for the next process."""
+        """Limits of a request; a change of wall_s takes effect at once, a change of the others in the next process."""
         self._reset()
 
     def _reset(self) -> None:
@@ -96,7 +97,7 @@ class Sandbox:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that renders; None before the first request and after one that was ended."""
+        """Returns the id of the process that renders; None before the first request and after the process was ended."""
         return None if self._process is None or self._owner != os.getpid() else self._process.id
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class Sandbox:
         variables: Mapping[str, object],
         cut: Cut,
     ) -> str | NotRendered:
-        """One text; arguments and errors are those of `compare`."""
+        """Renders one text; arguments and errors are those of `compare`."""
         (found,) = self.compare(messages, tools, variables, [cut])
         return found if isinstance(found, NotRendered) else found.rest
 
@@ -128,10 +129,10 @@ class Sandbox:
         with its square.
 
         Args:
-            messages: Of the whole conversation, plain JSON values.
+            messages: Messages of the whole conversation, plain JSON values.
             tools: Descriptions of tools.
-            variables: What else the template may read, such as bos_token.
-            cuts: What to render.
+            variables: Other values that the template may read, such as bos_token.
+            cuts: Parts of the conversation to render.
 
         Raises:
             DataError: The template is damaged, or exceeds a limit.
@@ -164,7 +165,7 @@ class Sandbox:
         except _EndedError as fault:
             raise DataError(f"{self._name} {fault}; take the template from its source again") from None
         finally:
-            if answer is None:  # of the process, nothing is known any more
+            if answer is None:  # the state of the process is not known any more
                 process.end()
                 self._process = None
         if damaged is not None and "error" in answer:
@@ -178,11 +179,11 @@ class Sandbox:
 
 
 class _EndedError(Exception):
-    """A request was ended; says why."""
+    """Error of a request that was ended; says why."""
 
 
 class _Process:
-    """The running program, and its end when nobody needs it."""
+    """The running program, which ends when nothing uses it any more."""
 
     def __init__(self) -> None:
         # -I -S: nothing of the user's is imported, and starting takes a third of the time
@@ -210,10 +211,10 @@ class _Process:
         self.end = weakref.finalize(self, _end, self._program, os.getpid())
 
     def ask(self, line: bytes, limits: RenderLimits) -> dict[str, Any]:
-        """The answer to one line.
+        """Sends one line and returns the answer to it.
 
         Raises:
-            _EndedError: There is none within the limits.
+            _EndedError: No answer came within the limits.
         """
         rest, received = memoryview(line + b"\n"), bytearray()
         until = time.monotonic() + limits.wall_s
@@ -259,6 +260,6 @@ def _end(program: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def _paths() -> list[str]:
-    """Folders in which the program finds what it imports."""
+    """Returns the folders in which the program finds the packages that it imports."""
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := importlib.util.find_spec(name)) is not None]
     return sorted({str(Path(origin).resolve().parent.parent) for origin in origins if origin is not None})

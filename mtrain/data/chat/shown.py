@@ -1,7 +1,7 @@
-"""Whether a template shows what a conversation holds: what it leaves out would be dropped without a word.
+"""Check that a template shows everything that a conversation holds: what it leaves out would be dropped silently.
 
 Most texts stand in the rendering as they are. Where one does not, the conversation is rendered once more with a mark in
-that text: a mark that does not appear stands in what the template leaves out.
+that text: a mark that does not appear stands in a part that the template leaves out.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class _Part(NamedTuple):
     """A text that the template has to show."""
 
     name: str
-    """As a message calls it."""
+    """Name of the text in messages."""
     text: str
     within: tuple[int, int]
-    """The characters of the rendering in which it has to stand."""
+    """First character and end of the part of the rendering in which the text has to stand."""
     path: tuple[str | int, ...]
-    """Where it lies in {"messages": ..., "tools": ...}."""
+    """Path of the text in {"messages": ..., "tools": ...}."""
     position: int
-    """The character of the text at `path` after which it ends."""
+    """Position in the text at `path` at which this part of it ends."""
     key: str | None = None
-    """The key that a template has to read for it, where the text alone proves little."""
+    """Key that a template has to read for it, where the text alone proves little; None where the text is enough."""
 
 
 def check_shown(
@@ -46,21 +46,21 @@ def check_shown(
     """Refuses a conversation of which the template leaves something out.
 
     Args:
-        conversation: What was rendered.
-        full: Its rendering.
-        answers: Number of each message in the loss -> the characters of the rendering among which it stands.
-        template: Its text.
-        render: Renders other {"messages": ..., "tools": ...}.
+        conversation: Conversation that was rendered.
+        full: Rendering of the conversation.
+        answers: Number of each message in the loss -> first character and end of its place in the rendering.
+        template: Text of the template.
+        render: Function that renders other {"messages": ..., "tools": ...}.
 
     Raises:
-        DataError: Names what is left out.
+        DataError: A part is left out; names it.
     """
     for number, (start, end) in answers.items():
         _check_arguments(conversation.messages[number], number, full[start:end])
     missing = [
         part
         for part in _parts(conversation, answers, len(full))
-        # the name of a tool may stand in any text, so the template has to speak of tools at least
+        # the name of a tool may stand in any text, so the template has to mention tools at least
         if not (_stands(part.text, full, part.within) and (part.key is None or part.key in template))
     ]
     if not missing:
@@ -99,7 +99,7 @@ def _parts(conversation: Conversation, answers: Mapping[int, tuple[int, int]], l
 
 
 def _pieces(content: str, name: str, within: tuple[int, int], number: int, whole: bool) -> Iterator[_Part]:
-    """Reasoning and answer, where a text holds both."""
+    """Yields reasoning and answer separately, where a text holds both."""
     position = 0
     pieces = []
     for match in _END_OF_REASONING.finditer(content):
@@ -114,7 +114,7 @@ def _pieces(content: str, name: str, within: tuple[int, int], number: int, whole
 def _named(
     found: dict[str, Any], name: str, within: tuple[int, int], path: tuple[str | int, ...], key: str
 ) -> Iterator[_Part]:
-    """The name of a function; a description of another kind has none to look for."""
+    """Yields the name of a function; a description of another kind has none to look for."""
     inner = found.get("function", found)
     text = inner.get("name") if isinstance(inner, dict) else None
     if isinstance(text, str):
@@ -123,7 +123,7 @@ def _named(
 
 
 def _stands(text: str, full: str, within: tuple[int, int]) -> bool:
-    """As it is, or inside JSON."""
+    """Says whether the text stands in the rendering, as it is or inside JSON."""
     text = text.strip()
     if full.find(text, *within) >= 0:
         return True

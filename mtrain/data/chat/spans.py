@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are in the loss.
+"""Characters of a rendered conversation that are in the loss.
 
 The whole conversation is rendered once, and that text is what the model reads. An answer is found in it by what the
 template writes for shorter conversations, whatever its markup is:
@@ -7,12 +7,12 @@ template writes for shorter conversations, whatever its markup is:
     prompt   = the messages before the answer, and the beginning of an answer (add_generation_prompt)
     answered = the messages up to the answer
 
-The answer begins where `prompt` ends in `full`, and ends where `answered` does. White space behind the last special
-token is the template's; a special token that follows at once ends the answer and belongs to it.
+The answer begins where `prompt` ends in `full`, and ends where `answered` does. White space after the last special
+token belongs to the template; a special token that follows at once ends the answer and belongs to it.
 
-An answer counts only if the model would have seen, when it writes it, just what stands before it in `full`. So where a
-template writes earlier messages in another way once later ones follow, the answers concerned are refused. One
-difference is no matter: tags without text between them, such as an empty <think></think> that is written for the last
+An answer counts only if the model would have seen exactly the text before it in `full` when it writes the answer. So
+where a template writes earlier messages in another way once later ones follow, the answers concerned are refused. One
+difference does not count: tags without text between them, such as an empty <think></think> that is written for the last
 answer alone; there the answer counts as it stands in `full`.
 """
 
@@ -28,7 +28,7 @@ from mtrain.data.chat.alignment import Whole
 from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered
 
 Compare = Callable[[Sequence[Cut]], Sequence[Rendered | NotRendered]]
-"""Renders the cuts of one conversation, each compared with the first."""
+"""Function that renders the cuts of one conversation, each compared with the first."""
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
 _WAY_ON = (
     'set data.loss_on=last_answer, set "train": false on that message, or give data.chat_template a template that '
@@ -37,10 +37,10 @@ _WAY_ON = (
 
 
 class AnswerSpan(NamedTuple):
-    """The characters that one answer has in the rendering."""
+    """Characters of one answer in the rendering."""
 
     message: int
-    """Its number."""
+    """Number of the message."""
     start: int
     end: int
     is_ended: bool
@@ -48,40 +48,40 @@ class AnswerSpan(NamedTuple):
 
 
 class SpecialTexts(NamedTuple):
-    """Texts that are tokens of their own."""
+    """Texts that are single tokens."""
 
     pattern: re.Pattern[str]
-    """Matches one of them."""
+    """Pattern that matches one of them."""
     bos: str | None
-    """Never ends an answer."""
+    """Text of bos, which never ends an answer; None where there is no bos."""
 
 
 def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
-    """The pattern of these tokens; the longest one at a place is meant."""
+    """Builds the pattern of these tokens, which matches the longest one at a place."""
     ordered = sorted(tokens, key=len, reverse=True)
     return SpecialTexts(re.compile("|".join(map(re.escape, ordered)) or r"(?!)"), bos)
 
 
 class AnswerFinder:
-    """Finds the answers of one conversation by renderings of its beginnings."""
+    """Search for the answers of one conversation by renderings of its beginnings."""
 
     def __init__(self, num_messages: int, compare: Compare, special: SpecialTexts) -> None:
         self._num_messages, self._compare, self._special = num_messages, compare, special
         self._found: dict[Cut, Rendered | NotRendered] = {}
         self._whole = Whole("", special.pattern)
         self.full = ""
-        """The whole conversation, once `find` has returned."""
+        """Rendering of the whole conversation, once `find` has returned."""
 
     def find(self, messages: Mapping[int, Iterable[str]]) -> list[AnswerSpan]:
-        """The spans of these messages.
+        """Finds the spans of these messages.
 
         Args:
-            messages: Ascending numbers, and what each says in its own words.
+            messages: Numbers of messages, ascending, each with the texts of the message itself.
 
         Raises:
-            DataError: One of them cannot be found, or is not what the model would have to write.
+            DataError: An answer cannot be found, or is not what the model would have to write.
         """
-        # one request for all that is nearly always needed
+        # one request for all renderings that are nearly always needed
         self._fetch([cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False))])
         full = self._found[Cut(self._num_messages, False)]
         if isinstance(full, NotRendered):
@@ -164,7 +164,7 @@ class AnswerFinder:
 
 
 def refused(refusal: NotRendered) -> DataError:
-    """The template does not take the conversation."""
+    """Builds the error of a template that refuses the conversation."""
     return DataError(f"the template refuses the conversation: {refusal.why}; change the line, or leave it out")
 
 

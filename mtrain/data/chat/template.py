@@ -1,4 +1,4 @@
-"""Where a chat template comes from: beside the tokenizer, by name, or a file of its own."""
+"""Sources of a chat template: the tokenizer's folder, a name, or a file of its own."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _PROCESSOR_FILE = "chat_template.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MOST_BYTES = 1 << 24
-"""Of a template or a file of settings; the longest templates have about twenty thousand."""
+"""Largest size of a template or a file of settings; the longest templates have about twenty thousand bytes."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template."""
+    """One template and its file."""
 
     text: str
     origin: Path
-    """The file that holds it."""
+    """File that holds the template."""
 
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """The template of a run, and that for conversations with tools, which some models have apart."""
+    """The template of a run, and that for conversations with tools, which some models have separately."""
 
     default: ChatTemplate
     with_tools: ChatTemplate
 
 
 def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
-    """What `data.chat_template` means; None where "auto" finds no template.
+    """Finds the templates that `data.chat_template` means; None where "auto" finds none.
 
     Args:
-        choice: "auto", the name of one of several templates, or the path of a file: what holds a slash or ends in
-            .jinja is a path.
-        tokenizer: `Tokenizer.path`.
+        choice: Value of the key: "auto", the name of one of several templates, or the path of a file. A value that
+            holds a slash or ends in .jinja is a path.
+        tokenizer: Path of the tokenizer, as in `Tokenizer.path`.
 
     Raises:
         DataError: There is no such template, or a file is damaged.
@@ -72,9 +72,9 @@ def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
 
 
 def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
-    """The templates beside a tokenizer by name; "default" is the one that has none.
+    """Finds the templates in a tokenizer's folder by name; "default" is the template without a name.
 
-    Files go before settings, as in transformers.
+    Files take precedence over settings, as in transformers.
 
     Raises:
         DataError: A file is damaged.
@@ -94,7 +94,7 @@ def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
 
 
 def template_files(templates: ChatTemplates) -> dict[str, str]:
-    """Path inside a tokenizer's folder -> text, so that `auto` finds these templates there."""
+    """Returns path inside a tokenizer's folder -> text, so that `auto` finds these templates there."""
     files = {TEMPLATE_FILE: templates.default.text}
     if templates.with_tools != templates.default:
         files[f"{TEMPLATE_FOLDER}/{_WITH_TOOLS}.jinja"] = templates.with_tools.text
@@ -102,11 +102,11 @@ def template_files(templates: ChatTemplates) -> dict[str, str]:
 
 
 def put_templates(files: Mapping[str, str], folder: Path) -> None:
-    """Makes these the templates of a tokenizer's folder; where they are that already, nothing is touched.
+    """Makes these the templates of a tokenizer's folder; nothing is touched where they already are.
 
     Args:
-        files: As `template_files`.
-        folder: Of a tokenizer; may hold none.
+        files: Templates as `template_files` returns them.
+        folder: Folder of a tokenizer; may hold none.
 
     Raises:
         DataError: The settings of the tokenizer are damaged.
@@ -146,7 +146,7 @@ def _is_named(found: object) -> bool:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Reads the settings; empty where there is no such file."""
     return json_object(file, _content(file)) if file.exists() else {}
 
 

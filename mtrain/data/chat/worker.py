@@ -1,6 +1,6 @@
-"""The program that renders a chat template: a process of its own, which `sandbox` starts and limits.
+"""The program that renders a chat template: a separate process, which `sandbox` starts and limits.
 
-A template comes from others, so it may loop for ever or fill the memory, in Python or inside one call of C that no
+A template comes from others, so it may loop forever or fill the memory, in Python or inside one call of C that no
 handler can interrupt. Limits of the operating system hold for both: the address space is capped, and a timer of
 processor time ends the process. It is started by its path, with the folders of what it imports as arguments, and
 imports nothing of ours; each line on its input is a JSON object, and so is each line that answers it.
@@ -34,11 +34,11 @@ from jinja2.utils import Namespace  # noqa: E402
 
 _LONGEST_MESSAGE = 300
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Those of a scheduler are for the run, which ends this process."""
+"""Signals of a scheduler, which are for the run; the run ends this process."""
 
 
 def main() -> None:
-    """Answers requests until the input ends, which it does when the process that asks is gone."""
+    """Answers requests until the input ends, which happens when the process that asks is gone."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.stdin.buffer.readline())
@@ -67,7 +67,7 @@ def _limit(settings: dict[str, Any]) -> None:
 
 
 class _Renderer:
-    """The compiled template."""
+    """The compiled template and its environment."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._environment = _environment(settings["date"])
@@ -75,7 +75,7 @@ class _Renderer:
         self._template = self._environment.from_string(settings["template"])
 
     def answer(self, line: bytes) -> dict[str, Any]:
-        """The reply to one request."""
+        """Answers one request."""
         try:
             asked = json.loads(line)
             texts: list[Any] = []
@@ -111,7 +111,7 @@ class _Renderer:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Length of the longest common beginning."""
+    """Returns the length of the longest common beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # halves, as comparing two slices costs far less than a loop over characters
         middle = (low + high + 1) // 2
@@ -141,12 +141,12 @@ def _message(fault: Exception) -> str:
 
 
 class Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}` around what the model is to write."""
+    """The block `{% generation %}` ... `{% endgeneration %}` around the text that the model is to write."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Any) -> nodes.Node:
-        """The block as a call of `_marked`."""
+        """Parses the block as a call of `_marked`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -196,7 +196,7 @@ def _tojson(
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
-    """One in which a template finds what transformers gives it.
+    """Builds an environment in which a template finds everything that transformers gives it.
 
     Source: transformers 5.23, utils/chat_template_utils.py, _cached_compile_jinja_template.
     """

@@ -1,4 +1,4 @@
-"""What records of every form have in common: known keys, texts and weights."""
+"""Checks that records of every form have in common: known keys, texts and weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mtrain.base.errors import DataError
 
 
 def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place: str = "") -> None:
-    """Refuses a key that nobody reads: what is dropped without a word may be what the model should have seen.
+    """Refuses a key that is not read: a value that is dropped silently may be one that the model should have seen.
 
     Args:
-        found: A record, or an object inside one.
+        found: Record, or an object inside one.
         known: Keys that are read.
         ignored: Keys that are dropped on purpose; a known key is never dropped.
-        place: Begins the message, such as "messages[0] "; empty for the record itself.
+        place: Beginning of the message, such as "messages[0] "; empty for the record itself.
 
     Raises:
-        DataError: There is such a key.
+        DataError: A key is neither known nor ignored.
     """
     unknown = next((key for key in found if key not in known and key not in ignored), None)
     if unknown is not None:
@@ -33,10 +33,10 @@ def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place:
 
 
 def check_text(text: object, name: str) -> str:
-    """The text itself.
+    """Returns the text itself.
 
     Raises:
-        DataError: It is none; `name` stands in the message.
+        DataError: The value is no text; `name` stands in the message.
     """
     if text is None:
         raise DataError(f"{name} is null, but must be a text; write it, or remove the line")
@@ -50,10 +50,10 @@ def check_text(text: object, name: str) -> str:
 
 
 def check_weight(weight: object, name: str = "'weight'") -> float:
-    """The weight as a number.
+    """Returns the weight as a number.
 
     Raises:
-        DataError: It is not a finite number of at least 0.
+        DataError: The weight is not a finite number of at least 0.
     """
     # bool first: True is an int in Python
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
@@ -62,18 +62,19 @@ def check_weight(weight: object, name: str = "'weight'") -> float:
 
 
 def token_extras(record: dict[str, Any], widths: Mapping[str, int | None], num_tokens: int) -> NDArray[np.float32]:
-    """[num_tokens, columns]: one number a token each; one of the whole sample stands at each of them.
+    """Returns [num_tokens, columns]: one number a token in each column; a number of the whole sample stands at each
+    token.
 
-    Whether they are finite is not asked: a reader that knows the place does.
+    Numbers that are not finite are not refused here but by a reader that knows their place.
 
     Args:
-        record: Has them under their names.
-        widths: Key -> numbers a token, each a column; None where it is one. At least one key.
-        num_tokens: Of the sample. A list has as many numbers, or one less: without the first token, which nothing
-            predicts.
+        record: Record that has the extras under their names.
+        widths: Key -> numbers a token, each a column; None where a token has one number. At least one key.
+        num_tokens: Number of tokens in the sample. A list has as many numbers, or one less: without the first token,
+            which nothing predicts.
 
     Raises:
-        DataError: One is missing, is no number or list of numbers, or has another length.
+        DataError: An extra is missing, is no number or list of numbers, or has another length.
     """
     found = []
     for name, width in widths.items():
@@ -87,7 +88,7 @@ def token_extras(record: dict[str, Any], widths: Mapping[str, int | None], num_t
 
 
 def _columns(given: object, name: str, width: int) -> list[list[Any]]:
-    """Lists of `width` numbers a token as `width` lists of one number a token."""
+    """Turns a list of `width` numbers a token into `width` lists of one number a token."""
     rows: list[Any] = given if isinstance(given, list) else [None]
     wrong = next((place for place, row in enumerate(rows) if not isinstance(row, list) or len(row) != width), None)
     if wrong is not None:
@@ -102,7 +103,7 @@ def _token_extra(given: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
     numbers = given if isinstance(given, list) else [given]
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
         raise DataError(f"{name!r} is not made of numbers; give one number, or a list of one a token")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf
+    with np.errstate(over="ignore"):  # a number that float32 cannot hold becomes inf
         values = np.array([float(each) for each in numbers], np.float64).astype(np.float32)
     if not isinstance(given, list):
         return np.full(num_tokens, values[0])

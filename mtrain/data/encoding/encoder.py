@@ -1,4 +1,4 @@
-"""Which encoder a configuration means."""
+"""Encoders that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"
-"""The chat template that is none."""
+"""Value of data.chat_template that uses no template."""
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")
 
 
 def encoder_of(section: SftSection, tokenizer: Tokenizer) -> RecordEncoder:
-    """The encoder of single sequences; cheap, so that each worker process may build its own.
+    """Builds the encoder of single sequences; cheap, so that each worker process may build its own.
 
     Args:
-        section: `data.*`.
-        tokenizer: That of `data.tokenizer`.
+        section: The section `data.*` of the configuration.
+        tokenizer: Tokenizer that `data.tokenizer` names.
 
     Raises:
         DataError: A chat template is missing or damaged.
@@ -46,13 +46,13 @@ def source_encoder(
     num_labels: int | None = None,
     is_number: bool = False,
 ) -> SampleEncoder:
-    """The encoder of a source's records, as `encoder_of`.
+    """Builds the encoder of a source's records; as cheap as `encoder_of`.
 
     Args:
-        section: `data.*`.
-        tokenizer: That of `data.tokenizer`.
-        compares: What a record holds where answers are compared; None: one sequence.
-        num_labels: Of the head that judges sequences; None: there is none.
+        section: The section `data.*` of the configuration.
+        tokenizer: Tokenizer that `data.tokenizer` names.
+        compares: Form of a record where answers are compared; None where a record is one sequence.
+        num_labels: Number of labels of the head that judges sequences; None without a head.
         is_number: Whether labels are any numbers, and no classes.
 
     Raises:
@@ -66,7 +66,7 @@ def source_encoder(
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
-    """That of conversations under a template; None where there is none, or the plain form is wanted.
+    """Builds the encoder of conversations; None where there is no template, or the plain form is wanted.
 
     Raises:
         DataError: A chat template is missing or damaged.
@@ -83,7 +83,7 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
 
 
 def trained_templates(section: SftSection) -> dict[str, str]:
-    """What an export of the run has to carry as its chat templates: path inside a tokenizer's folder -> text.
+    """Returns the chat templates that an export of the run has to carry: path inside a tokenizer's folder -> text.
 
     Empty where conversations have no template, and with the plain form where the configuration does not say that there
     are conversations at all.
@@ -99,14 +99,14 @@ def trained_templates(section: SftSection) -> dict[str, str]:
 
 
 class RecordEncoder:
-    """A `SampleEncoder` of all forms of records."""
+    """A `SampleEncoder` for all forms of records."""
 
     def __init__(self, section: SftSection, tokenizer: Tokenizer, chat: ChatEncoder | None) -> None:
         """
         Args:
-            section: `data.*`.
-            tokenizer: Of the model.
-            chat: For conversations; None where they have no template.
+            section: The section `data.*` of the configuration.
+            tokenizer: Tokenizer of the model.
+            chat: Encoder of conversations; None where they have no template.
         """
         self._section, self._tokenizer, self._chat = section, tokenizer, chat
         self._ignored = frozenset(section.ignore_keys)
@@ -118,11 +118,11 @@ class RecordEncoder:
         bos, begin = self._tokenizer.bos_id, list(self._tokenizer.begin_ids)
         options += [] if begin == [bos] or (bos is None and not begin) else [begin]  # version 0.1.0 began with any bos
         if self._chat is not None or options == ["all_answers", False]:
-            return base  # without a template that of the tokenizer, by which runs of version 0.1.0 know their data
+            return base  # without a template, runs of version 0.1.0 know their data by the tokenizer's fingerprint
         return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As `SampleEncoder` says."""
+        """Encodes one record as one sequence, with its extras."""
         widths = dict(key_and_width(extra) for extra in self._section.extras)
         if not widths:
             return self._encode(record)
@@ -160,10 +160,10 @@ class RecordEncoder:
         return self.pair(record)
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of messages.
+        """Encodes a record of messages.
 
         Raises:
-            DataError: They are none, or have no template.
+            DataError: There are no messages, or they have no template.
         """
         if self._chat is not None:
             return self._chat.encode(record)
@@ -178,43 +178,43 @@ class RecordEncoder:
         return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
 
     def pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of a prompt and a response, both texts.
+        """Encodes a prompt and a response, both texts.
 
         Raises:
-            DataError: They are none.
+            DataError: A text is missing, or is no text.
         """
         return self._plain(pair_parts(record, self._ignored), record)
 
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """As `pair`, with the ids of the whole text.
+        """Encodes a prompt and a response by the ids of their whole text.
 
         Raises:
-            DataError: They are none.
+            DataError: A text is missing, or is no text.
         """
         prompt, response = pair_parts(record, self._ignored)
         return self.joined(prompt.text, [response.text], record.get("weight", 1.0))[0]
 
     def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]:
-        """Of a prompt and each of its answers, with the ids of the whole text: `plain.joined`.
+        """Encodes a prompt with each of its answers by the ids of the whole texts, as `plain.joined` does.
 
         Raises:
-            DataError: The weight is none.
+            DataError: The weight is not a finite number of at least 0.
         """
         return joined(prompt, answers, self._tokenizer, weight, self._section.special_tokens_in_text)
 
     def text(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of a whole text.
+        """Encodes a whole text.
 
         Raises:
-            DataError: It is none.
+            DataError: There is no text.
         """
         return self._plain(text_parts(record, self._ignored), record)
 
     def tokens(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of ids and what they count.
+        """Encodes a record of token ids and of what they count.
 
         Raises:
-            DataError: They are none.
+            DataError: The ids or their mask are missing, or are not valid.
         """
         return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
 

@@ -1,4 +1,4 @@
-"""Records of other forms as one with `messages`, and records that are tokens already."""
+"""Records of other forms: conversion to `messages`, and records that are tokens already."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "function_response": "tool",
 }
-"""`from` -> role."""
+"""Role of each value of `from`."""
 _TOKENS_KEYS = frozenset({"input_ids", "loss_mask", "weight"})
 
 
 def alpaca_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, Any]:
-    """instruction, input and output as a question and its answer, after system and history.
+    """Converts instruction, input and output to a question and its answer, after system and history.
 
     Raises:
         DataError: The record is not of this form.
@@ -56,7 +56,7 @@ def alpaca_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, A
 
 
 def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, Any]:
-    """`conversations` of `from` and `value`.
+    """Converts `conversations` of `from` and `value` to messages.
 
     Raises:
         DataError: The record is not of this form.
@@ -94,7 +94,7 @@ def _message_of_turn(turn: object, ignored: Set[str], place: str) -> dict[str, A
 
 
 def tokens_sample(record: dict[str, Any], ignored: Set[str], vocab_size: int) -> TokenizedSample:
-    """`input_ids` and `loss_mask`, as they are: neither bos nor eos is added.
+    """Takes `input_ids` and `loss_mask` as they are: neither bos nor eos is added.
 
     Raises:
         DataError: The record is not of this form, or has nothing to learn.

@@ -1,7 +1,7 @@
-"""Sequences that a head judges whole, by their last token.
+"""Sequences that a head judges as a whole, by their last token.
 
-The label stands behind the last token, as the token that it predicts would: so whatever cuts, packs, pads and sends
-labels does so with these. It alone counts in the loss.
+The label follows the last token, in the place of the token that it would predict: so whatever cuts, packs, pads and
+sends labels handles these, too. Only the label counts in the loss.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from mtrain.data.samples.tokenized import TokenizedSample
 
 _TOKENS_KEYS = frozenset({"input_ids", "weight"})
 _VERSION = 2
-"""Counts the changes of this module that give other tokens for the same record."""
+"""Number of the version of this module's output; raised when the same record gives other tokens."""
 
 
 class _SequenceEncoders(Protocol):
-    """Of single sequences, as `RecordEncoder` has them."""
+    """Encoder of single sequences, such as `RecordEncoder`."""
 
     fingerprint: str
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of messages."""
+        """Encodes a record of messages."""
 
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of prompt and response as one text."""
+        """Encodes a prompt and a response as one text."""
 
     def text(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of a whole text."""
+        """Encodes a whole text."""
 
     def tokens(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of input_ids and loss_mask."""
+        """Encodes a record of input_ids and loss_mask."""
 
 
 def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
-    """The sequence with its label behind it, which alone counts."""
+    """Appends the label to the sequence; only the label counts in the loss."""
     ids = np.append(sample.ids, np.int32(label))
     counts = np.zeros(len(ids), np.float32)
     counts[-1] = 1.0
@@ -48,13 +48,13 @@ def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
 
 
 class LabelEncoder:
-    """Makes a sequence and its class or number of one record: `label`, beside any form of a single sequence."""
+    """Encoder of a sequence with its class or number: a record has `label`, next to any form of a single sequence."""
 
     def __init__(self, encoders: _SequenceEncoders, num_labels: int, ignored: Set[str], is_number: bool) -> None:
         """
         Args:
-            encoders: Of single sequences.
-            num_labels: Classes.
+            encoders: Encoder of single sequences.
+            num_labels: Number of classes.
             ignored: Unknown keys that are dropped on purpose.
             is_number: Whether a label is any number, and no class: it then is the one extra of every token.
         """
@@ -64,7 +64,7 @@ class LabelEncoder:
         self.fingerprint = f"{encoders.fingerprint} {form} {_VERSION}"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As `SampleEncoder` says."""
+        """Encodes one record as a sequence with its label."""
         label = record.get("label")
         rest = {name: value for name, value in record.items() if name != "label"}
         if self._is_number:
@@ -93,17 +93,17 @@ class LabelEncoder:
     def _tokens(self, record: dict[str, Any]) -> TokenizedSample:
         check_keys(record, _TOKENS_KEYS, self._ignored)
         ids = record["input_ids"]
-        if isinstance(ids, list) and len(ids) == 1:  # which has nothing to predict, but may be judged
+        if isinstance(ids, list) and len(ids) == 1:  # a single token has nothing to predict, but may be judged
             twice = self._encoders.tokens({**record, "input_ids": ids * 2, "loss_mask": [1, 1]})
             return replace(twice, ids=twice.ids[:1], loss_weights=twice.loss_weights[:1])
         return self._encoders.tokens({**record, "loss_mask": [1] * (len(ids) if isinstance(ids, list) else 0)})
 
 
 def _number(label: object) -> float:
-    """What float32 can hold.
+    """Checks a label that is a number.
 
     Raises:
-        DataError: It is no such number.
+        DataError: The label is no finite number that float32 can hold.
     """
     # 1e400 in JSON is inf, and comparisons with nan are false
     if isinstance(label, int | float) and not isinstance(label, bool) and abs(label) <= np.finfo(np.float32).max:

@@ -29,7 +29,8 @@ PLAIN_TEMPLATE = (
     "{{ message.content }}{{ eos_token if message.role == 'assistant' else '' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\n' if messages else '' }}### assistant\n{{ '' }}{% endif %}"
 )
-"""Writes the text of plain messages; a tokenizer may join what is tokenised piece by piece here."""
+"""Template that writes the text of plain messages. Tokens may differ: a tokenizer may join here what samples tokenise
+piece by piece."""
 ROLES = ("system", "user", "assistant", "tool")
 _PAIR_KEYS = frozenset({"prompt", "response", "weight"})
 _TEXT_KEYS = frozenset({"text", "weight"})
@@ -38,17 +39,17 @@ _MESSAGE_KEYS = frozenset({"role", "content", "weight", "train"})
 
 
 class TextPart(NamedTuple):
-    """Text that is tokenised by itself."""
+    """Text that is tokenised separately."""
 
     text: str
     weight: float = 0.0
-    """What each of its tokens counts in the loss."""
+    """Weight of each of its tokens in the loss."""
     ends: bool = False
-    """Whether eos follows, which counts as the text does."""
+    """Whether eos follows, with the weight of the text."""
 
 
 def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
-    """Prompt and response.
+    """Returns prompt and response.
 
     Raises:
         DataError: The record is not of this form.
@@ -64,7 +65,7 @@ def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
 
 
 def text_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
-    """A whole text.
+    """Returns a whole text.
 
     Raises:
         DataError: The record is not of this form.
@@ -76,7 +77,7 @@ def text_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
 
 
 def chat_parts(found: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> list[TextPart]:
-    """Messages, each under its header.
+    """Returns messages, each under its header.
 
     Raises:
         DataError: The record is not of this form.
@@ -96,16 +97,16 @@ def chat_parts(found: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> lis
 def tokenized(
     parts: Iterable[TextPart], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
 ) -> TokenizedSample:
-    """The parts one after the other.
+    """Tokenises the parts and joins them.
 
     Args:
-        parts: Of a whole sample.
-        tokenizer: Of the model.
-        weight: Of the record.
+        parts: Parts of a whole sample.
+        tokenizer: Tokenizer of the model.
+        weight: Weight of the record.
         special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added a second time.
 
     Raises:
-        DataError: The weight is none.
+        DataError: The weight is not a finite number of at least 0.
     """
     ids: list[int] = []
     counts: list[float] = []
@@ -119,7 +120,8 @@ def tokenized(
 
 
 def asked(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> list[int]:
-    """Ids of a prompt, as they stand before its response in a sample; the arguments are those of `tokenized`."""
+    """Returns the ids of a prompt, as they stand before its response in a sample; the arguments are those of
+    `tokenized`."""
     ids = _ids(text, tokenizer, special_tokens, ends=False)
     return [*_missing_begin(ids, tokenizer, special_tokens), *ids]
 
@@ -127,20 +129,20 @@ def asked(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> list
 def joined(
     prompt: str, answers: Iterable[str], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
 ) -> list[TokenizedSample]:
-    """Samples of a prompt and one answer each, every one with the ids of its whole text.
+    """Builds samples of a prompt and one answer each, every one with the ids of its whole text.
 
-    In the loss are the tokens from the first one on at which a sample differs from the prompt alone, the same of all
-    samples: a token may hold the end of the prompt and the beginning of an answer.
+    The tokens in the loss begin at the first one at which any sample differs from the prompt alone, at the same place
+    in all samples: a token may hold the end of the prompt and the beginning of an answer.
 
     Args:
-        prompt: Of all.
-        answers: What follows it; eos is added.
-        tokenizer: Of the model.
-        weight: Of the record.
-        special_tokens: As for `tokenized`.
+        prompt: Prompt of all samples.
+        answers: Texts that follow the prompt; eos is added.
+        tokenizer: Tokenizer of the model.
+        weight: Weight of the record.
+        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added a second time.
 
     Raises:
-        DataError: The weight is none.
+        DataError: The weight is not a finite number of at least 0.
 
     Source: trl 1.10, dpo_trainer.py and kto_trainer.py, tokenize_fn.
     """

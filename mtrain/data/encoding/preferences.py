@@ -1,4 +1,4 @@
-"""Records of preferences: pairs of answers, or answers that are judged alone.
+"""Records of preferences: pairs of answers, or answers that are judged separately.
 
     pairs:    prompt, chosen, rejected; or chosen and rejected that begin alike, with the prompt inside
     answers:  prompt, completion, label (true where the answer is wanted)
@@ -28,24 +28,25 @@ _JUDGED_KEYS = _PAIR_KEYS | {"margin"}
 _ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _VERSION = 3
-"""Counts the changes of this module that give other tokens for the same record, or refuse other records."""
+"""Number of the version of this module's output; raised when the same record gives other tokens, or another record is
+refused."""
 
 
 class _Encoders(Protocol):
-    """Of single sequences, as `RecordEncoder` has them."""
+    """Encoder of single sequences, such as `RecordEncoder`."""
 
     fingerprint: str
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
-        """Of messages."""
+        """Encodes a record of messages."""
 
     def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]:
-        """Of a prompt and each of its answers, as whole texts."""
+        """Encodes a prompt with each of its answers as whole texts."""
 
 
 class PreferenceEncoder:
-    """Makes the sequences of one record: chosen and rejected; or an answer, whose weight is negative where it is not
-    wanted."""
+    """Encoder of records of preferences. A record gives the chosen and the rejected sequence; or one answer, whose
+    weight is negative where it is not wanted."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class PreferenceEncoder:
     ) -> None:
         """
         Args:
-            encoders: Of single sequences.
-            compares: What a record holds.
+            encoders: Encoder of single sequences.
+            compares: Form of the records.
             ignored: Unknown keys that are dropped on purpose.
             is_judged: Whether a head judges the sequences of pairs.
         """
@@ -65,7 +66,7 @@ class PreferenceEncoder:
         self.fingerprint = f"{encoders.fingerprint} {compares} {_VERSION}{' judged' if is_judged else ''}"
 
     def encode(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
-        """As `SampleEncoder` says."""
+        """Encodes one record as a pair, or as one answer."""
         match self._compares:
             case "pairs":
                 return self._pair(record)
@@ -94,13 +95,13 @@ class PreferenceEncoder:
         if record.get("prompt") is None:
             raise DataError("has no 'prompt'; a line needs prompt, completion and label")
         (found,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")})
-        # the sign tells the label, also that of a weight of 0: a cache holds nothing else beside the tokens
+        # the sign tells the label, even with a weight of 0: a cache holds nothing else next to the tokens
         return replace(found, weight=math.copysign(found.weight, 1.0 if label else -1.0))
 
     def _sequences(
         self, record: dict[str, Any], prompt: object, given: Mapping[str, Any]
     ) -> tuple[TokenizedSample, ...]:
-        """Of a prompt with each of its answers by name, all texts or all lists of messages."""
+        """Encodes a prompt with each of its answers by name, all texts or all lists of messages."""
         empty = next((name for name, answer in given.items() if not answer), None)
         if empty is not None:
             raise DataError(f"{empty!r} is empty behind the prompt, so there is nothing to compare; remove the line")
@@ -128,7 +129,7 @@ def _margin(record: dict[str, Any]) -> float:
 
 
 def _with_margin(sample: TokenizedSample, margin: float) -> TokenizedSample:
-    """At every token, as the cache has extras."""
+    """Gives every token the margin as its extra, as the cache stores extras."""
     return replace(sample, extras=np.full((len(sample.ids), 1), margin, np.float32))
 
 
@@ -139,18 +140,19 @@ def _answer(record: dict[str, Any], name: str) -> Any:
 
 
 def _untrained(message: object) -> object:
-    """A message of the prompt: what an assistant says there is not judged."""
+    """Takes a message of the prompt out of the loss where it is an assistant's."""
     is_answer = isinstance(message, dict) and message.get("role") == "assistant"
     return {**message, "train": False} if isinstance(message, dict) and is_answer else message
 
 
 def _common(chosen: Any, rejected: Any) -> Any:
-    """What two answers that hold their prompt begin with.
+    """Returns the common beginning of two answers that hold their prompt.
 
-    Where one goes on where the other ends, the last piece (character, message) of the shorter one is its answer.
+    Where one answer continues where the other ends, the last piece (character, message) of the shorter one is its
+    answer.
 
     Raises:
-        DataError: They begin with nothing in common.
+        DataError: The two have no common beginning.
 
     Source: trl 1.16, data_utils.py, extract_prompt.
     """
@@ -159,7 +161,7 @@ def _common(chosen: Any, rejected: Any) -> Any:
     if count is None:
         return chosen if chosen == rejected else chosen[: max(0, shorter - 1)]
     prompt = chosen[:count]
-    # a blank belongs to the word behind it, as tokenizers have it
+    # a blank belongs to the word after it, as tokenizers have it
     prompt = prompt[:-1] if isinstance(prompt, str) and prompt.endswith(" ") else prompt
     if not prompt:
         raise DataError("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'; give it")

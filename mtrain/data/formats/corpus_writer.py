@@ -1,6 +1,7 @@
-"""Writes Megatron's `.bin/.idx` pairs (`megatron_indexed` says what they hold), byte for byte as megatron-core does.
+"""Writer of Megatron's `.bin/.idx` pairs (`megatron_indexed` describes them), byte for byte as megatron-core writes
+them.
 
-Own code, since megatron-core's builder comes with torch: four seconds, more than ten megabytes of text take.
+Own code, since megatron-core's builder needs torch, whose import takes four seconds: longer than ten megabytes of text.
 """
 
 import struct
@@ -17,12 +18,12 @@ from mtrain.base.files import disk_faults, replacing
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 ELEMENTS: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""Code in the header -> element type; the two codes of floats are left out."""
+"""Element type of each code in the header; the two codes of floats are left out."""
 _VERSION = 1
 
 
 class CorpusWriter:
-    """Collects the documents of a new pair; see `writing_corpus`."""
+    """Writer of the documents of a new pair; see `writing_corpus`."""
 
     def __init__(self, file: BinaryIO, element: type[np.uint16] | type[np.int32]) -> None:
         self._file, self._element = file, element
@@ -31,24 +32,24 @@ class CorpusWriter:
         self.num_tokens = 0
 
     def add(self, tokens: NDArray[np.generic]) -> None:
-        """Appends one document of one sequence; `tokens`: [length], integers."""
+        """Appends one document of one sequence; `tokens` are [length] integers."""
         self.add_all(tokens, [len(tokens)])
 
     def add_all(self, tokens: NDArray[np.generic], lengths: Sequence[int]) -> None:
         """Appends documents of one sequence each.
 
         Args:
-            tokens: [sum of the lengths] integers, of all documents one after the other.
-            lengths: Of each.
+            tokens: [sum of the lengths] integers: the tokens of all documents one after the other.
+            lengths: Number of tokens in each document.
         """
-        # no copy where the elements are already those of the file
+        # no copy where the elements have the type of the file already
         self._file.write(np.ascontiguousarray(tokens, self._element).data)
         self._lengths.append(np.array(lengths, np.int32))
         self.num_documents += len(lengths)
         self.num_tokens += len(tokens)
 
     def write_index(self, path: Path) -> None:
-        """Writes the `.idx` of what was added."""
+        """Writes the `.idx` of the documents that were added."""
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(self._element).itemsize
         (code,) = (code for code, name in ELEMENTS.items() if name == np.dtype(self._element).name)
@@ -66,7 +67,7 @@ def writing_corpus(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
     Elements are uint16 where the vocabulary allows it, else int32. The `.idx` appears last.
 
     Raises:
-        MachineError: the disk is full or the place cannot be written.
+        MachineError: The disk is full or the place cannot be written.
     """
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     with disk_faults(f"write the corpus {prefix}"):
@@ -80,5 +81,5 @@ def writing_corpus(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
 
 
 def element_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Smallest element that Megatron's tools would choose for a vocabulary."""
+    """Returns the smallest element type that Megatron's tools would choose for a vocabulary."""
     return np.uint16 if vocab_size < 65500 else np.int32

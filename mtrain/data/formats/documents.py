@@ -12,22 +12,22 @@ PACKED_SUFFIXES = (".gz", ".zst")
 
 
 class Document(NamedTuple):
-    """One text."""
+    """One text, and where it comes from."""
 
     text: str
     place: str
-    """File, and line where it is JSONL, for messages."""
+    """Place of the text for messages: file, and line where the file is JSONL."""
 
 
 def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
-    """The files that are named, and those of the named folders that match, sorted by path within each folder.
+    """Lists the named files, and the matching files of the named folders, sorted by path within each folder.
 
     Args:
-        inputs: Files and folders.
-        pattern: For folders, as in `Path.glob`: `**/*.txt`.
+        inputs: Paths of files and folders.
+        pattern: Pattern of the files of a folder, as in `Path.glob`: `**/*.txt`.
 
     Raises:
-        DataError: an input does not exist, or a folder has no match.
+        DataError: An input does not exist, or a folder has no match.
     """
     files: list[Path] = []
     for given in inputs:
@@ -46,14 +46,14 @@ def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
 def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
     """Yields a document for each line of a .jsonl file and one for every other file.
 
-    Files whose names end with .gz or .zst besides are unpacked.
+    Files with the additional ending .gz or .zst are unpacked.
 
     Args:
-        files: In the order of reading.
-        text_key: Where the text stands in the objects of JSONL.
+        files: Paths in the order of reading.
+        text_key: Key of the text in the objects of JSONL.
 
     Raises:
-        DataError: a file is not UTF-8, or a line is not an object with a text; names file and line.
+        DataError: A file is not UTF-8, or a line is not an object with a text; names file and line.
     """
     for path in files:
         is_packed = path.suffix in PACKED_SUFFIXES

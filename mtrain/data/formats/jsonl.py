@@ -15,18 +15,19 @@ from mtrain.data.formats.recognise import FileKind, check_text
 from mtrain.data.formats.rows import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Longer lines are refused: they are nearly always a file of another kind, and would fill the memory."""
+"""Longest allowed line. Longer lines are refused: they are nearly always a file of another kind, and would fill the
+memory."""
 
 
 def objects(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, object) of a JSONL file.
 
     Args:
-        path: The file.
-        kind: Not one of tables.
+        path: Path of the file.
+        kind: Form of the file; a form of tables is not allowed.
 
     Raises:
-        DataError: a line is bad; names file and line.
+        DataError: A line is bad; names file and line.
     """
     for number, line in enumerate(raw_lines(path, kind), start=1):
         yield number, parsed(line, path, number)
@@ -41,10 +42,10 @@ def check_at(path: Path, number: int, found: dict[str, Any], check: Callable[[di
 
 
 def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The object of one line.
+    """Parses one line as an object; errors name the file and the line.
 
     Raises:
-        DataError: it is not UTF-8, not JSON, or not an object; names file and line.
+        DataError: The line is not UTF-8, not JSON, or not an object.
     """
     try:
         return parsed_line(line)
@@ -53,10 +54,10 @@ def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def parsed_line(line: bytes) -> dict[str, Any]:
-    """The object of one line.
+    """Parses one line as an object; errors do not say where it lies.
 
     Raises:
-        DataError: it is not UTF-8, not JSON as the standard has it, or not an object; does not say where it lies.
+        DataError: The line is not UTF-8, not standard JSON, or not an object.
     """
     if not line.strip():
         raise DataError("the line is empty, but a JSON object is needed; remove it")
@@ -77,14 +78,14 @@ def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
     """Yields the lines of a file, unpacked where it is compressed.
 
     Args:
-        path: The file.
-        kind: Not one of tables.
+        path: Path of the file.
+        kind: Form of the file; a form of tables is not allowed.
 
     Raises:
-        DataError: it cannot be read, is damaged, is no text, or a line is too long.
+        DataError: The file cannot be read, is damaged, is no text, or has a line that is too long.
     """
     with _reading(path, kind) as file:
-        # a stream cannot be read twice, so what is in the pack is looked at on the way
+        # a stream cannot be read twice, so the unpacked text is checked on the way
         first = file.readline(MAX_LINE_BYTES + 1)
         if kind is not FileKind.LINES:
             check_text(first, path)
@@ -92,14 +93,14 @@ def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
 
 
 def content(path: Path, kind: FileKind) -> bytes:
-    """The whole of a file, unpacked where it is compressed.
+    """Reads a whole file, unpacked where it is compressed.
 
     Args:
-        path: The file.
-        kind: Not one of tables.
+        path: Path of the file.
+        kind: Form of the file; a form of tables is not allowed.
 
     Raises:
-        DataError: it cannot be read or is damaged.
+        DataError: The file cannot be read or is damaged.
     """
     with _reading(path, kind) as file:
         return file.read()
@@ -107,7 +108,7 @@ def content(path: Path, kind: FileKind) -> bytes:
 
 @contextmanager
 def _reading(path: Path, kind: FileKind) -> Iterator[BinaryIO]:
-    """The file, unpacked; what goes wrong while it is read as one error."""
+    """Opens a file, unpacked; turns whatever goes wrong while it is read into a DataError."""
     try:
         with _opened(path, kind) as file:
             yield file
@@ -116,7 +117,7 @@ def _reading(path: Path, kind: FileKind) -> Iterator[BinaryIO]:
     except zlib.error as fault:
         raise _damaged(path, kind, fault) from fault
     except OSError as fault:
-        if kind is not FileKind.LINES and fault.errno is None:  # of the pack, not of the disk
+        if kind is not FileKind.LINES and fault.errno is None:  # an error of the compressed data, not of the disk
             raise _damaged(path, kind, fault) from fault
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
 
@@ -143,7 +144,7 @@ def _opened(path: Path, kind: FileKind) -> BinaryIO:
             return cast(BinaryIO, _Unpacked(path))
         case FileKind.ZSTD:
             library = pyarrow(path, kind)
-            # not the package zstandard: it takes a file that was cut off for a whole one
+            # not the package zstandard: it takes a truncated file for a whole one
             return io.BufferedReader(library.CompressedInputStream(library.PythonFile(steady(path), "r"), "zstd"))
         case FileKind.PARQUET | FileKind.ARROW_FILE | FileKind.ARROW_STREAM:
             raise AssertionError("rows are no lines")
@@ -152,7 +153,7 @@ def _opened(path: Path, kind: FileKind) -> BinaryIO:
 
 
 class _Unpacked(gzip.GzipFile):
-    """Of a file that is closed with it."""
+    """Unpacked view of a gzip file; closing it closes the file, too."""
 
     def __init__(self, path: Path) -> None:
         self._packed = steady(path)

@@ -29,7 +29,7 @@ from mtrain.base.steady_files import retried
 from mtrain.data.formats.corpus_writer import ELEMENTS, HEADER, MAGIC
 
 _TOKENS = "~"
-"""Begins the part of a fingerprint that follows from tokens."""
+"""Beginning of the part of a fingerprint that depends on tokens."""
 _NUM_PLACES, _PLACE_BYTES = 64, 1 << 14
 _REBUILD = "copy or build the pair again"
 
@@ -41,14 +41,14 @@ class Corpus:
         """
         Args:
             prefix: Path of the pair without its endings.
-            vocab_size: Every token must be below it.
+            vocab_size: Size of the vocabulary; every token must be below it.
 
         Raises:
-            DataError: a file is missing, damaged, or does not fit the other one.
+            DataError: A file is missing, damaged, or does not fit the other one.
         """
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._vocab_size = vocab_size
-        # before megatron-core opens it: IndexedDataset believes the header and maps what it promises
+        # before megatron-core opens it: IndexedDataset trusts the header and maps as much as it promises
         element = _check_header(self.idx_path, self.bin_path)
         with _library() as library:
             self._dataset: Any = retried(lambda: library.IndexedDataset(prefix), self.idx_path)
@@ -60,14 +60,14 @@ class Corpus:
         self.document_lengths = _document_lengths(lengths, edges)
         """[documents]: tokens of each document, in file order; a document may be empty."""
         self.fingerprint = retried(lambda: _fingerprint(self.idx_path, self.bin_path), prefix)
-        """Changes when documents are added, removed or cut otherwise, or tokens change at one of the places that are
-        looked at; see `same_fingerprint`."""
+        """Name of the data: changes when documents are added, removed or cut otherwise, or tokens change at one of the
+        sampled places; see `same_fingerprint`."""
 
     def read(self, document: int, offset: int, length: int) -> NDArray[np.int64]:
-        """[length] tokens of a document, from its token `offset` on.
+        """Reads [length] tokens of a document, from its token `offset` on.
 
         Raises:
-            DataError: a token is not in the vocabulary.
+            DataError: A token is not in the vocabulary.
         """
         pieces: list[NDArray[np.int64]] = []
         for sequence in range(int(self._edges[document]), int(self._edges[document + 1])):
@@ -93,18 +93,18 @@ class Corpus:
 
 
 class Pair(NamedTuple):
-    """What is known of a pair without reading its tokens."""
+    """Facts of a pair that are known without reading its tokens."""
 
     num_documents: int
     num_tokens: int
 
 
 def check_pair(prefix: str, vocab_size: int) -> Pair:
-    """Checks a pair as `Corpus` does, and tokens at a few places of it; loads neither megatron-core nor torch.
+    """Checks a pair as `Corpus` does, and tokens at a few places; loads neither megatron-core nor torch.
 
     Args:
         prefix: Path of the pair without its endings.
-        vocab_size: Every token must be below it.
+        vocab_size: Size of the vocabulary; every token must be below it.
 
     Raises:
         DataError: A file is missing, damaged, or does not fit the other one or the vocabulary.
@@ -133,7 +133,7 @@ def check_pair(prefix: str, vocab_size: int) -> Pair:
 
 @contextmanager
 def _library() -> Iterator[ModuleType]:
-    """megatron-core's data set module."""
+    """Imports megatron-core's dataset module, without its warnings."""
     require_ground()
     import torch
 
@@ -192,7 +192,7 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
 def _check_lengths(
     idx_path: Path, bin_path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
 ) -> None:
-    """The sequences lie one after the other and fill the .bin exactly."""
+    """Checks that the sequences lie one after the other and fill the .bin exactly."""
     # offsets are redundant, so they show damage that keeps the size
     if lengths.min() < 0 or pointers[0] != 0 or np.any(np.diff(pointers) != lengths[:-1].astype(np.int64) * itemsize):
         raise DataError(f"{idx_path}: its byte offsets do not follow from its lengths, so it is damaged; {_REBUILD}")
@@ -221,12 +221,12 @@ def _document_lengths(lengths: NDArray[np.int32], edges: NDArray[np.int64]) -> N
 
 
 def same_fingerprint(saved: str, now: str) -> bool:
-    """Whether the fingerprint `now` is of the same data as `saved`, which 0.1.0 made without looking at tokens."""
+    """Says whether the fingerprint `now` is of the same data as `saved`, which 0.1.0 made without looking at tokens."""
     return saved == (now if _TOKENS in saved else re.sub(rf"{_TOKENS}[0-9a-f]+", "", now))
 
 
 def _fingerprint(idx_path: Path, bin_path: Path) -> str:
-    """Of the whole index, the size of the .bin, and its tokens at a few places spread over it.
+    """Hashes the whole index, the size of the .bin, and its tokens at a few places spread over it.
 
     Hashing terabytes of tokens at each start would take hours; corpora cut into equal documents have equal indices.
     """
@@ -242,7 +242,7 @@ def _fingerprint(idx_path: Path, bin_path: Path) -> str:
 
 
 def _sampled(bin_path: Path, itemsize: int) -> Iterator[tuple[int, bytes]]:
-    """Blocks at a few places spread over a file, each with its first byte, a multiple of `itemsize`."""
+    """Yields blocks at a few places spread over a file, each with its first byte, a multiple of `itemsize`."""
     last = max(0, bin_path.stat().st_size - _PLACE_BYTES)
     with bin_path.open("rb") as file:
         for place in range(_NUM_PLACES):
@@ -255,9 +255,9 @@ def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:
     """Cuts documents in file order into consecutive parts.
 
     Args:
-        num_documents: Of the corpus.
+        num_documents: Number of documents in the corpus.
         split: Shares that add up to 1; edges are rounded to whole documents.
     """
-    # cumulated first and rounded once each: every document falls into exactly one part
+    # shares are summed first and rounded once each: every document falls into exactly one part
     edges = [0, *(round(num_documents * share) for share in np.cumsum(split)[:-1]), num_documents]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

@@ -15,10 +15,10 @@ class MockSamples:
     def __init__(self, seed: int, seq_length: int, vocab_size: int, held_out: bool = False) -> None:
         """
         Args:
-            seed: Decides every token.
+            seed: Number that decides every token.
             seq_length: Positions of a sample.
-            vocab_size: Tokens are below it.
-            held_out: Another sequence of the same kind, for validation.
+            vocab_size: Size of the vocabulary; tokens are below it.
+            held_out: Whether this is another sequence of the same kind, for validation.
         """
         self._seed, self._seq_length, self._vocab_size = seed, seq_length, vocab_size
         self._part = _HELD_OUT if held_out else _TRAIN
@@ -26,7 +26,7 @@ class MockSamples:
         self.fingerprint = f"mock-{key_of(seed, seq_length, vocab_size, self._part):016x}"
 
     def sample(self, g: int) -> Sample:
-        """Sample g, counted from 0."""
+        """Returns sample g, counted from 0."""
         # part of the key, so that validation never sees a training sample
         key = np.uint64(key_of(self._seed, self._part, g))
         words = mix(np.arange(self._seq_length + 1, dtype=np.uint64) ^ key)
@@ -34,14 +34,14 @@ class MockSamples:
         return shifted(ids, np.ones(self._seq_length))
 
     def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: positions of samples."""
+        """Returns [n]: positions of samples, all equal."""
         return np.full(len(numbers), self._seq_length, np.int64)
 
     def locate(self, g: int) -> SamplePosition:
-        """Every sample is new."""
+        """Says where sample g lies; every sample is new."""
         return SamplePosition(source=0, epoch=0, index=g)
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
-        """One source without end."""
+        """Names the one source, which has no end."""
         return (("mock", None),)

@@ -1,4 +1,4 @@
-"""What a null in a record says: nothing, so that it counts as a key that is absent, whatever the form of the file.
+"""Meaning of a null in a record: none, so that it counts as a key that is absent, whatever the form of the file.
 
 In a table every object of a column has the same keys, and those that an object lacks are null in it; a JSON file that
 was written from such a table has these nulls, too. Nobody can tell them from nulls that the author wrote. So a key
@@ -15,14 +15,14 @@ _CONVERSATIONS = frozenset({"messages", "prompt", "chosen", "rejected", "complet
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys that are null."""
+    """Removes keys that are null from a value, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def record_without_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """As `without_nulls`; messages keep a content that is null."""
+    """Removes keys that are null from a record; messages keep a content that is null."""
     return {
         key: [_message(each) for each in value]
         if key in _CONVERSATIONS and isinstance(value, list)
@@ -35,6 +35,6 @@ def record_without_nulls(record: dict[str, Any]) -> dict[str, Any]:
 def _message(given: Any) -> Any:
     found = without_nulls(given)
     if isinstance(given, dict) and "content" in given and given["content"] is None:
-        # in its place, as the order of keys is part of what a template may write
+        # in its place, as a template may write keys in their order
         return {key: found.get(key) for key in given if key in found or key == "content"}
     return found

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes and not by its name; what it should be instead, where it cannot be read."""
+"""Kind of a file, by its first bytes and not by its name; for a file that cannot be read, what it is and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtrain.base.steady_files import retried
 
 
 class FileKind(enum.Enum):
-    """A form in which records lie on disk."""
+    """Form in which records lie on disk."""
 
     LINES = "JSON lines"
     GZIP = "gzip"
@@ -22,7 +22,7 @@ class FileKind(enum.Enum):
 
     @property
     def is_arrow(self) -> bool:
-        """Whether records are rows of a table, which pyarrow reads."""
+        """Says whether records are rows of a table, which pyarrow reads."""
         return self in (FileKind.PARQUET, FileKind.ARROW_FILE, FileKind.ARROW_STREAM)
 
 
@@ -67,10 +67,10 @@ _PAGES = (b"<!doctype", b"<html", b"<?xml")
 
 
 def kind_of_file(path: Path) -> FileKind:
-    """Looks at the first bytes of a file.
+    """Recognises the form of a file by its first bytes.
 
     Raises:
-        DataError: It cannot be read, is empty, or holds no records; says what it is and what to do.
+        DataError: The file cannot be read, is empty, or holds no records; says what it is and what to do.
     """
     try:
         head = retried(lambda: _head(path), path)
@@ -89,14 +89,14 @@ def _head(path: Path) -> bytes:
 
 
 def check_text(head: bytes, path: Path) -> None:
-    """Refuses what are no JSON lines.
+    """Refuses a beginning that is no JSON lines.
 
     Args:
-        head: The first bytes of the text, unpacked where the file is compressed.
-        path: For the message.
+        head: First bytes of the text, unpacked where the file is compressed.
+        path: Path of the file for the message.
 
     Raises:
-        DataError: Says what it is and what to do.
+        DataError: The bytes are no JSON lines; says what they are and what to do.
     """
     if not head:
         raise DataError(f"{path} is empty, but at least one line is needed; give a file that holds samples")
@@ -106,7 +106,7 @@ def check_text(head: bytes, path: Path) -> None:
 
 
 def _no_text(head: bytes) -> tuple[str, str] | None:
-    """What it is, and what to do."""
+    """Returns what the bytes are, and what to do; None for text."""
     known = next(((what, change) for magic, what, change in _REFUSED if head.startswith(magic)), None)
     if known is not None:
         return known
@@ -116,5 +116,5 @@ def _no_text(head: bytes) -> tuple[str, str] | None:
         return "a tar archive", _UNPACK
     if any(head.startswith(magic) for magic, _ in _KINDS):
         return "packed twice", _UNPACK
-    # JSON never holds NUL as it is, and pads nothing with it
+    # JSON never contains NUL, not even as padding
     return ("binary", _AS_LINES) if b"\0" in head else None

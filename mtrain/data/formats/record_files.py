@@ -1,4 +1,4 @@
-"""The files of a source: one file, a pattern, a folder, or a dataset that Hugging Face's `datasets` saved to disk."""
+"""Files of a source: one file, a pattern, a folder, or a dataset that Hugging Face's `datasets` saved to disk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mtrain.base.plain_files import parsed_json, read_plain_file
 from mtrain.data.formats.recognise import FileKind, kind_of_file
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
-"""What is read of a folder; what a file is, its first bytes say."""
+"""Endings of the files that are read of a folder; the form of a file follows from its first bytes."""
 _HF_STATE, _HF_SPLITS = "state.json", "dataset_dict.json"
 _MOST_BYTES = 1 << 24
-"""Of one of the two."""
+"""Largest size of either of the two files."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class RecordFile:
     kind: FileKind
 
     def place(self, number: int) -> str:
-        """Where a record lies, for messages; counted from 1."""
+        """Returns the place of a record for messages; `number` is counted from 1."""
         return f"{self.path} {'row' if self.kind.is_arrow else 'line'} {number}"
 
 
 def record_files(given: str) -> list[RecordFile]:
-    """The files that a source names, in the order in which their records are counted.
+    """Lists the files that a source names, in the order in which their records are counted.
 
     Args:
-        given: A file; a pattern with `*`, `**`, `?` or `[`; or a folder, of which every file with one of the endings
-            .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow is read, at any depth. Files of a pattern or a folder
-            are sorted by their path.
+        given: Path of a file; a pattern with `*`, `**`, `?` or `[`; or a folder, of which every file with one of the
+            endings .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow is read, at any depth. Files of a pattern or a
+            folder are sorted by their path.
 
     Raises:
-        DataError: Nothing is there, or something that holds no records.
+        DataError: Nothing is there, or a file that holds no records.
     """
     path = Path(given)
     if path.is_dir():
@@ -83,7 +83,8 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _of_dataset(folder: Path) -> list[RecordFile]:
-    """Source: datasets 5.2, arrow_dataset.py, Dataset.save_to_disk."""
+    """Lists the files of a dataset that was saved to disk. Source: datasets 5.2, arrow_dataset.py,
+    Dataset.save_to_disk."""
     state = _json(folder / _HF_STATE)
     if state.get("_indices_data_files"):
         raise DataError(f"{folder} was saved by an old version of datasets with a choice of rows; save it again")

@@ -1,4 +1,4 @@
-"""The records of a source: one after the other, in pieces that can be read apart, whatever the form of its files."""
+"""Records of a source, one after the other, in chunks that can be read separately, whatever the form of its files."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from mtrain.data.formats.rows import records_of, tables
 
 _CHUNK_BYTES = 1 << 18
 _CHUNK_RECORDS = 256
-"""Small enough to share the work of a short file, large enough that handing it over costs nothing beside it."""
+"""Number of records that is small enough to share the work of a short file, and large enough that handing a chunk over
+costs next to nothing."""
 
 
 @dataclass(frozen=True)
 class Chunk(ABC):
-    """Records that lie behind each other in one file, not parsed yet."""
+    """Consecutive records of one file, not parsed yet."""
 
     file: int
-    """Of the source's files, counted from 0."""
+    """Number of the file in the source, counted from 0."""
     first: int
     """Number of the first record in its file, counted from 1."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Records."""
+        """Counts the records."""
 
     @abstractmethod
     def record(self, index: int) -> dict[str, Any]:
-        """The record of this index, counted from 0.
+        """Parses the record of this index, counted from 0.
 
         Raises:
-            DataError: It is none; says what is wrong, not where it lies.
+            DataError: The line or row is no record; says what is wrong, not where it lies.
         """
 
 
@@ -60,7 +61,7 @@ class RowChunk(Chunk):
     """Rows of a table."""
 
     batch: Any
-    """Of pyarrow."""
+    """Record batch of pyarrow."""
 
     def __len__(self) -> int:
         return int(self.batch.num_rows)

@@ -15,14 +15,14 @@ from mtrain.base.steady_files import TRANSIENT, steady
 from mtrain.data.formats.recognise import FileKind
 
 _JSON = "arrow.json"
-"""Name of the type whose values are JSON as text, as Json() of Hugging Face's `datasets` has it."""
+"""Name of the type whose values are JSON as text, as Json() of Hugging Face's `datasets` writes it."""
 
 
 def pyarrow(path: Path, kind: FileKind) -> ModuleType:
-    """The library.
+    """Imports pyarrow.
 
     Raises:
-        MachineError: It is not installed.
+        MachineError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -70,7 +70,7 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
 
 
 def records_of(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a record batch as objects of JSON; what a null in them says, `mtrain.data.formats.nulls` decides.
+    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.nulls`.
 
     Raises:
         DataError: A column of JSON holds something else.
@@ -87,13 +87,13 @@ Decoder = Callable[[Any], Any]
 
 
 def _decoder(field: Any) -> Decoder | None:
-    """What makes objects of JSON of a column's values; None where they are that already."""
+    """Builds the function that turns a column's values into JSON objects; None where they are JSON objects already."""
     kind = field.type
     if _is_json(field):
         return partial(_decoded, field.name)
     inner = {each.name: _decoder(each) for each in map(kind.field, range(kind.num_fields))}
     found = {name: decoder for name, decoder in inner.items() if decoder is not None}
-    # pyarrow's classes, whose module is imported where a file needs it
+    # pyarrow's classes by name: its module is imported only where a file needs it
     if type(kind).__name__ == "MapType":
         return partial(_decoded_map, found.get(kind.item_field.name))
     if not found:
@@ -105,7 +105,7 @@ def _decoder(field: Any) -> Decoder | None:
 
 
 def _is_json(field: Any) -> bool:
-    # without pyarrow's own type, which came with version 19, the name stands beside the field
+    # without pyarrow's own type, which came with version 19, the name stands in the field's metadata
     name = getattr(field.type, "extension_name", None)
     return bool(name == _JSON or (field.metadata or {}).get(b"ARROW:extension:name") == _JSON.encode())
 
@@ -145,7 +145,7 @@ def _damage(path: Path, kind: FileKind, library: ModuleType) -> Iterator[None]:
     try:
         yield
     except (library.ArrowException, OSError, EOFError) as fault:
-        if isinstance(fault, OSError) and fault.errno in TRANSIENT:  # of the disk, which was tried again
+        if isinstance(fault, OSError) and fault.errno in TRANSIENT:  # an error of the disk, which was tried again
             raise DataError(f"{path} cannot be read: {fault.strerror}; look at the disk") from fault
         shown = " ".join(str(fault).split())[:200]
         raise DataError(f"{path} is damaged {kind.value} ({shown}); copy or write it again") from fault

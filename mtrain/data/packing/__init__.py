@@ -1,1 +1,1 @@
-"""Which samples share a row, and which rank computes which row: arithmetic on lengths, without torch."""
+"""Assignment of samples to rows, and of rows to ranks: arithmetic on lengths, without torch."""

@@ -1,10 +1,10 @@
-"""Rows to data-parallel ranks, so that ranks do equal work.
+"""Assignment of rows to data-parallel ranks, so that ranks do equal work.
 
-A rank computes one row in each turn. Ranks wait for each other at the end of a step, so what counts is the sum of a
-rank's rows, whether its microbatches pass through a pipeline or not. Where ranks exchange tokens between experts they
-wait in every turn, and what counts is the sum over turns of the dearest row. Rows sorted by cost and cut into turns
-make that as small as it can be; within turns they are then dealt so that the sums are equal. Ranks that wait only at
-the end may also exchange rows of different turns, which makes their sums more equal.
+A rank computes one row in each turn. Ranks wait for each other at the end of a step, so the sum of a rank's rows
+decides, whether its microbatches pass through a pipeline or not. Where ranks exchange tokens between experts they wait
+in every turn, and the sum over turns of the most expensive row decides. Rows sorted by cost and cut into turns make
+that as small as possible; within turns they are then dealt so that the sums are equal. Ranks that wait only at the end
+may also exchange rows of different turns, which makes their sums more equal.
 """
 
 import numpy as np
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 _MAX_ROUNDS = 16
 _EQUAL_ENOUGH = 1.001
-"""Largest load over the mean that no exchange improves further."""
+"""Ratio of the largest load to the mean below which no exchange is tried."""
 
 
 def costs(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.int64]:
-    """What samples cost: 6 * hidden_size * length + length^2.
+    """Estimates the cost of samples: 6 * hidden_size * length + length^2.
 
-    The first part is of the products with weights, the second of attention, which sees its own sample alone: 24 hidden
-    size^2 and 4 hidden_size x length multiplications and additions a token and layer, with an FFN of four times the
-    hidden size. Whole numbers, so that all machines deal alike.
+    The first part is for the products with weights, the second for attention, which sees its own sample alone: 24
+    hidden size^2 and 4 hidden_size x length multiplications and additions a token and layer, with an FFN of four times
+    the hidden size. Whole numbers, so that all machines deal alike.
     """
     wide = lengths.astype(np.int64)
     return wide * (6 * hidden_size + wide)
@@ -30,10 +30,10 @@ def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_tu
     """Deals rows to ranks; the same on every machine.
 
     Args:
-        row_costs: [num_rows], num_rows <= num_turns x dp_size.
-        num_turns: Rows of every rank.
-        dp_size: Ranks.
-        wait_in_turns: Whether ranks wait for each other in every turn, or at the end alone.
+        row_costs: [num_rows] cost of each row; num_rows <= num_turns x dp_size.
+        num_turns: Number of rows of every rank.
+        dp_size: Number of data-parallel ranks.
+        wait_in_turns: Whether ranks wait for each other in every turn, or only at the end.
 
     Returns:
         [num_turns, dp_size]: the row that each rank computes in each turn, -1 for none.
@@ -51,10 +51,10 @@ def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_tu
 
 
 def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Who takes what in each turn.
+    """Deals the rows of each turn to the ranks so that loads are equal.
 
     Args:
-        turn_costs: [num_turns, dp_size], decreasing within a turn.
+        turn_costs: [num_turns, dp_size] costs, decreasing within a turn.
 
     Returns:
         [num_turns, dp_size]: a permutation of the ranks for each turn.
@@ -75,7 +75,7 @@ def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _deal(loads: NDArray[np.int64], descending: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Gives the dearest row to the rank with the least load, and so on; adds to `loads`."""
+    """Gives the most expensive row to the rank with the least load, and so on; adds to `loads`."""
     ranks = np.argsort(loads, kind="stable")
     loads[ranks] += descending
     return ranks
@@ -86,7 +86,7 @@ def _exchange(turns: NDArray[np.int64], row_costs: NDArray[np.int64]) -> None:
 
     Args:
         turns: [num_turns, dp_size] rows; changed in place.
-        row_costs: Of each row, and 0 for -1 at the end.
+        row_costs: Cost of each row, with 0 at the end for -1.
     """
     loads = row_costs[turns].sum(axis=0)
     # every exchange brings two loads closer, so it ends; the bound is for very many ranks
@@ -107,7 +107,7 @@ def _exchange(turns: NDArray[np.int64], row_costs: NDArray[np.int64]) -> None:
 
 
 def _cheap_at_both_ends(num_turns: int) -> NDArray[np.int64]:
-    """An order of turns that are sorted from the dearest: ..., 3, 1, 0, 2, 4, ...
+    """Orders turns, which are sorted from the most expensive: ..., 3, 1, 0, 2, 4, ...
 
     A pipeline fills with its first microbatch and drains with its last one, and other stages wait for both; in between
     a stage waits for the difference between one microbatch and the next.

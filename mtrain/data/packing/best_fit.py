@@ -1,8 +1,8 @@
 """Best-fit-decreasing over groups of equal lengths.
 
 The longest sample comes first, and each goes into the fullest row that still takes it. Samples of equal length and rows
-of equal content are handled together, so the cost follows from how many lengths differ, not from how many samples there
-are; the rows are those of the rule applied sample by sample, where of equally full rows the last one changed is taken.
+of equal content are handled together, so the cost depends on the number of different lengths, not on the number of
+samples. The rows are those of the rule applied sample by sample, where the last changed of equally full rows is taken.
 """
 
 from typing import NamedTuple
@@ -23,17 +23,17 @@ class PackedRows(NamedTuple):
     """[num_rows]: where each row ends in `samples`."""
 
     def of(self, row: int) -> NDArray[np.int64]:
-        """The samples of one row."""
+        """Returns the samples of one row."""
         return self.samples[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
 
 
 _Group = tuple[tuple[int, ...], int]
-"""Rows of equal content: a length, how many samples of it, the next smaller length, ..., and the number of rows. Plain
-tuples of numbers, as the garbage collector does not follow them: others would take a third of the time."""
+"""Rows of equal content: a length, the number of samples of it, the next smaller length, ..., and the number of rows.
+Plain tuples of numbers, as the garbage collector does not follow them: other types would take a third of the time."""
 
 
 class _Numbers:
-    """A set of numbers that knows its smallest from a bound on.
+    """A set of numbers that finds its smallest element from a bound on.
 
     Two levels of bits: one integer for all would be copied whole at every step, 16 KiB for rows of 128k positions.
     """
@@ -41,7 +41,7 @@ class _Numbers:
     def __init__(self, largest: int) -> None:
         self._words = [0] * ((largest >> _WORD_BITS) + 1)
         self._used = 0
-        """Which words have a bit set."""
+        """Bits of the words that have a bit set."""
 
     def add(self, number: int) -> None:
         self._words[number >> _WORD_BITS] |= 1 << (number & _WORD_MASK)
@@ -54,7 +54,7 @@ class _Numbers:
             self._used ^= 1 << word
 
     def smallest_from(self, bound: int) -> int | None:
-        """None where all are below."""
+        """Returns the smallest number that is at least `bound`; None where all are below."""
         word = bound >> _WORD_BITS
         if rest := self._words[word] >> (bound & _WORD_MASK):
             return bound + (rest & -rest).bit_length() - 1
@@ -78,13 +78,13 @@ def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
 
 
 def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
-    """Which lengths lie together.
+    """Finds which lengths share a row.
 
     Args:
-        counts: [row_width + 1] samples of each length.
+        counts: [row_width + 1] number of samples of each length.
         row_width: Positions of a row.
     """
-    # of each number of free positions the rows that have so many; `spaces` says of which there are any
+    # for each number of free positions, the rows that have as many; `spaces` holds the numbers that occur
     waiting: dict[int, list[_Group]] = {}
     spaces = _Numbers(row_width)
     full: list[_Group] = []
@@ -94,7 +94,7 @@ def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
         while left:
             space = spaces.smallest_from(length)
             if space is None:
-                # a new row for every sample that is left, as far as they do not share one
+                # a new row for every sample that is left, unless several share one
                 space, of_space, content, num_rows = row_width, None, empty, left
             else:
                 of_space = waiting[space]
@@ -119,7 +119,7 @@ def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[num_samples]: samples by decreasing length, those of equal length in their order."""
+    """Returns [num_samples]: samples by decreasing length, samples of equal length in their order."""
     # numpy sorts 16-bit numbers by radix, in linear time
     descending = (lengths.max(initial=0) - lengths).astype(np.uint32)
     order = np.argsort((descending & 0xFFFF).astype(np.uint16), kind="stable")
@@ -129,8 +129,8 @@ def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _filled(groups: list[_Group], counts: NDArray[np.int64], longest_first: NDArray[np.int64]) -> PackedRows:
-    """Rows of samples from rows of lengths."""
-    # where the next sample of each length lies: the longer ones come before it
+    """Turns rows of lengths into rows of samples."""
+    # index of the next sample of each length: longer ones come before it
     following = (len(longest_first) - np.cumsum(counts)).tolist()
     row_sizes = [sum(content[1::2]) for content, _ in groups]
     ends = np.cumsum(np.repeat(np.array(row_sizes, np.int64), [num_rows for _, num_rows in groups]))

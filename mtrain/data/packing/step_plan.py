@@ -1,8 +1,8 @@
-"""Which samples of a step lie in which row of which rank.
+"""Assignment of the samples of a step to rows and of rows to ranks.
 
-Packing is layout: a step holds the samples that it would hold without packing. They are first put into rows, which
-depends on their lengths and the width of a row alone, then rows are dealt to microbatches and data-parallel ranks. All
-ranks compute the same plan from the lengths of all samples of the step, so nothing is sent.
+Packing is layout: a step holds the same samples with and without packing. They are first put into rows, which depends
+on their lengths and the width of a row alone, then rows are dealt to microbatches and data-parallel ranks. All ranks
+compute the same plan from the lengths of all samples of the step, so nothing is sent.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mtrain.data.packing.best_fit import PackedRows, packed
 from mtrain.plan.layout import microbatches_come_in
 
 FILLER: tuple[int, ...] = ()
-"""A row without a sample, which makes the number of rows equal on all ranks."""
+"""Row without a sample, which makes the number of rows equal on all ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,9 @@ class StepPlan:
     """Rows of one step, the same on every rank."""
 
     num_microbatches: int
-    """Of every rank."""
+    """Number of forward passes, the same on every rank."""
     fill: float
-    """Positions with text, as a share of those of the rows that hold any; 1 for a step without samples."""
+    """Share of positions with text in the rows that hold any; 1 for a step without samples."""
     imbalance: float
     """Work of the rank with the most over the mean of all ranks; 1 where they are equal. Where ranks wait for each
     other in every microbatch, the sum over microbatches of the most work over the mean."""
@@ -37,12 +37,12 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows with samples, over all ranks."""
+        """Counts the rows with samples, over all ranks."""
         return len(self._slots.ends)
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of one forward pass, micro_batch_size of them: each the slots of its samples, in their order inside
-        the row; FILLER where a rank has fewer rows than others."""
+        """Returns the rows of one forward pass, micro_batch_size of them: each the slots of its samples, in their order
+        in the row; FILLER where a rank has fewer rows than others."""
         return tuple(
             FILLER if row < 0 else tuple(self._slots.of(row).tolist())
             for row in self._places[microbatch, dp_rank].tolist()
@@ -51,25 +51,25 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a plan needs to know of the run."""
+    """Sizes of the run that a plan depends on."""
 
     row_width: int
     """Positions of a row."""
     micro_batch_size: int
-    """Rows of one forward pass of one rank."""
+    """Number of rows in one forward pass of one rank."""
     dp_size: int
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     hidden_size: int
-    """Of the model: says how much attention costs beside the rest."""
+    """Hidden size of the model, which decides how much attention costs relative to the rest."""
     multiple_of: int = 1
-    """The number of microbatches is a multiple of it: pp for an interleaved pipeline, else 1."""
+    """Number that the number of microbatches is a multiple of: pp for an interleaved pipeline, else 1."""
     wait_in_microbatches: bool = False
     """Whether data-parallel ranks wait for each other in every microbatch, as where they exchange tokens between
-    experts; else at the end of a step alone."""
+    experts; else only at the end of a step."""
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> "StepShape":
-        """The shape that a configuration asks for."""
+        """Returns the shape that a configuration asks for."""
         return cls(
             row_width=config.row_width,
             micro_batch_size=config.train.micro_batch_size,
@@ -86,12 +86,12 @@ def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
     Rows do not depend on dp_size, micro_batch_size, hidden_size or multiple_of.
 
     Args:
-        lengths: [num_slots] positions that the sample in each slot takes, at least 1; 0 for a slot without one, as
-            beyond the end of a validation set.
-        shape: Rows, ranks and microbatches.
+        lengths: [num_slots] positions that the sample in each slot takes, at least 1; 0 for an empty slot, as beyond
+            the end of a validation set.
+        shape: Sizes of rows, ranks and microbatches.
 
     Raises:
-        DataError: a sample is longer than a row.
+        DataError: A sample is longer than a row.
     """
     _refuse_longer(lengths, shape.row_width)
     present = np.flatnonzero(lengths)
@@ -100,12 +100,12 @@ def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
 
 
 def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -> StepPlan:
-    """Deals rows that are packed already.
+    """Deals rows that are packed already to microbatches and ranks.
 
     Args:
         lengths: [num_slots] positions that the sample in each slot takes.
-        slots: Which of them share a row.
-        shape: Rows, ranks and microbatches.
+        slots: Slots that share each row.
+        shape: Sizes of rows, ranks and microbatches.
     """
     row_costs = _sums(costs(lengths, shape.hidden_size)[slots.samples], slots.ends)
     num_microbatches = num_microbatches_of(len(slots.ends), shape)
@@ -123,13 +123,14 @@ def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -
 
 
 def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
-    """Of every rank, for so many rows over all ranks; at least 1, as a step without samples is a step too."""
+    """Returns the number of microbatches of every rank for `num_rows` rows over all ranks; at least 1, as a step
+    without samples is a step too."""
     a_round = shape.dp_size * shape.micro_batch_size * shape.multiple_of
     return max(1, -(-num_rows // a_round)) * shape.multiple_of
 
 
 def _imbalance(work: NDArray[np.int64], wait_in_microbatches: bool) -> float:
-    """Of [num_microbatches, dp_size] costs."""
+    """Computes the imbalance of [num_microbatches, dp_size] costs."""
     if not work.any():
         return 1.0
     loads = work.sum(axis=0)
@@ -138,7 +139,7 @@ def _imbalance(work: NDArray[np.int64], wait_in_microbatches: bool) -> float:
 
 
 def _sums(values: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[num_rows]: sum of the values of each row."""
+    """Returns [num_rows]: sum of the values of each row."""
     sums: NDArray[np.int64] = np.append(0, np.cumsum(values))
     of_rows: NDArray[np.int64] = np.diff(sums[np.append(0, ends)])
     return of_rows

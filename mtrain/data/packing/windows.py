@@ -1,9 +1,9 @@
-"""Rows of windows: what a step holds where it counts rows, not samples.
+"""Rows of windows: the content of a step where steps count rows, not samples.
 
-The order of samples is cut into windows of equally many samples, from some step on of another number. Each window is
-packed by itself and its rows are shuffled; row r of the run is row r of all windows one after the other, and step k
-holds rows k x num_rows to (k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any number
-of ranks.
+The order of samples is cut into windows of equally many samples; the number may change at given steps. Each window is
+packed separately and its rows are shuffled. The rows of the run are the rows of all windows one after the other, and
+step k holds rows k x num_rows to (k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any
+number of ranks.
 """
 
 import bisect
@@ -22,53 +22,54 @@ Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """[n]: positions that each of [n] samples of the order takes, at least 1."""
 
 _ROW_ORDER = 2
-"""Sets the permutation of rows apart from those of samples and documents, which have the same seed."""
+"""Part of the key that separates the permutation of rows from those of samples and documents, which have the same
+seed."""
 _WINDOWS_KEPT = 4
 
 
 @dataclass(frozen=True)
 class WindowShape:
-    """What decides which samples a step holds."""
+    """Sizes that decide which samples a step holds."""
 
     window: int
-    """Samples that are packed together."""
+    """Number of samples that are packed together."""
     row_width: int
     """Positions of a row."""
     num_rows: int
-    """Rows of a step, over all ranks."""
+    """Number of rows in a step, over all ranks."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     later: tuple[tuple[int, int], ...] = ()
     """(updates completed, window): windows that begin in this step or a later one have this size; ascending."""
 
     def window_from(self, row: int) -> int:
-        """Samples of the window whose first row is this one of the run."""
+        """Returns the number of samples in the window whose first row has this number in the run."""
         sizes = [window for step, window in self.later if step <= row // self.num_rows]
         return sizes[-1] if sizes else self.window
 
 
 class WindowedRows:
-    """The endless sequence of rows, and the steps that it is cut into."""
+    """The endless sequence of rows, cut into steps."""
 
     def __init__(self, widths: Widths, shape: WindowShape) -> None:
         """
         Args:
-            widths: Of the samples, in their order.
-            shape: Windows and steps.
+            widths: Function that gives the positions of samples, in their order.
+            shape: Sizes of windows and steps.
         """
         self._widths, self._shape = widths, shape
         self._ends: list[int] = []
-        """Rows of all windows up to each one."""
+        """Total number of rows up to the end of each window."""
         self._starts = [0]
-        """Where each window begins in the order, and where the next one will."""
+        """Number of the first sample of each window, and of the next window."""
         # the thread that reads ahead and a caller may both be the first to ask for a window
         self._growing = Lock()
         self._rows = lru_cache(_WINDOWS_KEPT)(self._packed)
 
     def step(self, step: int) -> PackedRows:
-        """The rows of the step after `step` completed updates; `samples` are numbers of the order.
+        """Returns the rows of the step after `step` completed updates; `samples` are numbers of the order.
 
-        The first call packs all windows before the step, as nobody else knows how many rows they have.
+        The first call packs all windows before the step, as their numbers of rows are not known otherwise.
         """
         first, stop = step * self._shape.num_rows, (step + 1) * self._shape.num_rows
         self._count_rows(stop)
@@ -88,7 +89,7 @@ class WindowedRows:
                 self._ends.append(rows + len(self._rows(len(self._ends)).ends))
 
     def _packed(self, window: int) -> PackedRows:
-        """The rows of one window, shuffled: best-fit-decreasing leaves those of long samples at the front."""
+        """Packs one window and shuffles its rows: best-fit-decreasing leaves the rows of long samples at the front."""
         start, end = self._starts[window : window + 2]
         rows = packed(self._widths(np.arange(start, end)), self._shape.row_width)
         order = permutation(len(rows.ends), key_of(self._shape.seed, _ROW_ORDER, window))

@@ -1,7 +1,7 @@
 """Encoding by the library gigatoken, thirty times as fast as `tokenizers`, and compared with it.
 
-Nothing proves that two programs always agree, so they are compared where tokenizers differ from each other, before the
-first text, and on a piece of a text of every chunk. One difference ends the job.
+Nothing proves that two programs always agree, so they are compared on texts on which tokenizers tend to differ, before
+the first text, and on a piece of a text of every chunk. One difference ends the job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mtrain.base.errors import DataError, MachineError
 from mtrain.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 _MOST_CHARACTERS = 4096
-"""Of a text of each chunk that both encode: a hundredth of the chunk, a quarter of the time."""
+"""Number of characters of each chunk that both libraries encode: a hundredth of the chunk, a quarter of the time."""
 _HARD_TEXTS = (
     "",
     " ",
@@ -29,19 +29,19 @@ _HARD_TEXTS = (
     "a" * 300 + " " * 300 + "\n" * 50 + "." * 100 + "7" * 100,
     "<s></s><|endoftext|>[CLS]<unk><pad>▁_Ġ",
 )
-"""White space, contractions, digits, marks, scripts, signs, long runs, the texts of control tokens."""
+"""Texts with white space, contractions, digits, marks, scripts, signs, long runs and the texts of control tokens."""
 
 
 class CheckedEncoding:
-    """Texts to ids, by gigatoken."""
+    """Encoder of texts by gigatoken, which is compared with the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """
         Args:
-            tokenizer: Says what is right.
+            tokenizer: Tokenizer that gigatoken has to agree with.
 
         Raises:
-            DataError: gigatoken cannot read it, or gives other tokens.
+            DataError: gigatoken cannot read the tokenizer, or gives other tokens.
             MachineError: gigatoken is not installed.
         """
         try:
@@ -55,21 +55,21 @@ class CheckedEncoding:
             raise DataError(f"--fast needs a byte-level tokenizer.json, and {tokenizer.path} is not one; leave it out")
         self._tokenizer, self._num_chunks = tokenizer, 0
         content = tokenizer.serialized()
-        # their texts are text in a document, as `tokenizers` is set to take them
+        # their texts are plain text in a document, as `tokenizers` is set to treat them
         added = json.loads(content)["added_tokens"]
         names = [token["content"] for token in added if token["special"]]
         content = json.dumps({**json.loads(content), "added_tokens": [one for one in added if not one["special"]]})
         self._model: Any = self._called(lambda: library.load_hf_json(content))
-        # its other kind, sentencepiece as tokenizer.json, is not exact
+        # gigatoken's other kind, sentencepiece as tokenizer.json, is not exact
         if not isinstance(self._model, library.BPETokenizer):
             raise DataError(f"--fast needs a byte-level tokenizer.json, and {tokenizer.path} is not one; leave it out")
         self._compare([*_HARD_TEXTS, *(f"a {name}{name} b" for name in names)])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text.
+        """Returns the ids of each text.
 
         Raises:
-            DataError: The two have differed.
+            DataError: gigatoken and the tokenizer differ.
         """
         # another place in each chunk
         text = texts[self._num_chunks % len(texts)]

@@ -23,13 +23,13 @@ _LEFT_OUT = {
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "encodings"),
     *("site-packages", "dist-packages", "_bundled", "lib-dynload", "__pycache__"),
 }
-"""Folders of tests, applications, tables and third-party packages."""
+"""Names of folders of tests, applications, tables and third-party packages."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
-"""Modules that are known by another name."""
+"""Public names of modules that are known by another name."""
 _HOLD_OUT_EVERY = 20
 
 _MOST_TURNS = 4
-"""Questions of a conversation."""
+"""Largest number of questions in a conversation."""
 
 Kind = Literal["text", "qa", "chat"]
 
@@ -49,13 +49,13 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
     answer of what is held out occurs among the others.
 
     Args:
-        kind: What is made of the sources.
-        output: A folder.
-        library: Where the sources lie; by default this Python's own.
+        kind: Form of the lines that are made of the sources.
+        output: Folder of the two files.
+        library: Folder of the sources; by default this Python's own library.
 
     Raises:
-        DataError: there are no sources.
-        MachineError: the output cannot be written.
+        DataError: There are no sources.
+        MachineError: The output cannot be written.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
     found = list(_found(kind, root))
@@ -91,7 +91,7 @@ def _answers(line: dict[str, Any]) -> list[str]:
 
 def _conversations(root: Path) -> Iterator[dict[str, Any]]:
     for path, pairs in itertools.groupby(_pairs(root), key=lambda pair: pair["path"]):
-        # what is documented of one class stands together in a source
+        # the documented parts of one class are neighbours in a source
         for _, group in itertools.groupby(pairs, key=lambda pair: _topic(pair["prompt"])):
             own = list(group)
             for first in range(0, len(own), _MOST_TURNS):
@@ -100,7 +100,7 @@ def _conversations(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _topic(signature: str) -> str:
-    """The class that is documented, or whose method is; a function has none but itself."""
+    """Returns the class that is documented, or whose method is; for a function, the function itself."""
     name = signature.partition("(")[0].split()[-1]
     scope = name.rpartition(".")[0]
     is_method = not signature.startswith("class ") and scope.rpartition(".")[2][:1].isupper()
@@ -146,7 +146,7 @@ def _pairs(root: Path) -> Iterator[dict[str, str]]:
 
 
 def _parsed(source: str) -> list[ast.stmt]:
-    """The statements of a module; none where the source is of another version of Python."""
+    """Returns the statements of a module; none where the source is of another version of Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escapes in the strings of old modules
         try:
@@ -156,7 +156,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 
 def _documented(body: Iterable[ast.stmt], scope: str) -> Iterator[tuple[str, str]]:
-    """Yields (signature, docstring) of what is defined in a module or a class, in the order of the source."""
+    """Yields (signature, docstring) of each definition in a module or a class, in the order of the source."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue

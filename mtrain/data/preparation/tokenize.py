@@ -1,4 +1,4 @@
-"""Tokenises text into a `.bin/.idx` pair, with several processes, always to the same bytes."""
+"""Tokenising of text into a `.bin/.idx` pair, by several processes, always to the same bytes."""
 
 import collections
 import functools
@@ -27,19 +27,19 @@ from mtrain.tokenizer import PARALLELISM, Tokenizer, load_tokenizer
 
 _CHUNK_CHARACTERS = 500_000
 _CHUNKS_AHEAD = 3
-"""Chunks for each worker that are read before their results are written."""
+"""Number of chunks for each worker that are read before their results are written."""
 
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What was written."""
+    """Counts of a corpus that was written."""
 
     num_documents: int
     num_empty: int
-    """Documents without a token, which were left out."""
+    """Number of documents without a token, which were left out."""
     num_tokens: int
     num_bytes: int
-    """Of text, in UTF-8."""
+    """Size of the text in UTF-8."""
     seconds: float
 
 
@@ -51,20 +51,20 @@ class _TextChunk(NamedTuple):
 class _Tokens(NamedTuple):
     ids: NDArray[np.generic]
     lengths: list[int]
-    """Of each text that has a token."""
+    """Number of tokens in each text that has any."""
     num_empty: int
-    """Texts without one."""
+    """Number of texts without a token."""
 
 
 class _Work(NamedTuple):
-    """What a worker does with texts; can be sent to another process."""
+    """Task of a worker; can be sent to another process."""
 
     tokenizer_path: Path
     append_eos: bool
     is_fast: bool
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], _Tokens]:
-        """What a worker calls for each chunk."""
+        """Builds the function that a worker calls for each chunk."""
         encode = CheckedEncoding(tokenizer).encode if self.is_fast else functools.partial(_encode, tokenizer)
         return functools.partial(_tokens, tokenizer, encode, self.append_eos)
 
@@ -88,16 +88,16 @@ def tokenize_corpus(
     on the number of workers.
 
     Args:
-        inputs: Text files, JSONL files and folders.
-        tokenizer_path: As `load_tokenizer` takes it.
+        inputs: Paths of text files, JSONL files and folders.
+        tokenizer_path: Path of the tokenizer, as `load_tokenizer` takes it.
         output_prefix: Path of the pair without .bin and .idx.
-        pattern: Which files of a folder are read.
-        text_key: Where the text stands in JSONL.
-        num_workers: Processes that tokenise; 1 works in this one.
+        pattern: Pattern of the files that are read of a folder.
+        text_key: Key of the text in JSONL.
+        num_workers: Number of processes that tokenise; 1 works in this one.
         append_eos: Whether each document ends with the end-of-document token.
         overwrite: Whether an existing pair is replaced.
         is_fast: Whether the library gigatoken encodes, compared with the tokenizer on the way.
-        progress: Called with the bytes of text that were finished since the last call.
+        progress: Function that takes the bytes of text that were finished since the last call.
 
     Raises:
         DataError: An input or the tokenizer is bad, there is no text, the pair exists, or gigatoken gives other tokens.
@@ -128,7 +128,7 @@ def _refuse_existing(prefix: str, overwrite: bool) -> None:
 
 
 def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
-    """Groups texts into pieces of work whose bounds depend on the texts alone."""
+    """Groups texts into chunks whose bounds depend on the texts alone."""
     group: list[str] = []
     size = num_bytes = 0
     for document in texts:
@@ -162,7 +162,7 @@ def _tokenized(
     try:
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_work, chunk.texts)))
-            # bounded: one slow worker would else let the whole corpus pile up in memory behind it
+            # bounded: one slow worker would otherwise let the whole corpus pile up in memory
             if len(under_way) >= num_workers * _CHUNKS_AHEAD:
                 yield _finished(under_way)
         while under_way:
@@ -182,7 +182,7 @@ def _finished(under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]]) 
 
 
 _of_worker: list[Callable[[list[str]], _Tokens]] = []
-"""In a worker process: what it does with texts."""
+"""Function that encodes texts, in a worker process; empty in other processes."""
 
 
 def _start_worker(work: _Work) -> None:
@@ -192,7 +192,7 @@ def _start_worker(work: _Work) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A worker of a parent that was killed would wait for work for ever."""
+    """Ends a worker when its parent was killed: it would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -211,7 +211,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def _tokens(
     tokenizer: Tokenizer, encode: Callable[[list[str]], list[list[int]]], append_eos: bool, texts: list[str]
 ) -> _Tokens:
-    """Ids of all texts, joined; texts without a token get no end-of-document token."""
+    """Joins the ids of all texts; texts without a token get no end-of-document token."""
     encoded = [ids for ids in encode(texts) if ids]
     if append_eos:
         for ids in encoded:

@@ -1,6 +1,6 @@
-"""Trains a byte-level BPE tokenizer as Hugging Face keeps it: tokenizer.json, its settings and a chat template.
+"""Training of a byte-level BPE tokenizer in the form of Hugging Face: tokenizer.json, its settings and a chat template.
 
-Of the two kinds this is the one whose special tokens a chat template can write.
+Of the two kinds, only this one has special tokens that a chat template can write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mtrain.base.files import disk_faults, replacing
 from mtrain.data.formats.documents import documents, find_files
 
 END = "<|endoftext|>"
-"""Ends a document, and fills rows."""
+"""Token that ends a document, and fills rows."""
 CHATML = "chatml"
 """Name of the template that is provided."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -38,21 +38,21 @@ def train_hf_tokenizer(
 ) -> None:
     """Writes a folder whose tokenizer spells every text in bytes: decode(encode(text)) is the text.
 
-    The end of a document has id 0, special tokens follow it. The same inputs give the same files.
+    The end of a document has id 0; special tokens follow it. The same inputs give the same files.
 
     Args:
-        inputs: Text files, JSONL files and folders.
-        output: The folder: tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja.
-        vocab_size: Tokens, 256 bytes and special tokens among them.
+        inputs: Paths of text files, JSONL files and folders.
+        output: Folder of the files: tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja.
+        vocab_size: Number of tokens, 256 bytes and special tokens included.
         special_tokens: Texts that a chat template, and nothing else, writes as one token each.
-        chat_template: `chatml`, which brings its special tokens, or the path of a .jinja file.
-        pattern: Which files of a folder are read.
-        text_key: Where the text stands in JSONL.
+        chat_template: Template `chatml`, which brings its special tokens, or the path of a .jinja file.
+        pattern: Pattern of the files that are read of a folder.
+        text_key: Key of the text in JSONL.
         overwrite: Whether existing files are replaced.
 
     Raises:
-        ConfigError: So few tokens do not hold the bytes.
-        DataError: An input is bad, the text does not yield so many tokens, or the output exists.
+        ConfigError: The vocabulary is too small for the bytes and the special tokens.
+        DataError: An input is bad, the text yields fewer tokens, or the output exists.
         MachineError: The output cannot be written.
     """
     template = None if chat_template is None else _template(chat_template)
@@ -104,7 +104,7 @@ def _trained(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) -> 
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(specials),
-        # every byte, also those that the text lacks
+        # every byte, also bytes that do not occur in the text
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

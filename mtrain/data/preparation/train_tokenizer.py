@@ -1,4 +1,4 @@
-"""Trains a sentencepiece tokenizer that can spell every text."""
+"""Training of a sentencepiece tokenizer that can spell every text."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from mtrain.base.files import disk_faults, replacing
 from mtrain.data.formats.documents import documents, find_files
 
 _MAX_LINE_BYTES = 65536
-"""Longer lines do not take part in the training."""
+"""Longest line that takes part in the training."""
 
 _LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,
@@ -41,19 +41,19 @@ def train_tokenizer(
     has id 0. The same inputs give the same model.
 
     Args:
-        inputs: Text files, JSONL files and folders.
-        output: Where the model is written.
-        vocab_size: Tokens, 256 bytes and the control tokens among them.
-        kind: The algorithm.
-        pattern: Which files of a folder are read.
-        text_key: Where the text stands in JSONL.
-        bos_id: Begins a sample; -1 for none.
-        eos_id: Ends a document.
-        pad_id: Fills rows; -1 for none.
+        inputs: Paths of text files, JSONL files and folders.
+        output: Path of the model.
+        vocab_size: Number of tokens, 256 bytes and the control tokens included.
+        kind: Algorithm of the tokenizer.
+        pattern: Pattern of the files that are read of a folder.
+        text_key: Key of the text in JSONL.
+        bos_id: Id of the token that begins a sample; -1 for none.
+        eos_id: Id of the token that ends a document.
+        pad_id: Id of the token that fills rows; -1 for none.
         overwrite: Whether an existing file is replaced.
 
     Raises:
-        DataError: An input is bad, the text does not yield so many tokens, or the output exists.
+        DataError: An input is bad, the text yields fewer tokens, or the output exists.
         MachineError: The output cannot be written.
     """
     from sentencepiece import SentencePieceTrainer

@@ -1,1 +1,1 @@
-"""What a sample is: windows of running text, conversations."""
+"""Samples: windows of running text, conversations, preferences."""

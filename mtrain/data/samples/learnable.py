@@ -1,4 +1,4 @@
-"""Whether some of a source's sequences have anything to learn."""
+"""Check whether any of a source's sequences has something to learn."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mtrain.data.samples.too_long import Pieces, num_trained
 
 
 def why_nothing(cache: TokenCache, pieces: Pieces, is_judged: bool = False) -> str | None:
-    """Why no piece has a token to learn, with counts; None where one has.
+    """Explains, with counts, why no piece has a token to learn; returns None where a piece has one.
 
-    A record without a token to learn is no sample, so a piece can only lose all of them to its record's weight or to a
+    A record without a token to learn is no sample, so a piece can lose all of them only to its record's weight or to a
     cut.
 
     Args:
-        cache: Holds the samples.
-        pieces: What is trained of them.
-        is_judged: Whether a label that counts stands after the last token, which no cut takes away.
+        cache: Cache of the samples.
+        pieces: Parts of the samples that are trained.
+        is_judged: Whether a label that counts follows the last token, which no cut takes away.
     """
     weighs: NDArray[np.bool_] = cache.weights[pieces.samples] != 0
     is_whole: NDArray[np.bool_] = pieces.sizes == cache.lengths[pieces.samples]

@@ -1,7 +1,7 @@
-"""Multi-token prediction looks further ahead than the next token: what its depths see and have to say.
+"""Inputs and labels of multi-token prediction, whose depths look further ahead than the next token.
 
-Depth k of a position gets the token k ahead of it and predicts the one behind that, both inside the document. Rows are
-whole here; what is cut later for context parallelism needs no neighbour any more.
+Depth k of a position gets the token k positions ahead and predicts the token after that, both inside the document. Rows
+are whole here; the later cut for context parallelism needs no neighbour any more.
 """
 
 from typing import TypeVar
@@ -15,7 +15,7 @@ Value = TypeVar("Value", np.int64, np.float64, np.bool_)
 
 
 def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -> Sample:
-    """Tokens, labels and mask of a whole row, moved as `moved` does."""
+    """Moves tokens, labels and mask of a whole row as `moved` does."""
     return Sample(
         tokens=moved(sample.tokens, document_starts, depth),
         labels=moved(sample.labels, document_starts, depth),
@@ -25,12 +25,12 @@ def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -
 
 
 def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
-    """What lies `depth` positions further in the same document; 0 where document or row end before.
+    """Returns the values `depth` positions further in the same document; 0 where document or row end before.
 
     Args:
-        values: [seq] of a whole row.
-        document_starts: [seq]: index in the row at which each token's document begins.
-        depth: At least 1.
+        values: [seq] values of a whole row.
+        document_starts: [seq]: index in the row of the first token of each token's document.
+        depth: Depth of multi-token prediction, at least 1.
     """
     found = np.zeros_like(values)
     # the same start is the same document: nothing is predicted across an edge

@@ -1,8 +1,8 @@
-"""Pairs of answers, or answers with the mismatched sequences of KTO, as samples: two sequences each.
+"""Samples of preferences: pairs of answers, or answers with the mismatched sequences of KTO; two sequences each.
 
-Sequences 2 i and 2 i + 1 belong together. Of pairs these are the chosen and the rejected answer. Of answers that are
-judged alone, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another record, the one half a source
-away: a pure function of the file, where a batch's own neighbours would depend on how it is dealt out.
+Sequences 2 i and 2 i + 1 belong together. In pairs these are the chosen and the rejected answer. With answers that are
+judged separately, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another record, half a source away: a
+pure function of the file, whereas neighbours in a batch would depend on how it is dealt out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtrain.loss.preference.member import GroupMember, Role
 
 
 class PreferenceDataset:
-    """A part of a source's groups."""
+    """Groups of a part of a source."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class PreferenceDataset:
     ) -> None:
         """
         Args:
-            cache: Of the source: two sequences a pair, or one an answer.
-            numbers: The part of its groups that is used, counted from 0.
+            cache: Cache of the source: two sequences a pair, or one an answer.
+            numbers: Numbers of the groups that are used, counted from 0.
             seq_length: Positions of a row.
-            too_long: What happens to a group with a sequence of more than seq_length + 1 tokens.
-            compares: What the groups are.
-            is_judged: Whether pairs are judged by a head: a label stands behind each sequence, which no cut takes away,
-                and the pair has a margin.
+            too_long: Treatment of a group with a sequence of more than seq_length + 1 tokens.
+            compares: Form of the groups.
+            is_judged: Whether pairs are judged by a head: a label follows each sequence, which no cut takes away, and
+                the pair has a margin.
 
         Raises:
             DataError: A sequence is too long and has to be refused, or no group is left.
@@ -73,14 +73,14 @@ class PreferenceDataset:
         """[sequences]: scores under the reference model, once they are known."""
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Counts the sequences."""
         return 2 * len(self._groups)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Sequence `index`; the same in every epoch.
+        """Returns the sequence with number `index`; the same in every epoch.
 
         Raises:
-            DataError: Its tokens in the cache are damaged.
+            DataError: The tokens of the sequence in the cache are damaged.
         """
         place, second = divmod(index, 2)
         group = int(self._groups[place])
@@ -105,13 +105,14 @@ class PreferenceDataset:
         return sample.as_member(GroupMember(place, role, margin=float(found.extras[-1, 0])))
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: positions that sequences take in rows, without reading them; at least 1."""
+        """Returns [n]: positions that sequences take in rows, without reading them; at least 1."""
         lengths = self._whole_lengths(self._groups[indices // 2], indices % 2)
         widths: NDArray[np.int64] = np.maximum(1, np.minimum(lengths, self._seq_length + 1) - 1)
         return widths
 
     def why_nothing(self) -> str | None:
-        """As of `SampleSource`: of the answers that records hold. A mismatched sequence of KTO has no gradient."""
+        """Explains why no answer of the records has anything to learn; returns None where one has. A mismatched
+        sequence of KTO has no gradient."""
         own = self._groups
         samples = np.stack([2 * own, 2 * own + 1], axis=1).ravel() if self._compares == "pairs" else own
         lengths = self.cache.lengths[samples]
@@ -120,11 +121,11 @@ class PreferenceDataset:
         return why_nothing(self.cache, Pieces(samples, starts, sizes), self._is_judged)
 
     def place(self, index: int) -> str:
-        """File and number of the record that a sequence comes from."""
+        """Returns the file and number of the record that a sequence comes from."""
         return self._place_of(int(self._groups[index // 2]))
 
     def notes(self) -> Iterator[str]:
-        """Lines for the user on what is not trained as it stands in the files."""
+        """Yields lines for the user on sequences that are not trained as they stand in the files."""
         if not self._num_long:
             return
         what = "left out whole" if self._too_long == "drop" else f"cut at the {self._too_long}"
@@ -138,7 +139,7 @@ class PreferenceDataset:
         return (max(0, length - most), length) if self._too_long == "start" else (0, min(length, most))
 
     def _others(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: whose answers stand in the mismatched sequences of groups."""
+        """Returns [n]: the groups whose answers stand in the mismatched sequences of `groups`."""
         first, count = self._numbers.start, len(self._numbers)
         others: NDArray[np.int64] = first + (groups - first + count // 2) % count
         return others
@@ -158,7 +159,7 @@ class PreferenceDataset:
                 assert_never(self._compares)
 
     def _sequence(self, group: int, second: int) -> tuple[NDArray[np.int32], NDArray[np.float32], float, Role]:
-        """Ids, what each counts, what the sequence counts, and its role."""
+        """Returns ids, weight of each token, weight of the sequence, and its role."""
         if self._compares == "pairs":
             found = self.cache.read(2 * group + second)
             return found.ids, found.loss_weights, found.weight, "rejected" if second else "chosen"

@@ -1,9 +1,9 @@
-"""PretrainDataset of running text from a tokenised corpus.
+"""Windows of running text from a tokenised corpus.
 
 Training: in each epoch the documents are put in a new order and laid end to end, and the stream is cut into windows
 that overlap by one token: window w holds tokens w*s ... w*s + s, of which the last s are predicted. The stream's first
-token is never predicted, and what is left after the last full window (less than s tokens) is not seen in that epoch; it
-is other text in every epoch. The windows are visited in the order that `order.py` gives.
+token is never predicted, and the rest after the last full window (less than s tokens) is not seen in that epoch; it is
+other text in every epoch. The windows are visited in the order that `order.py` gives.
 
 Validation: documents in file order, every window once and in order, the last one partly filled if it has to be, so that
 every token of the set but the first is predicted exactly once.
@@ -20,7 +20,7 @@ from mtrain.data.order import key_of, permutation
 from mtrain.data.samples.sample import Sample, shifted
 
 _DOCUMENT_ORDER = 1
-"""Sets the permutation of documents apart from that of windows, which has the same seed."""
+"""Part of the key that separates the permutation of documents from that of windows, which has the same seed."""
 
 
 class PretrainDataset:
@@ -36,15 +36,15 @@ class PretrainDataset:
     ) -> None:
         """
         Args:
-            corpus: The tokens.
-            documents: The part of it that is used, in file order.
+            corpus: Corpus that holds the tokens.
+            documents: Numbers of the documents that are used, in file order.
             seq_length: Positions of a row.
-            isolate_documents: Attention and positions start again at each document, and no token is predicted
+            isolate_documents: Whether attention and positions start again at each document, and no token is predicted
                 across an edge.
             shuffle_key: Seed and number of the source, for training; None reads the set in order, for validation.
 
         Raises:
-            DataError: the documents do not fill one window.
+            DataError: The documents do not fill one window.
         """
         self._corpus, self._documents, self._seq_length = corpus, documents, seq_length
         self._isolate, self._shuffle_key = isolate_documents, shuffle_key
@@ -68,7 +68,7 @@ class PretrainDataset:
         return self._size
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Window `index` of an epoch's stream."""
+        """Returns window `index` of an epoch's stream."""
         order, starts = self._stream(epoch if self._shuffle_key is not None else 0)
         first = index * self._seq_length
         last = min(first + self._seq_length + 1, self.num_tokens)
@@ -84,7 +84,7 @@ class PretrainDataset:
         return shifted(ids, mask, document_starts=np.maximum.accumulate(document_starts))
 
     def why_nothing(self) -> str | None:
-        """As of `SampleSource`."""
+        """Explains why no window has anything to learn; returns None where one has."""
         if not self._isolate or self._lengths.max() > 1:
             return None
         return (
@@ -92,18 +92,19 @@ class PretrainDataset:
         )
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: positions of windows; all but the last one of a validation set are full."""
+        """Returns [n]: positions of windows; all but the last one of a validation set are full."""
         return np.clip(self.num_tokens - 1 - indices * self._seq_length, 1, self._seq_length)
 
     def document_order(self, epoch: int) -> NDArray[np.int64]:
-        """[n] int64: the documents in the order of an epoch, counted from the first one that is used."""
+        """Returns [n] int64: the documents in the order of an epoch, counted from the first one that is used."""
         count = len(self._documents)
         if self._shuffle_key is None:
             return np.arange(count)
         return permutation(count, key_of(_DOCUMENT_ORDER, *self._shuffle_key, epoch))
 
     def _build_stream(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents in the epoch's order, [n], and where each begins in the stream, [n + 1]; 16 bytes a document."""
+        """Returns the documents in the epoch's order, [n], and where each begins in the stream, [n + 1]; 16 bytes a
+        document."""
         order = self.document_order(epoch)
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(self._lengths[order], out=starts[1:])
@@ -112,7 +113,8 @@ class PretrainDataset:
     def _read(
         self, order: NDArray[np.int64], starts: NDArray[np.int64], first: int, last: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens first ... last - 1 of the stream, and where in them new documents begin (never at 0)."""
+        """Returns tokens first ... last - 1 of the stream, and the positions in them at which new documents begin
+        (never 0)."""
         # right: of empty documents at this place the last one, which is the one that has tokens
         turn = int(np.searchsorted(starts, first, side="right")) - 1
         pieces: list[NDArray[np.int64]] = []

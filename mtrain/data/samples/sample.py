@@ -17,30 +17,31 @@ class Sample:
     """One sequence for the loss: n positions of text, without padding, and what each of them has to predict."""
 
     tokens: NDArray[np.int64]
-    """[n]; n may be 0."""
+    """[n] int64: token ids; n may be 0."""
     labels: NDArray[np.int64]
     """[n], shifted: the token to predict at each position; 0 where there is none."""
     mask: NDArray[np.float64]
-    """[n] at least 0: what the token to predict counts; 0 for prompts."""
+    """[n] float64: weight of the token to predict, at least 0; 0 for prompts."""
     weight: float = 1.0
-    """What the whole sample counts, at least 0."""
+    """Weight of the whole sample, at least 0."""
     document_starts: NDArray[np.int32] | None = None
     """[n]: index in the sample at which each token's document begins; None where the sample is one document."""
     extras: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Name -> [width]: what a loss function reads beside the weights, such as advantages; shifted as labels are."""
+    """Name -> [width]: values that a loss function reads in addition to the weights, such as advantages; shifted as
+    labels are."""
     source: int | None = None
-    """Number in data.train, where it comes from a blend."""
+    """Number of the source in data.train; None where the sample does not come from a blend."""
     member: GroupMember | None = None
-    """Its part in a group that a preference loss compares; None where sequences are judged by themselves."""
+    """Part of the sample in a group that a preference loss compares; None where sequences are judged separately."""
 
     def as_member(self, member: GroupMember) -> Sample:
-        """The sample in a group."""
+        """Returns the sample as a member of a group."""
         return replace(self, member=member)
 
     @property
     def width(self) -> int:
-        """Positions that it takes in a row: one, of padding, where it has no text."""
-        # what a sequence adds to a denominator lies at its first position, so each needs one
+        """Counts the positions that the sample takes in a row: one, of padding, where it has no text."""
+        # a sequence's share of a denominator lies at its first position, so each needs one
         return max(1, len(self.tokens))
 
 
@@ -48,24 +49,24 @@ class SampleSource(Protocol):
     """A corpus cut into samples."""
 
     fingerprint: str
-    """Changes when the corpus or the way it is cut changes."""
+    """Name of the samples; changes when the corpus or the way it is cut changes."""
 
     def __len__(self) -> int:
-        """Samples in an epoch; the same for every epoch."""
+        """Counts the samples in an epoch; the same for every epoch."""
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """A pure function of its arguments, safe to call from several threads.
+        """Returns a sample of an epoch: a pure function of its arguments, safe to call from several threads.
 
         Raises:
-            DataError: the corpus is damaged at this place or does not fit the model.
+            DataError: The corpus is damaged at this place or does not fit the model.
         """
 
     def why_nothing(self) -> str | None:
-        """Why none of its samples has anything to learn, with counts; None where one has."""
+        """Explains, with counts, why no sample has anything to learn; returns None where one has."""
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: `sample(epoch, index).width` of many, the same in every epoch; without reading them, as packing asks
-        for all samples of a step on every rank."""
+        """Returns [n]: `sample(epoch, index).width` of many samples, the same in every epoch; without reading them, as
+        packing asks for all samples of a step on every rank."""
 
 
 def shifted(
@@ -75,14 +76,15 @@ def shifted(
     document_starts: NDArray[np.int32] | None = None,
     extras: Mapping[str, NDArray[np.float32] | float] | None = None,
 ) -> Sample:
-    """A sample from running text: position t holds ids[t] and predicts ids[t + 1].
+    """Builds a sample from running text: position t holds ids[t] and predicts ids[t + 1].
 
     Args:
-        ids: [n], at least one.
-        label_mask: [n - 1]: what predicting ids[1:] counts.
-        weight: Of the sample.
-        document_starts: [n - 1].
-        extras: Of each predicted token, [n - 1], or of the whole sample.
+        ids: [n] token ids, at least one.
+        label_mask: [n - 1]: weight of predicting each of ids[1:].
+        weight: Weight of the whole sample.
+        document_starts: [n - 1]: index of the first token of each token's document; None where the sample is one
+            document.
+        extras: Values of each predicted token, [n - 1], or one number for the whole sample, by name.
     """
     width = max(1, len(ids) - 1)
     return Sample(
@@ -96,7 +98,7 @@ def shifted(
 
 
 def _spread(extra: NDArray[np.float32] | float, width: int) -> NDArray[np.float32]:
-    """[width]: one number a position, 0 where there is none."""
+    """Returns [width]: one number a position, 0 where there is none."""
     if isinstance(extra, float):
         return np.full(width, extra, np.float32)
     return extra if len(extra) else np.zeros(width, np.float32)

@@ -1,13 +1,13 @@
-"""Conversations as samples: one sequence for the loss each, read from the token cache.
+"""Samples of conversations: one sequence for the loss each, read from the token cache.
 
-What a record is, its encoder says (`mtrain.data.encoding`); here its tokens are cut to the length of a row. A sample
-fits when it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` says what becomes of the
-others.
+The encoder decides what a record is (`mtrain.data.encoding`); here its tokens are cut to the length of a row. A sample
+fits when it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` decides what happens to
+the others.
 
-What counts as a sequence: the record. Where `too_long` is split, each piece counts as one, with the weight of its
-record: it is a sample of the global batch like any other, its length is that of its own mask, and it meets the other
-pieces of its record in no step but by chance. Where a record is cut depends on data.seq_length alone, never on the
-layout or on packing. A sample in which nothing is left to learn is an empty sequence (loss.empty_sequences).
+The record counts as a sequence. Where `too_long` is split, each piece counts as one, with the weight of its record: it
+is a sample of the global batch like any other, its length is that of its own mask, and it meets the other pieces of its
+record in a step only by chance. Where a record is cut depends on data.seq_length alone, never on the layout or on
+packing. A sample in which nothing is left to learn is an empty sequence (loss.empty_sequences).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refus
 
 
 def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Sequence[str] = ()) -> Sample:
-    """The tokens of a record from `start` to before `end` as a sample.
+    """Builds a sample from the tokens of a record from `start` to before `end`.
 
     Args:
-        found: The whole record.
-        start: Its first token that is read.
-        end: One past the last token that is predicted.
+        found: Tokens of the whole record.
+        start: Number of its first token that is read.
+        end: Number of the token after the last one that is predicted.
         extras: Names of the columns of `found.extras`.
     """
     columns: dict[str, NDArray[np.float32] | float] = {}
@@ -44,7 +44,7 @@ def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Seque
         columns = {name: found.extras[start + 1 : end, column] for column, name in enumerate(extras)}
     return shifted(
         found.ids[start:end].astype(np.int64),
-        # position t predicts token t + 1, so what the first token counts is not asked for
+        # position t predicts token t + 1, so the weight of the first token is not used
         found.loss_weights[start + 1 : end].astype(np.float64),
         weight=found.weight,
         extras=columns,
@@ -52,7 +52,7 @@ def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Seque
 
 
 class SftDataset:
-    """A part of a source's samples."""
+    """Samples of a part of a source."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class SftDataset:
     ) -> None:
         """
         Args:
-            cache: Of the source.
-            numbers: The part of its samples that is used, counted from 0.
+            cache: Cache of the source.
+            numbers: Numbers of the samples that are used, counted from 0.
             seq_length: Positions of a row.
-            too_long: What happens to a sample of more than seq_length + 1 tokens.
-            extras: Names of what the cache has of each token beside its weight.
-            is_judged: Whether a label stands behind the last token, which no cut takes away.
+            too_long: Treatment of a sample of more than seq_length + 1 tokens.
+            extras: Names of the values that the cache has of each token, apart from its weight.
+            is_judged: Whether a label follows the last token, which no cut takes away.
 
         Raises:
-            DataError: A sample is too long and has to be refused, or none is left.
+            DataError: A sample is too long and has to be refused, or no sample is left.
         """
         self.cache, self._numbers, self._seq_length = cache, numbers, seq_length
         self._too_long, self._extras, self._is_judged = too_long, tuple(extras), is_judged
@@ -91,10 +91,10 @@ class SftDataset:
         return len(self._pieces)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Sample `index`; the same in every epoch.
+        """Returns the sample with number `index`; the same in every epoch.
 
         Raises:
-            DataError: Its tokens in the cache are damaged.
+            DataError: The tokens of the sample in the cache are damaged.
         """
         found = self.cache.read(int(self._pieces.samples[index]))
         start = int(self._pieces.starts[index])
@@ -104,19 +104,19 @@ class SftDataset:
         return sample_of_record(found, start, end, self._extras)
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n]: positions that samples take in rows, without reading them; at least 1."""
+        """Returns [n]: positions that samples take in rows, without reading them; at least 1."""
         return np.maximum(1, self._pieces.sizes[indices].astype(np.int64) - 1)
 
     def why_nothing(self) -> str | None:
-        """As of `SampleSource`."""
+        """Explains, with counts, why no sample has anything to learn; returns None where one has."""
         return why_nothing(self.cache, self._pieces, self._is_judged)
 
     def place(self, index: int) -> str:
-        """File and number of the record that a sample comes from."""
+        """Returns the file and number of the record that a sample comes from."""
         return self.cache.place(int(self._pieces.samples[index]))
 
     def fingerprint_of_0_1_0(self, tokenizer: str) -> str | None:
-        """What version 0.1.0 called these data; None where it could not read them.
+        """Returns the fingerprint that version 0.1.0 gave these data; None where it could not read them.
 
         Args:
             tokenizer: SHA-256 of the tokenizer's file.
@@ -129,7 +129,7 @@ class SftDataset:
         return f"{self.cache.file_digests[0]}-{tokenizer}-{part}-{self._seq_length}-{old}"
 
     def notes(self) -> Iterator[str]:
-        """Lines for the user on what is not trained as it stands in the files."""
+        """Yields lines for the user on samples that are not trained as they stand in the files."""
         lost, path = self.too_long, self.cache.files[0].path
         if not lost.samples:
             return

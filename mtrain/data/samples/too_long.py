@@ -1,4 +1,4 @@
-"""What becomes of conversations that are longer than a row, and how much of them is lost."""
+"""Treatment of conversations that are longer than a row, and counts of what is lost."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ TooLong = Literal["end", "start", "drop", "refuse", "split"]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of tokenised samples, each a sequence for the loss; [n] each."""
+    """Parts of tokenised samples, each a sequence for the loss; arrays are [n]."""
 
     samples: NDArray[np.int64]
-    """Number in the cache."""
+    """Number of the sample in the cache."""
     starts: NDArray[np.int64]
-    """First token that is taken."""
+    """Number of the first token that is taken."""
     sizes: NDArray[np.int64]
-    """Tokens that are taken, at most seq_length + 1: the last one is only predicted."""
+    """Number of tokens that are taken, at most seq_length + 1: the last one is only predicted."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def only(self, chosen: NDArray[np.bool_]) -> Pieces:
-        """Those for which `chosen` is true."""
+        """Selects the pieces for which `chosen` is true."""
         return Pieces(self.samples[chosen], self.starts[chosen], self.sizes[chosen])
 
 
 @dataclass(frozen=True)
 class TooLongCounts:
-    """What the samples have lost that do not fit."""
+    """Counts of what was lost of samples that do not fit."""
 
     samples: int = 0
-    """Longer than a row."""
+    """Number of samples that are longer than a row."""
     lost_tokens: int = 0
-    """Of them, that no row holds."""
+    """Number of their tokens that no row holds."""
     pieces: int = 0
-    """That they were split into."""
+    """Number of pieces that they were split into."""
     empty: int = 0
-    """Rows that were cut out of them, in which nothing is left to learn; with split they are left out."""
+    """Number of rows cut out of them in which nothing is left to learn; with split these are left out."""
 
 
 def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> tuple[Pieces, TooLongCounts]:
-    """What is trained of some samples.
+    """Cuts samples to the pieces that are trained.
 
     A split sample becomes pieces that overlap by one token, so that each of its tokens but the first is predicted once.
     Pieces in which nothing is trained are left out.
 
     Args:
-        cache: The samples.
-        numbers: Those of the part, in the order of the source.
+        cache: Cache of the samples.
+        numbers: Numbers of the samples of the part, in the order of the source.
         seq_length: Positions of a row.
-        too_long: What happens to samples of more than seq_length + 1 tokens.
+        too_long: Treatment of samples of more than seq_length + 1 tokens.
 
     Raises:
-        DataError: There is one, and it has to be refused.
+        DataError: A sample is too long, and has to be refused.
     """
     lengths = cache.lengths[numbers.start : numbers.stop]
     most = seq_length + 1
@@ -95,7 +95,7 @@ def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooL
 
 
 def num_trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
-    """[n]: tokens of each piece that count something; its first one is not predicted."""
+    """Returns [n]: number of tokens of each piece that count in the loss; its first one is not predicted."""
     first = cache.starts[pieces.samples] + pieces.starts
     return cache.trained_before(first + pieces.sizes) - cache.trained_before(first + 1)
 

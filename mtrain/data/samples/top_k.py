@@ -1,4 +1,4 @@
-"""What a teacher's cached log-probabilities have to be, where extras bring them along."""
+"""Checks of a teacher's cached log-probabilities, where extras bring them along."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOP_K_IDS = "topk_ids"
-"""The extra with the teacher's most likely tokens."""
+"""Name of the extra with the teacher's most likely tokens."""
 TOP_K_LOGPROBS = "topk_logprobs"
-"""The extra with their log-probabilities, in the same order."""
+"""Name of the extra with their log-probabilities, in the same order."""
 
 _MOST_MASS = 1.01
-"""What the probabilities of a token may add up to: a teacher of 8 bits precision is off by less."""
+"""Largest sum of the probabilities of a token: a teacher of 8 bits precision is off by less."""
 _ROWS_AT_A_TIME = 2**16
 
 
@@ -28,13 +28,13 @@ class TopKFault(NamedTuple):
 def top_k_fault(
     numbers: NDArray[np.float32], names: Sequence[str], is_counted: NDArray[np.bool_], vocab_size: int
 ) -> TopKFault | None:
-    """What is wrong with extras of the names above; None where nothing is, or where there are none.
+    """Says what is wrong with extras of the names above; returns None where nothing is, or where there are none.
 
     Args:
-        numbers: [tokens, columns], finite.
-        names: Of the columns, as `mtrain.config.extras.columns` names them.
-        is_counted: [tokens]: whether some loss looks at the token. Where none does, any token ids may stand.
-        vocab_size: Of the model.
+        numbers: [tokens, columns] finite numbers.
+        names: Names of the columns, as `mtrain.config.extras.columns` gives them.
+        is_counted: [tokens]: whether some loss uses the token. Where none does, any token ids may stand.
+        vocab_size: Size of the model's vocabulary.
     """
     ids, logprobs = ([place for place, each in enumerate(names) if each.startswith(f"{key}[")] for key in _KEYS)
     if not ids and not logprobs:
