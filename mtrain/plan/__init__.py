@@ -1,4 +1,4 @@
-"""What a run costs, known before it starts: parameters, arithmetic and memory."""
+"""Costs of a run, known before it starts: parameters, arithmetic and memory."""
 
 from mtrain.plan.adapters import num_adapter_parameters
 from mtrain.plan.counts import Parameters

@@ -1,6 +1,6 @@
-"""Memory of activations on a rank: what backward keeps, and what exists beside it at the two heaviest moments.
+"""Memory of activations on a rank: tensors that backward keeps, and temporary tensors at the two heaviest moments.
 
-Counted are the tensors of this program's own layers (`model.backend=torch`); TransformerEngine's keep less.
+Tensors of this program's own layers (`model.backend=torch`) are counted; TransformerEngine's layers keep less.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mtrain.plan.parameters import output_columns
 
 FP32_BYTES, BF16_BYTES = 4, 2
 SMALLEST_MOVED_BYTES = 2**18
-"""Of memory that train.offload_layers moves: less takes longer to start than to copy."""
+"""Smallest tensor that train.offload_layers moves: a smaller one takes longer to start than to copy."""
 
 
 def element_bytes(config: Config) -> int:
-    """Of weights and activations."""
+    """Returns the bytes of an element of weights and activations."""
     match config.train.precision:
         case "fp32":
             return FP32_BYTES
@@ -36,22 +36,22 @@ def element_bytes(config: Config) -> int:
 
 
 def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Most that exists at one time on a rank of pipeline rank `pp_rank`.
+    """Estimates the peak of activation memory on a rank of pipeline rank `pp_rank`.
 
-    Moments compete: on the last stage the logits' backward pass, when all is kept and logits exist in the precision and
-    in float32; and the backward pass of a layer, which first comes to life again where it is recomputed, or comes back
-    from the host beside the layer before it.
+    The peak is the largest of several moments: on the last stage the logits' backward pass, when all is kept and logits
+    exist in the precision and in float32; and the backward pass of a layer, whose activations are first recomputed, or
+    come back from the host next to those of the layer before it.
     """
     rank = _Rank(config, layout)
     largest = max((rank.kept(pp_rank, chunk) for chunk in range(layout.vpp)), key=lambda each: each.on_device)
     kept = _chunks_in_flight(config, layout, pp_rank) * largest.on_device
-    # layers that are recomputed or moved come first: their backward pass is behind that of the others
+    # layers that are recomputed or moved come first: their backward pass follows that of the others
     behind = kept - largest.whole
     last_back = behind + min(largest.whole, rank.largest_layer_bytes()) + max(largest.moved, default=0)
     moments = [kept, last_back, behind + rank.alive_bytes() + sum(sorted(largest.moved)[-2:])]
     passing = rank.passing_bytes()
     moments = [each + passing for each in moments]
-    # where no layer follows, the last one is still on its way when the forward pass is over
+    # if no layer follows, the last one is still being moved when the forward pass is over
     leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
     if pp_rank == layout.pp - 1:
         moments.append(kept + leaving + rank.logits_bytes())
@@ -61,7 +61,7 @@ def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
 
 
 def host_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Of activations on the host, at most, on a rank of pipeline rank `pp_rank` (train.offload_layers)."""
+    """Estimates the peak of activations on the host, on a rank of pipeline rank `pp_rank` (train.offload_layers)."""
     if not config.train.offload_layers:
         return 0
     rank = _Rank(config, layout)
@@ -73,18 +73,18 @@ class _Kept(NamedTuple):
     """Bytes that one forward pass of a virtual chunk keeps until its backward pass."""
 
     inputs: int
-    """Of recomputed layers, and of a stage whose first layer moves: its schedule holds what it received. Of layers that
-    move, what is too small to."""
+    """Bytes of the inputs of recomputed layers, and of a stage whose first layer moves: its schedule holds what it
+    received. Tensors of moved layers that are too small to move are included."""
     whole: int
-    """Of layers that are neither recomputed nor moved, and of what follows them."""
+    """Bytes of layers that are neither recomputed nor moved, and of what follows them."""
     moved: tuple[int, ...]
-    """Of each layer that moves to the host."""
+    """Bytes of each layer that moves to the host."""
     num_staying: int
-    """Layers that do not move."""
+    """Number of layers that do not move."""
 
     @property
     def on_device(self) -> int:
-        """Between the two passes."""
+        """Counts the bytes on the device between the two passes."""
         return self.inputs + self.whole
 
 
@@ -97,7 +97,7 @@ class _Rank:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch."""
+        """Counts the tokens of one microbatch that this rank holds."""
         return self.config.train.micro_batch_size * self.config.row_width // self.layout.cp
 
     @property
@@ -105,7 +105,7 @@ class _Rank:
         return self.config.train.device == "cpu"
 
     def kept(self, pp_rank: int, chunk: int) -> _Kept:
-        """What one forward pass of a virtual chunk keeps."""
+        """Estimates the bytes that one forward pass of a virtual chunk keeps."""
         model, layout, train = self.config.model, self.layout, self.config.train
         layers = list(layout.layers(model.num_layers, pp_rank, chunk))
         skipped = _recomputed_modules(self.config)
@@ -140,12 +140,12 @@ class _Rank:
         return _Kept(inputs, whole, tuple(moved), len(layers) - num_moved)
 
     def largest_layer_bytes(self) -> int:
-        """What backward needs of one layer."""
+        """Estimates the bytes that the backward pass of the largest layer needs."""
         layers = set(kinds(self.config.model))
         return max(self._layer_bytes(layer, _recomputed_modules(self.config)) for layer in layers)
 
     def alive_bytes(self) -> int:
-        """What comes to life again at one time where activations are recomputed."""
+        """Estimates the bytes that are recomputed at one time."""
         layers = set(kinds(self.config.model))
         match self.config.train.recompute:
             case "none":
@@ -159,7 +159,8 @@ class _Rank:
                 assert_never(never)
 
     def passing_bytes(self) -> int:
-        """Gradients between the projections of a feed-forward part, and of its weight before it is added in float32."""
+        """Estimates the gradients between the projections of a feed-forward part, and of its weight before float32
+        accumulation."""
         model, adapter = self.config.model, self.config.adapter
         wide = max(_feed_forward_width(model, self.layout, layer) for layer in set(kinds(model)))
         beside = 2 * hidden_local(model, self.layout)
@@ -171,8 +172,8 @@ class _Rank:
         return max(gradients, self._matrix_bytes(wide))
 
     def _matrix_bytes(self, wide: int) -> int:
-        """Of the first projection beside frozen weights: widened, or summed with its pair for the lengths of its rows
-        (DoRA), when nothing behind it is there; so much more than that is."""
+        """Estimates copies of the first projection next to frozen weights, beyond the gradients that are not there yet:
+        it is widened, or summed with its pair for the lengths of its rows (DoRA)."""
         config, model = self.config, self.config.model
         assert config.adapter is not None, "asked only where weights are frozen"
         copies = int(holds_narrow(config)) + (2 if config.adapter.has_magnitudes else 0)
@@ -180,7 +181,7 @@ class _Rank:
         return copies * rows * model.hidden_size * FP32_BYTES - 2 * self.tokens * wide * element_bytes(config)
 
     def logits_bytes(self) -> int:
-        """Logits in the precision and in float32, then their gradient beside that of the table."""
+        """Estimates logits in the precision and in float32, then their gradient next to that of the table."""
         model, size = self.config.model, element_bytes(self.config)
         vocab_local = output_columns(model, self.layout.tp)
         table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
@@ -191,8 +192,8 @@ class _Rank:
         return count * size + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
     def _chunk_bytes(self, num_logits: int) -> int:
-        """Logits of a chunk in the precision and in float32 beside their gradient, and hidden states of all tokens:
-        their gradient, and where they are divided over TP all of them; masks make it less."""
+        """Estimates the logits of a chunk in the precision and in float32 next to their gradient, and the gradient of
+        the hidden states of all tokens, gathered where they are divided over TP; masks make it less."""
         model, size = self.config.model, element_bytes(self.config)
         hidden = (1 + model.mtp_depths) * self.tokens * model.hidden_size * size
         return num_logits * (2 * size + FP32_BYTES) + hidden * (2 if self.layout.sp else 1)
@@ -201,7 +202,7 @@ class _Rank:
         return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config)
 
     def _layer_bytes(self, layer: int, skipped: Sequence[str]) -> int:
-        """What backward needs of a whole layer, but for modules that are recomputed."""
+        """Estimates the bytes that backward needs of a whole layer, without modules that are recomputed."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config)
         adapter = self.config.adapter
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -213,23 +214,24 @@ class _Rank:
             elements -= sum(part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu) for part in parts)
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
-        # in `elements` are feed-forward parts, but not what core attention keeps for itself
+        # `elements` include feed-forward parts, but not what core attention keeps for itself
         core = modules["core_attn"] - sum(modules[name] for name in modules.keys() & set(skipped))
         return self.tokens * elements * size + norms * self._unfused_norm_bytes() + core
 
     def _small_bytes(self, layer: int) -> int:
-        """Of what backward needs of a layer, tensors that do not move."""
+        """Estimates the bytes of the tensors that backward needs of a layer and that are too small to move."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         widths = [width for part in parts for width in part.narrow_tensors(model, layout)]
-        # inputs of norms, in float32 and beside normalised ones where torch has no kernel of one piece
+        # inputs of norms, in float32 and next to normalised ones where torch has no fused kernel
         is_unfused = self._unfused_norm_bytes() > 0
         hidden = self.tokens * hidden_local(model, layout) * (FP32_BYTES if is_unfused else size)
         of_norms = [hidden] * ((1 + is_unfused) * sum(part.num_hidden_norms for part in parts))
         return sum(_small([*(self.tokens * width * size for width in widths), *of_norms]))
 
     def _module_bytes(self, layer: int) -> dict[str, int]:
-        """What each of a layer's modules keeps between its input and output, by name in train.recompute_modules."""
+        """Returns the bytes that each module of a layer keeps between input and output, by name in
+        train.recompute_modules."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         core = sum(part.core_elements(model, layout, on_gpu=not self.is_on_cpu) for part in parts)
@@ -244,7 +246,8 @@ class _Rank:
         return found
 
     def _mask_bytes(self) -> int:
-        """On a CPU a mask of pairs stands for the place of a rank's queries in the row; GPUs' kernels know it."""
+        """Estimates the mask of pairs that a CPU needs for the place of a rank's queries in the row; kernels of GPUs
+        need none."""
         config, cp = self.config, self.layout.cp
         if not self.is_on_cpu or cp == 1 or config.data.isolate_documents:
             return 0
@@ -262,8 +265,8 @@ class _Rank:
         return 2 * self._input_bytes() + self._unfused_norm_bytes()
 
     def _unfused_norm_bytes(self) -> int:
-        """Beside input and output: an input and a normalised one in float32, where torch has no kernel of one piece; a
-        frozen weight does not need the latter."""
+        """Counts the bytes of a norm apart from input and output: input and normalised input in float32, where torch
+        has no fused kernel; a frozen weight does not need the latter."""
         model = self.config.model
         if model.norm == "layernorm" or not (self.is_on_cpu or model.zero_centered_norm):
             return 0
@@ -275,12 +278,13 @@ class _Rank:
 
 
 def _small(tensors: Sequence[int]) -> list[int]:
-    """Of sizes in bytes, those that do not move."""
+    """Selects the sizes in bytes that are too small to move."""
     return [each for each in tensors if each < SMALLEST_MOVED_BYTES]
 
 
 def _frozen_table(config: Config) -> tuple[int, int]:
-    """(gradients, copies) of the output layer's table in a microbatch, of which a pair beside it makes one each."""
+    """Counts (gradients, copies) of the output layer's table in a microbatch; a pair of low rank next to it makes one
+    each."""
     assert config.adapter is not None, "asked only where weights are frozen"
     if isinstance(config.model.output, HeadOutput):  # a head learns, and is never narrow
         return 1, 0
@@ -289,7 +293,7 @@ def _frozen_table(config: Config) -> tuple[int, int]:
 
 
 def _recomputed_modules(config: Config) -> tuple[str, ...]:
-    """Of layers that are not recomputed whole."""
+    """Returns the modules that are recomputed in layers that are not recomputed whole."""
     match config.train.recompute:
         case "none" | "full":
             return ()
@@ -301,7 +305,7 @@ def _recomputed_modules(config: Config) -> tuple[str, ...]:
 
 
 def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
-    """Elements a token between the projections, on one rank."""
+    """Returns the elements a token between the projections, on one rank."""
     if model.has_experts(layer) and model.experts is not None:
         experts = model.experts
         return (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) // layout.tp
@@ -309,7 +313,8 @@ def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
 
 
 def _chunks_in_flight(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Forward passes of a virtual chunk whose backward has not run, at most: the schedule's warm-up and one more."""
+    """Returns the most forward passes of a virtual chunk whose backward has not run: the schedule's warm-up and one
+    more."""
     num = most_microbatches(config, layout)
     if layout.vpp == 1:
         return min(layout.pp - pp_rank, num)

@@ -1,7 +1,7 @@
-"""What backward needs of a layer whose weights are frozen: less than of one that learns, and what adapters add.
+"""Activations of a layer whose weights are frozen: backward needs less than for trained weights, and adapters add some.
 
-The input of a projection is kept for the gradient of its weight alone, so a frozen one keeps none; an adapter beside it
-reads the same input, which is then kept for the gradient of A.
+The input of a projection is kept for the gradient of its weight alone, so a frozen one keeps none; an adapter next to
+it reads the same input, which is then kept for the gradient of A.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BEHIND_INPUT_NORM = frozenset(GROUPS["qkv"]) - {"q_b_proj", "kv_b_proj"}  # the
 
 
 def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
-    """Elements a token of a layer: outputs of norms that nobody but frozen weights would have read."""
+    """Counts, for a layer, the elements a token of outputs of norms that only frozen weights would have read."""
     if model.post_norm:
         return 0
     readers = (_BEHIND_INPUT_NORM, {*GROUPS["fc1"], "experts"})
@@ -26,19 +26,20 @@ def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout
 
 
 def kept_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
-    """Elements a token that adapters of attention keep."""
+    """Counts the elements a token that adapters of attention keep."""
     own = [each for each in in_layer(model, adapter, layer) if "self_attention" in each.linear]
     return _kept(model, adapter, layout, own)
 
 
 def kept_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
-    """Elements a token that adapters of the feed-forward part keep."""
+    """Counts the elements a token that adapters of the feed-forward part keep."""
     own = [each for each in in_layer(model, adapter, layer) if "self_attention" not in each.linear]
     return _kept(model, adapter, layout, own)
 
 
 def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices: list[AdaptedMatrix]) -> int:
-    """A x of each pair; of DoRA both summands of every adapted module's output, for the gradient of its magnitudes."""
+    """Counts A x of each pair; for DoRA also both summands of every adapted module's output, for the gradient of its
+    magnitudes."""
     found = 0
     for each in matrices:
         assert each.linear != EMBEDDING, "no part of a layer"
@@ -52,11 +53,11 @@ def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices
 
 
 def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
-    """Of the whole module, of which a part may have no adapter."""
+    """Returns the outputs of the whole module, of which a part may have no adapter."""
     if matrix.is_row_parallel:
         return hidden_local(model, layout)
     if matrix.linear.endswith("linear_qkv"):
         return (model.num_attention_heads + 2 * model.query_groups) * model.head_size // layout.tp
-    if "self_attention" in matrix.linear:  # of latents
+    if "self_attention" in matrix.linear:  # projections of latents
         return matrix.rows // (1 if matrix.is_replicated else layout.tp)
     return (2 if model.is_gated else 1) * matrix.rows // layout.tp

@@ -1,4 +1,4 @@
-"""Which matrices have adapters, and how large these are."""
+"""Matrices that have adapters, and the sizes of the adapters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mtrain.plan.parameters import head_elements, padded_vocab_size
 
 OUTPUT = "output_layer"
 HEAD = f"{OUTPUT}.weight"
-"""Of a model that judges sequences."""
+"""Global name of the head's weight in a model that judges sequences."""
 
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:
-    """The adapted matrices of layer `layer`, counted from 0, in the order of the forward pass."""
+    """Returns the adapted matrices of layer `layer`, counted from 0, in the order of the forward pass."""
     own = (part for part in LAYER_PARTS if part.is_in(model, layer))
     return [each for part in own for each in part.adapted(model) if each.part in adapter.parts]
 
 
 def tables(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
-    """The adapted matrices outside of layers."""
+    """Returns the adapted matrices outside of layers."""
     both = (
         AdaptedMatrix(EMBEDDING, "embedding", model.hidden_size, model.vocab_size, is_row_parallel=True),
         AdaptedMatrix(OUTPUT, "output", model.vocab_size, model.hidden_size),
@@ -32,25 +32,26 @@ def tables(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
 
 
 def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
-    """Of the whole model, each as often as it is there."""
+    """Returns all adapted matrices of the model, each as often as it occurs."""
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
     return [*layers, *tables(model, adapter)]
 
 
 def learned_whole(model: ModelSection) -> frozenset[str]:
-    """Global names of tensors that learn beside adapters as they are: a head, which begins at random."""
+    """Returns the global names of tensors that are trained as a whole next to adapters: a head, which begins at
+    random."""
     return frozenset((HEAD,)) if isinstance(model.output, HeadOutput) else frozenset()
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
-    """That learn in the whole model, without padding of the vocabulary; with a head that learns whole."""
+    """Counts the trained parameters of the whole model, without padding of the vocabulary; a head counts whole."""
     return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + head_elements(model)
 
 
 def adapter_parameters_on_rank(
     model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
 ) -> RankParameters:
-    """What a rank of pipeline rank `pp_rank` holds that learns, vocabulary padded; with a head that learns whole."""
+    """Counts the trained parameters on a rank of pipeline rank `pp_rank`, vocabulary padded; a head counts whole."""
     layers = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     held = [each for layer in layers for each in in_layer(model, adapter, layer)]
@@ -61,23 +62,23 @@ def adapter_parameters_on_rank(
 
 
 def holds_narrow(config: Config) -> bool:
-    """Whether matrices and tables of the frozen model have less precision than the run."""
+    """Says whether matrices and tables of the frozen model have less precision than the run."""
     return config.adapter is not None and config.adapter.base_dtype is not None and config.train.precision == "fp32"
 
 
 def is_matrix(name: str, num_axes: int) -> bool:
-    """Whether a tensor of the model is the matrix of a projection, or a table.
+    """Says whether a tensor of the model is the matrix of a projection, or a table.
 
     Args:
-        name: Global name.
-        num_axes: Of the tensor, without axes that number layers and experts.
+        name: Global name of the tensor.
+        num_axes: Number of axes of the tensor, without those that number layers and experts.
     """
     return num_axes > 1 and ".router." not in name
 
 
 def fused_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
-    """Parts of a linear module of a layer, in the order of its outputs inside of each query group; empty where it may
-    have no adapter."""
+    """Returns the parts of a linear module of a layer, in the order of its outputs within each query group; empty where
+    it may have no adapter."""
     own = linear.rpartition(".")[2]
     found = (each for part in present(model) for each in part.adapted(model) if not each.num_experts)
     return tuple(dict.fromkeys(each.part for each in found if each.linear.rpartition(".")[2] == own))

@@ -1,4 +1,4 @@
-"""What a run puts on the disk: the size of its checkpoints and exports, and how many there are at one time."""
+"""Disk space of a run: size and largest number of its checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from mtrain.plan.parameters import matrices_on_rank, num_parameters
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Most that lies in a run folder at one time; metrics, logs and ledgers, which are small, are not counted."""
+    """Largest content of a run folder; metrics, logs and ledgers, which are small, are not counted."""
 
     checkpoint_bytes: int
-    """Of one checkpoint."""
+    """Size of one checkpoint."""
     num_checkpoints: int
-    """Kept ones, and one that is being written while none has been deleted for it yet."""
+    """Number of checkpoints that are kept, and one that is being written while none has been deleted for it yet."""
     export_bytes: int
-    """Of one export."""
+    """Size of one export."""
     num_exports: int
 
     @property
     def total_bytes(self) -> int:
-        """Checkpoints and exports together."""
+        """Sums up checkpoints and exports."""
         return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes * self.num_exports
 
 
 def disk_need(config: Config) -> DiskNeed:
-    """What a whole run of `config` needs, whatever its layout."""
+    """Estimates the disk space of a whole run of `config`, whatever its layout."""
     return DiskNeed(checkpoint_bytes(config), _most_checkpoints(config), export_bytes(config), _num_exports(config))
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Weights in the run's precision, and the optimizer's numbers in fp32; of an adapter's run the adapters alone.
+    """Estimates the size of a checkpoint: weights in the run's precision, the optimizer's numbers in fp32; for adapters
+    those alone.
 
-    Replicas are written once, and padding of the vocabulary not at all, so no layout plays a part.
+    Replicas are written once, and padding of the vocabulary not at all, so the size does not depend on the layout.
     """
     model = config.model
     trained = num_parameters(model) if config.adapter is None else num_adapter_parameters(model, config.adapter)
@@ -49,7 +50,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def export_bytes(config: Config) -> int:
-    """A folder of Hugging Face: the weights alone."""
+    """Estimates the size of an export, a folder of Hugging Face: the weights alone."""
     return num_parameters(config.model) * element_bytes(config)
 
 

@@ -9,16 +9,16 @@ from mtrain.plan.layout import Layout
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, by how ranks hold them."""
+    """Numbers of parameters, by the way in which ranks hold them."""
 
     divided: int = 0
-    """Over the ranks of a TP group."""
+    """Number of parameters that are divided over the ranks of a TP group."""
     replicated: int = 0
-    """Whole on every rank."""
+    """Number of parameters that every rank holds whole."""
     experts: int = 0
-    """Over EP, and each expert over ETP."""
+    """Number of parameters of experts that are divided over EP, each expert over ETP."""
     whole_experts: int = 0
-    """Over EP, but whole on every rank of ETP."""
+    """Number of parameters of experts that are divided over EP, but whole on every rank of ETP."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -35,11 +35,11 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All kinds."""
+        """Counts the parameters of all kinds."""
         return self.divided + self.replicated + self.experts + self.whole_experts
 
     def on_rank(self, layout: Layout) -> RankParameters:
-        """What one rank holds of them."""
+        """Counts the parameters that one rank holds."""
         experts = self.experts // (layout.ep * layout.etp) + self.whole_experts // layout.ep
         return RankParameters(dense=self.divided // layout.tp + self.replicated, experts=experts)
 
@@ -49,11 +49,11 @@ class RankParameters:
     """Numbers of parameters on one rank."""
 
     dense: int
-    """Copied over DP x CP."""
+    """Number of parameters that are copied over DP x CP."""
     experts: int
-    """Copied over the replicas of an expert."""
+    """Number of parameters that are copied over the replicas of an expert."""
 
     @property
     def total(self) -> int:
-        """Both kinds."""
+        """Counts the parameters of both kinds."""
         return self.dense + self.experts

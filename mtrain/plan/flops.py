@@ -1,4 +1,4 @@
-"""Floating-point operations of training, and the share of a machine's that they are.
+"""Floating-point operations of training, and their share of a machine's peak.
 
 H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V, sequence length s.
 """
@@ -29,22 +29,23 @@ _PEAK_FLOPS = {
 
 
 def num_attended_pairs(seq_length: int, window: int | None) -> int:
-    """Pairs (query, key) of a causal sequence; with a window, a token sees itself and window - 1 tokens before it."""
+    """Counts the pairs (query, key) of a causal sequence; with a window, a token sees itself and window - 1 tokens
+    before it."""
     width = seq_length if window is None else min(window, seq_length)
     return width * (width + 1) // 2 + (seq_length - width) * width
 
 
 def flops_per_token(model: ModelSection, seq_length: int) -> float:
-    """Floating-point operations that training needs for one token: forward, and backward at twice the forward.
+    """Counts the floating-point operations of training on one token: forward, and backward at twice the forward.
 
     Forward, as 2 operations for each multiply-add, summed over layers:
 
         2 x (h (H + 2 G) d + H d h + 3 h f)        matrices; 2 h f without a gate
       + 4 x H d x pairs / s                        scores and their product with the values, causal pairs only
 
-    and 2 x h V for the logits. With experts, the router and the k experts of a token take the place of 3 h f, beside
-    the shared ones; with latent attention, its projections that of the first two terms. Every token predicted ahead
-    adds a layer, a projection of 2 x 2 h h, and logits.
+    and 2 x h V for the logits. With experts, the router, the k experts of a token and the
+    shared ones replace 3 h f; with latent attention, its projections replace the first two terms. Every token predicted
+    ahead adds a layer, a projection of 2 x 2 h h, and logits.
 
     Recomputation, padding, norms, sinks, softmax and the optimizer do not count; documents isolated inside a sequence
     count as if they were not.
@@ -62,7 +63,8 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
 
 
 def run_flops_per_token(config: Config) -> float:
-    """As `flops_per_token`, of what a run trains: all of the model, or its adapters beside a frozen one."""
+    """Counts, like `flops_per_token`, the operations a token of what a run trains: the whole model, or adapters of a
+    frozen one."""
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)
     work = Work(seq, num_attended_pairs(seq, None), windowed, seq * (1 + model.mtp_depths))
@@ -71,32 +73,32 @@ def run_flops_per_token(config: Config) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a batch asks of a model, as its lengths and masks say."""
+    """Amount of work that a batch gives a model, by its lengths and masks."""
 
     tokens: int
-    """Positions with text."""
+    """Number of positions with text."""
     pairs: int
-    """(query, key) of one document that attend to each other, in layers without a window."""
+    """Number of pairs (query, key) of one document that attend to each other, in layers without a window."""
     window_pairs: int
-    """The same in layers with a window."""
+    """Number of pairs (query, key) of one document that attend to each other, in layers with a window."""
     outputs: int
-    """Positions whose logits some term counts, those of tokens predicted ahead added."""
+    """Number of positions whose logits some term counts, plus those of the depths of multi-token prediction."""
 
 
 def flops_of_step(
     model: ModelSection, work: Work, adapter: AdapterSection | None = None, is_scored: bool = False
 ) -> float:
-    """Floating-point operations that training on a batch needs.
+    """Counts the floating-point operations of training on a batch.
 
-    As `flops_per_token`, but of what is there: matrices for tokens with text, attention for pairs inside documents,
-    logits where a term counts them. A matrix has its forward product, the gradient of its input and its own: a frozen
-    one, beside an adapter, lacks the last, so it counts twice and its adapter's pair three times. An embedding that is
-    looked up counts nothing.
+    Unlike `flops_per_token`, only existing work counts: matrices for tokens with text, attention for pairs inside
+    documents, logits where a term counts them. A matrix has its forward product, the gradient of its input and its own:
+    a frozen one, under an adapter, lacks the last, so it counts twice and its adapter's pair three times. An embedding
+    that is looked up counts nothing.
 
     Args:
-        model: The architecture.
-        work: Of the batch.
-        adapter: What learns beside a frozen model.
+        model: Section of the model.
+        work: Amount of work in the batch.
+        adapter: Section of the adapter that is trained on a frozen model; None where the whole model is trained.
         is_scored: Whether a pass without a gradient goes first, as where sequences are compared: one forward product
             more of everything.
     """
@@ -110,7 +112,7 @@ def flops_of_step(
     )
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.output_rows
     adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
-    if adapter is not None:  # a head learns beside it
+    if adapter is not None:  # a head is trained together with the adapter
         learned = work.outputs * head_elements(model)
         products, adapted = products - learned, adapted + learned
     once = products + attention + adapted if is_scored else 0
@@ -118,7 +120,7 @@ def flops_of_step(
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
-    """Multiply-adds of one forward pass through all pairs of low rank."""
+    """Counts the multiply-adds of one forward pass through all pairs of low rank."""
     top_k = 1 if model.experts is None else model.experts.top_k
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
     of_tokens = sum(each.multiplied(adapter, top_k) for each in layers)
@@ -128,7 +130,7 @@ def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) 
 
 
 def sees_everything(model: ModelSection, layer: int) -> bool:
-    """Whether layer `layer`, counted from 0, has no window."""
+    """Says whether layer `layer`, counted from 0, has no window."""
     every = model.global_attention_every
     return model.sliding_window is None or (every is not None and (layer + 1) % every == 0)
 
@@ -138,18 +140,18 @@ def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:
-    """Model-FLOPs utilisation: the share of `peak_flops` that the model's own arithmetic takes.
+    """Computes the model-FLOPs utilisation: the share of `peak_flops` that the model's own arithmetic takes.
 
     Args:
-        flops: Of a step, as `flops_of_step` gives.
-        seconds: That it took.
-        peak_flops: Operations per second of all devices together, in the precision that is used.
+        flops: Operations of a step, as `flops_of_step` counts them.
+        seconds: Time of the step in seconds.
+        peak_flops: Operations a second of all devices together, in the precision of the run.
     """
     return flops / seconds / peak_flops
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """Dense peak of a GPU in bf16 and fp16, FLOP/s; None where it is not known, or in fp32.
+    """Returns the dense peak of a GPU in bf16 and fp16, in FLOP/s; None where it is not known, or in fp32.
 
     Source: the makers' data sheets, without sparsity, SXM or OAM form.
     """

@@ -1,4 +1,4 @@
-"""Arithmetic of a layout: which rank does what.
+"""Arithmetic of a layout: assignment of work to ranks.
 
 Ranks are numbered as Megatron does by default (order tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent, then
 context, then data, then pipeline. Pure integers; the process groups are opened elsewhere.
@@ -18,7 +18,7 @@ _GROUP_KEY = "microbatch_group_size_per_vp_stage"
 
 
 class Coordinate(NamedTuple):
-    """Where a rank stands, by the axes of the dense model."""
+    """Place of a rank on the axes of the dense model."""
 
     tp: int
     cp: int
@@ -27,7 +27,7 @@ class Coordinate(NamedTuple):
 
 
 class ExpertCoordinate(NamedTuple):
-    """Where a rank stands, by the axes of the experts; edp counts the replicas of an expert."""
+    """Place of a rank on the axes of the experts; edp counts the replicas of an expert."""
 
     etp: int
     ep: int
@@ -49,14 +49,14 @@ class Layout:
     etp: int = 1
     cp_comm: CpComm = "allgather"
     stage_layers: tuple[int, ...] | None = None
-    """Layers of every (virtual) stage in model order; None where they divide evenly."""
+    """Number of layers in every (virtual) stage in model order; None where they divide evenly."""
 
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> Layout:
-        """The layout that `config` asks for on `world_size` ranks.
+        """Builds the layout that `config` asks for on `world_size` ranks.
 
         Raises:
-            ConfigError: with every rule that is broken.
+            ConfigError: A rule is broken; the message has every one.
         """
         if broken := broken_rules(config, world_size):
             raise ConfigError("\n".join(broken))
@@ -75,7 +75,7 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """Short name, such as `tp2sp-pp2vpp2-cp2-dp1`."""
+        """Returns a short name, such as `tp2sp-pp2vpp2-cp2-dp1`."""
         names = [f"tp{self.tp}{'sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.vpp > 1:
             names[1] += f"vpp{self.vpp}"
@@ -89,16 +89,16 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Counts all ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages, virtual ones counted."""
+        """Counts the pipeline stages, virtual ones included."""
         return self.pp * self.vpp
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` stands."""
+        """Returns the place of `rank` on the axes of the dense model."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
@@ -106,17 +106,17 @@ class Layout:
         return Coordinate(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Who stands at `coordinate`."""
+        """Returns the rank at `coordinate`."""
         tp, cp, dp, pp = coordinate
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     @property
     def edp(self) -> int:
-        """Replicas of an expert within a pipeline stage."""
+        """Counts the replicas of an expert within a pipeline stage."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def expert_coordinate(self, rank: int) -> ExpertCoordinate:
-        """Where `rank` stands among the experts, who have no context-parallel axis."""
+        """Returns the place of `rank` on the axes of the experts, which have no context-parallel axis."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, etp = divmod(rank, self.etp)
         rank, ep = divmod(rank, self.ep)
@@ -124,23 +124,24 @@ class Layout:
         return ExpertCoordinate(etp=etp, ep=ep, edp=edp, pp=pp)
 
     def num_microbatches(self, global_batch_size: int, micro_batch_size: int) -> int:
-        """Forward passes of a data-parallel rank in one step."""
+        """Counts the forward passes of a data-parallel rank in one step."""
         num, rest = divmod(global_batch_size, self.dp * micro_batch_size)
         assert not rest, "broken_rules refuses a global batch that does not divide"
         return num
 
     def stage(self, pp_rank: int, vpp_rank: int) -> int:
-        """Number of the stage that virtual chunk `vpp_rank` of pipeline rank `pp_rank` holds, in model order."""
+        """Returns the number, in model order, of the stage that virtual chunk `vpp_rank` of pipeline rank `pp_rank`
+        holds."""
         return vpp_rank * self.pp + pp_rank
 
     def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of every stage, in model order; adds up to `num_layers`."""
+        """Returns the number of layers in every stage, in model order; adds up to `num_layers`."""
         if self.stage_layers is not None:
             return self.stage_layers
         return (num_layers // self.num_stages,) * self.num_stages
 
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int) -> range:
-        """Global numbers, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
+        """Returns the global numbers, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
         counts = self.layers_per_stage(num_layers)
         stage = self.stage(pp_rank, vpp_rank)
         first = sum(counts[:stage])
@@ -148,7 +149,7 @@ class Layout:
 
 
 def _cp_comm_name(cp_comm: CpComm) -> str:
-    """In the short name of a layout."""
+    """Returns the part that names the communication of context parallelism in a layout's short name."""
     match cp_comm:
         case "allgather":
             return ""
@@ -159,12 +160,12 @@ def _cp_comm_name(cp_comm: CpComm) -> str:
 
 
 def model_parallel_size(section: LayoutSection) -> int:
-    """Ranks that hold one copy of the model and of a batch's sequences."""
+    """Counts the ranks that hold one copy of the model and of a batch's sequences."""
     return section.tp * section.pp * section.cp
 
 
 def broken_rules(config: Config, world_size: int) -> list[str]:
-    """Says in words everything that keeps `config` from running on `world_size` ranks; empty where it runs."""
+    """Describes everything that keeps `config` from running on `world_size` ranks; empty where it runs."""
     section = config.layout
     return [
         *rules.tensor_parallel(config.model, section),
@@ -175,7 +176,7 @@ def broken_rules(config: Config, world_size: int) -> list[str]:
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
-    """Ranks divide into copies of the model, and the global batch into their microbatches."""
+    """Checks that ranks divide into copies of the model, and the global batch into their microbatches."""
     section, train = config.layout, config.train
     dp, rest = divmod(world_size, model_parallel_size(section))
     if world_size < 1 or rest:
@@ -186,7 +187,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _experts(section, world_size)
     if config.data.packing is not None:
-        # how many rows a step has is known with its samples; ranks get as many as the schedule needs
+        # the number of rows of a step follows from its samples; ranks get as many as the schedule needs
         yield from _interleaved_schedule(config, microbatches_come_in(config))
     elif config.sequences_per_step % (dp * train.micro_batch_size):
         each = f" of {config.sequences_per_sample} sequences each" if config.sequences_per_sample > 1 else ""
@@ -200,8 +201,8 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
 
 
 def microbatches_come_in(config: Config) -> int:
-    """What the number of microbatches of a packed step is a multiple of: an interleaved schedule passes them on in
-    groups."""
+    """Returns the number that divides the number of microbatches of a packed step: an interleaved schedule passes
+    microbatches on in groups."""
     if config.layout.vpp == 1:
         return 1
     given = config.model.megatron.get(_GROUP_KEY)
@@ -209,7 +210,8 @@ def microbatches_come_in(config: Config) -> int:
 
 
 def most_microbatches(config: Config, layout: Layout) -> int:
-    """Forward passes of a data-parallel rank in one step; of a packed one, the number for samples that share no row."""
+    """Counts the forward passes of a data-parallel rank in one step, at most: with packing, as if no samples shared a
+    row."""
     train = config.train
     if config.data.packing is None:
         return layout.num_microbatches(config.sequences_per_step, train.micro_batch_size)
@@ -218,7 +220,7 @@ def most_microbatches(config: Config, layout: Layout) -> int:
 
 
 def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
-    """Each pipeline stage's ranks divide into copies of the experts."""
+    """Checks that each pipeline stage's ranks divide into copies of the experts."""
     if (world_size // section.pp) % (section.ep * section.etp):
         yield (
             f"world size {world_size} / layout.pp={section.pp} must be a multiple of layout.ep={section.ep} x "
@@ -227,7 +229,7 @@ def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
 
 
 def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str]:
-    """Groups of microbatches pass through a virtual stage together; no group may be smaller than the pipeline.
+    """Checks that no group of microbatches, which pass through a virtual stage together, is smaller than the pipeline.
 
     Source: megatron-core 0.16.1, pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving.
     """

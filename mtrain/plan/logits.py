@@ -1,4 +1,4 @@
-"""How many tokens have logits at the same time."""
+"""Number of tokens whose logits exist at the same time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection, own_functions
 
 FEWEST_TOKENS = 1024
-"""Of an automatic chunk: below, matrix products of GPUs wait for memory."""
+"""Fewest tokens of an automatic chunk: below, matrix products of GPUs wait for memory."""
 LOGITS_AT_A_TIME = 2**26
-"""Of an automatic chunk where that is more tokens: 256 MiB in float32."""
+"""Number of logits in an automatic chunk where that gives more tokens: 256 MiB in float32."""
 
 LOGITS_AT_A_TIME_ON_CPU = 2**21
-"""Of an automatic chunk on a CPU, 8 MiB in float32: malloc uses such memory again, while larger is new, and zeroed by
-the kernel, each time."""
+"""Number of logits in an automatic chunk on a CPU, 8 MiB in float32: malloc reuses such memory, while a larger piece is
+new, and zeroed by the kernel, each time."""
 FEWEST_TOKENS_ON_CPU = 256
-"""Where so many logits are fewer tokens, chunks are those of GPUs: each reads and writes the table's whole gradient."""
+"""Fewest tokens of a chunk on a CPU; below, chunks are those of GPUs, since each chunk reads and writes the table's
+whole gradient."""
 
 
 def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | None:
-    """Most tokens of a chunk; None where logits are to be whole.
+    """Returns the most tokens of a chunk; None where all logits are made at once.
 
     Args:
-        section: Says which.
+        section: Section of the loss, which has the choice.
         vocab_local: Columns of the padded vocabulary on one rank.
-        on_cpu: Where the run computes.
+        on_cpu: Whether the run computes on a CPU.
     """
     match section.chunk_tokens:
         case int(tokens):
@@ -41,11 +42,11 @@ def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | 
 
 
 def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
-    """Tokens of a microbatch whose logits exist at the same time, at most.
+    """Returns the most tokens of a microbatch whose logits exist at the same time.
 
     Args:
-        config: A function of the user's own counts as one that needs them whole.
-        tokens: Of the microbatch on one rank.
+        config: Configuration of the run; a loss function of the user's own counts as one that needs all logits at once.
+        tokens: Number of tokens of the microbatch on one rank.
         vocab_local: Columns of the padded vocabulary on one rank.
     """
     chunk = chunk_tokens(config.loss, vocab_local, on_cpu=config.train.device == "cpu")

@@ -7,11 +7,11 @@ from typing import assert_never
 from mtrain.config.schema.train import OptimizerSection
 
 LearningRate = Callable[[int, OptimizerSection, int], float]
-"""What `learning_rate` is; its arguments are there."""
+"""Signature of `learning_rate`."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> float:
-    """Learning rate of one update, by `optimizer.schedule_convention`.
+    """Computes the learning rate of one update, by `optimizer.schedule_convention`.
 
     megatron: with n = step, the updates completed before this one, the rate is lr x n / warmup_steps while
     0 < warmup_steps and n <= warmup_steps (so the first update of a warm-up has rate 0), and from there:
@@ -31,9 +31,9 @@ def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> flo
     one_ahead: n = step + 1 in place of step, as runs of the first version of this program have it, in their rounding.
 
     Args:
-        step: Index of the update about to be made, from 0.
-        optimizer: The schedule.
-        num_steps: Updates of the whole run.
+        step: Number of the update about to be made, from 0.
+        optimizer: Section with the schedule.
+        num_steps: Number of updates in the whole run.
 
     Source: megatron-core 0.16.1, optimizer_param_scheduler.py; transformers 5.23, optimization.py. wsd: MiniCPM
         (arXiv 2404.06395), section 4; cosine: SGDR (arXiv 1608.03983), equation 5 without restarts.
@@ -55,7 +55,7 @@ def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> flo
 
 
 def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
-    """`optimizer.decay_steps`, or what stands for it where it is not given; nothing asks for it of a constant rate."""
+    """Returns `optimizer.decay_steps`, or its default where it is not given; not used for a constant rate."""
     if optimizer.decay_steps is not None:
         return optimizer.decay_steps
     match optimizer.decay:
@@ -68,7 +68,7 @@ def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
 
 
 def _height(n: int, optimizer: OptimizerSection, num_steps: int) -> float | None:
-    """How far the rate after the warm-up is above min_lr, as a share of lr - min_lr; None where it stays lr."""
+    """Returns how far the rate after the warm-up is above min_lr, as a share of lr - min_lr; None where it stays lr."""
     given = decay_steps(optimizer, num_steps)
     match optimizer.schedule:
         case "constant":

@@ -20,39 +20,40 @@ from mtrain.plan.parameters import (
 )
 
 _MOMENTS_BYTES = 2 * FP32_BYTES
-"""Of a parameter."""
+"""Bytes of both moments of a parameter."""
 MOMENTS_AT_ONCE_BYTES = 2**29
-"""Of the moments that an update with train.offload_optimizer moves together, unless those of one parameter are more:
-ten milliseconds of PCIe."""
+"""Largest size of the moments that an update with train.offload_optimizer moves together, unless those of one parameter
+are larger: ten milliseconds of PCIe."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank; activations and update are estimates, the rest follows from the parameters."""
+    """Memory of one rank in bytes; activations and update are estimates, the rest follows from the parameters."""
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    """Most that exists at one time while gradients are computed."""
+    """Peak of activations while gradients are computed."""
     update_bytes: int
-    """Most that the optimizer makes beside its state, when no activations are left."""
+    """Peak of what the optimizer makes in addition to its state, when no activations are left."""
     host_bytes: int = 0
-    """Pinned memory of the host that activations and moments move to; no part of the total."""
+    """Pinned memory of the host that activations and moments move to; not part of the total."""
 
     @property
     def total_bytes(self) -> int:
-        """All at the heaviest moment; fragmentation, libraries and buffers of communication come on top."""
+        """Sums up everything at the heaviest moment; fragmentation, libraries and buffers of communication are not
+        included."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return state + max(self.activations_bytes, self.update_bytes)
 
 
 def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstimate:
-    """Bytes on a rank of pipeline rank `pp_rank`.
+    """Estimates the memory of a rank of pipeline rank `pp_rank`.
 
     Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
     distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert. A frozen model has
-    weights alone.
+    weights only.
     """
     held = trained_parameters(config, layout, pp_rank)
     kept = _kept_numbers(config, layout, pp_rank, held)
@@ -70,14 +71,14 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
 
 
 def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
-    """What has gradients on a rank: all of the model, or its adapters and a head."""
+    """Counts the parameters with gradients on a rank: the whole model, or its adapters and a head."""
     if config.adapter is None:
         return parameters_on_rank(config.model, layout, pp_rank)
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
 
 
 def _frozen_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Of weights that have neither gradient nor state."""
+    """Counts the bytes of weights that have neither gradient nor state."""
     if config.adapter is None:
         return 0
     learned = head_elements(config.model) if pp_rank == layout.pp - 1 else 0
@@ -89,7 +90,7 @@ def _frozen_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
 
 
 def _largest_trained(config: Config, layout: Layout) -> int:
-    """Elements on a rank of the largest parameter that learns."""
+    """Counts the elements on a rank of the largest trained parameter."""
     model, adapter = config.model, config.adapter
     if adapter is None:
         return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
@@ -98,15 +99,15 @@ def _largest_trained(config: Config, layout: Layout) -> int:
 
 
 def own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:
-    """Of numbers for each parameter, those that this rank's part of the optimizer holds."""
+    """Returns the part of `numbers` that this rank's part of the optimizer holds."""
     if not config.train.distributed_optimizer:
         return numbers.total
     return numbers.dense // (layout.dp * layout.cp) + numbers.experts // layout.edp
 
 
 def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParameters) -> RankParameters:
-    """Of the parameters that a rank holds, fp32 numbers that the optimizer keeps before they are divided."""
-    each = 2 if element_bytes(config) == FP32_BYTES else 3  # both moments, main weights beside half-precision ones
+    """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""
+    each = 2 if element_bytes(config) == FP32_BYTES else 3  # both moments, and main weights in half precision
     match config.optimizer:
         case AdamWSection():
             spared = RankParameters(0, 0)
@@ -118,16 +119,17 @@ def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParame
 
 
 def _moments_at_once(moved: int, largest: int) -> int:
-    """Bytes of moments on the device in an update: those that are updated, those before and those behind them.
+    """Returns the bytes of moments on the device in an update: those that are updated, those before and those after
+    them.
 
     Args:
-        moved: Bytes of all.
-        largest: Elements of the largest parameter.
+        moved: Bytes of all moments that move.
+        largest: Number of elements in the largest parameter.
     """
     return min(moved, max(MOMENTS_AT_ONCE_BYTES, _MOMENTS_BYTES * largest) + 2 * MOMENTS_AT_ONCE_BYTES)
 
 
 def _update_bytes(state_elements: int, largest: int) -> int:
-    """Left free for an update: a copy of one parameter's gradient, for optimizers that make it. Clipping and the fused
-    AdamW make none."""
+    """Returns the bytes left free for an update: a copy of one parameter's gradient, for optimizers that make it.
+    Clipping and the fused AdamW make none."""
     return FP32_BYTES * min(largest, state_elements)

@@ -1,6 +1,6 @@
-"""How many parameters a model has, a token meets, and a rank holds.
+"""Numbers of parameters: of a model, of the part that a token passes, and of a rank.
 
-Those that are replicated over ranks for one reason or another count once in a model, and once on each rank.
+Replicated parameters count once in a model, and once on each rank.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mtrain.plan.layout import Layout
 
 
 def padded_vocab_size(model: ModelSection, tp: int) -> int:
-    """Rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple x tp."""
+    """Returns the rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple x tp."""
     multiple = model.vocab_multiple * tp
     return -(-model.vocab_size // multiple) * multiple
 
 
 def output_columns(model: ModelSection, tp: int) -> int:
-    """Numbers that a rank of TP makes of a token: its part of the padded vocabulary, or all labels of a head."""
+    """Returns the outputs a token on a rank of TP: its part of the padded vocabulary, or all labels of a head."""
     match model.output:
         case TokenOutput():
             return padded_vocab_size(model, tp) // tp
@@ -35,17 +35,18 @@ def output_columns(model: ModelSection, tp: int) -> int:
 
 
 def num_parameters(model: ModelSection) -> int:
-    """Parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
+    """Counts the parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
     return _with_vocabulary(model, model.vocab_size)
 
 
 def num_padded_parameters(model: ModelSection, tp: int) -> int:
-    """Parameters of the whole model with the vocabulary padded for `tp`; tied embeddings count once."""
+    """Counts the parameters of the whole model with the vocabulary padded for `tp`; tied embeddings count once."""
     return _with_vocabulary(model, padded_vocab_size(model, tp))
 
 
 def num_active_parameters(model: ModelSection) -> int:
-    """Parameters that one token meets on its way to the main logits: without padding, other experts and MTP.
+    """Counts the parameters that one token passes on its way to the main logits: without padding, other experts and
+    MTP.
 
     Both tables count whole. Some model cards leave the embedding table out.
     """
@@ -59,17 +60,17 @@ def num_active_parameters(model: ModelSection) -> int:
 
 
 def layer_parameters(model: ModelSection, layer: int) -> Parameters:
-    """Parameters of layer `layer`, counted from 0."""
+    """Counts the parameters of layer `layer`, counted from 0."""
     return sum((part.parameters(model) for part in LAYER_PARTS if part.is_in(model, layer)), start=Parameters())
 
 
 def multi_token_layer(model: ModelSection) -> Parameters:
-    """One depth of multi-token prediction, with its layer, which is like the last one."""
+    """Counts the parameters of one depth of multi-token prediction, with its layer, which is like the last one."""
     return joint_parameters(model) + layer_parameters(model, model.num_layers - 1)
 
 
 def layer_matrices(model: ModelSection, layer: int) -> Parameters:
-    """Of `layer_parameters`, the matrices of the projections: without biases, norms, sinks and the router."""
+    """Counts the matrices of the projections in a layer: without biases, norms, sinks and the router."""
     return sum((part.matrices(model) for part in LAYER_PARTS if part.is_in(model, layer)), start=Parameters())
 
 
@@ -87,9 +88,9 @@ def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
 
 
 def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
-    """What a rank of pipeline rank `pp_rank` holds, vocabulary padded.
+    """Counts the parameters on a rank of pipeline rank `pp_rank`, vocabulary padded.
 
-    With a pipeline the first and the last stage hold a copy each of a table that both use: of a tied one, and of the
+    With a pipeline the first and the last stage hold a copy each of a table that both use: a tied table, and the
     embeddings where tokens are predicted ahead.
     """
     held = _of_layers(model, _own_layers(model, layout, pp_rank))
@@ -100,12 +101,12 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
 
 
 def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> int:
-    """Of `parameters_on_rank`, those of tables of the vocabulary."""
+    """Counts the elements of the tables of the vocabulary on a rank."""
     return _table_elements(model, layout, pp_rank) // layout.tp
 
 
 def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
-    """Of the tables that a stage has, over all its ranks of TP."""
+    """Counts the elements of the tables of a stage, over all its ranks of TP."""
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.mtp_depths else set()
@@ -115,12 +116,12 @@ def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
 
 
 def head_elements(model: ModelSection) -> int:
-    """Of the head on the last stage, which every rank of TP has whole."""
+    """Counts the elements of the head on the last stage, which every rank of TP holds whole."""
     return model.output.num_labels * model.hidden_size if isinstance(model.output, HeadOutput) else 0
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
-    """Of `parameters_on_rank`, the matrices of the layers: without tables, routers, norms, biases and sinks."""
+    """Counts the matrices of the layers on a rank: without tables, routers, norms, biases and sinks."""
     held = sum((layer_matrices(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
     if pp_rank == layout.pp - 1:
         projection = Parameters(divided=2 * model.hidden_size**2)

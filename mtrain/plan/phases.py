@@ -1,4 +1,4 @@
-"""Which blend a run trains at which step."""
+"""Phases of a run: the blend that is trained at each step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mtrain.config.schema.data import AnyData, FilesSection, SourceSection
 
 @dataclass(frozen=True)
 class DataPhase:
-    """A blend of `data.train` or `data.curriculum`."""
+    """One blend of `data.train` or `data.curriculum`."""
 
     from_step: int
-    """Updates completed before it."""
+    """Number of updates completed before the blend begins."""
     shares: dict[str, float]
-    """Path of a source -> its part of the samples, at most 1."""
+    """Path of a source -> its share of the samples, at most 1."""
 
     def __str__(self) -> str:
         shares = " + ".join(f"{share:.4g} {path}" for path, share in self.shares.items())
@@ -23,7 +23,7 @@ class DataPhase:
 
 
 def data_phases(data: AnyData) -> tuple[DataPhase, ...]:
-    """Those of a configuration, in their order; none where there is no curriculum."""
+    """Returns the phases of a configuration, in their order; empty without a curriculum."""
     if not isinstance(data, FilesSection) or not data.curriculum:
         return ()
     later = [(blend.from_step, blend.sources) for blend in data.curriculum]
@@ -36,5 +36,5 @@ def _shares(sources: Sequence[SourceSection]) -> dict[str, float]:
 
 
 def phase_number(phases: Sequence[DataPhase], step: int) -> int:
-    """That of a step, both counted from 1; 0 where there are no phases."""
+    """Returns the number of the phase of a step, both counted from 1; 0 where there are no phases."""
     return sum(phase.from_step < step for phase in phases)

@@ -1,4 +1,4 @@
-"""What `mtrain check` prints: the layout, the batch, and what a step costs."""
+"""Output of `mtrain check`: the layout, the batch, and the cost of a step."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from mtrain.plan.phases import data_phases
 _GIB = 2**30
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
 _HOST_COLUMN = ("pinned on the host",)
-"""Where activations or moments move there."""
+"""Header of the column that is added where activations or moments move to the host."""
 
 
 def print_plan(config: Config, world_size: int) -> None:
     """Prints the plan of a run to standard output, in plain lines.
 
     Raises:
-        ConfigError: the configuration does not run on `world_size` ranks, or its exports cannot be made.
+        ConfigError: The configuration does not run on `world_size` ranks, or its exports cannot be made.
     """
     layout = Layout.from_config(config, world_size)
     notes = list(known_issues.notes(config))
@@ -72,7 +72,7 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
 
 
 def _rows(config: Config, layout: Layout) -> str:
-    """What a data-parallel rank computes in a step."""
+    """Describes what a data-parallel rank computes in a step."""
     microbatches = f"{most_microbatches(config, layout)} microbatches x {config.train.micro_batch_size}"
     if config.data.packing is None:
         return microbatches
@@ -85,7 +85,7 @@ def _moves_to_host(config: Config) -> bool:
 
 
 def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...]]:
-    """One row for each pipeline rank, under _COLUMNS and _HOST_COLUMN."""
+    """Yields one row for each pipeline rank, under _COLUMNS and _HOST_COLUMN."""
     num_layers = config.model.num_layers
     for pp_rank in range(layout.pp):
         memory = plan.memory_per_rank(config, layout, pp_rank)

@@ -30,17 +30,17 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     DenseFeedForward(),
     ExpertFeedForward(),
 )
-"""In the order in which `mtrain/mcore/model/layer_parts.py` puts a layer together."""
+"""Parts of a layer, in the order in which `mtrain/mcore/model/layer_parts.py` puts it together."""
 
 
 def alike(model: ModelSection, layers: Iterable[int]) -> dict[int, int]:
-    """Layers of the same parts cost the same: one of each kind, and how many there are of it."""
+    """Counts layers by kind: one layer of each kind -> number of layers with the same parts, which cost the same."""
     return Counter(map(kinds(model).__getitem__, layers))
 
 
 @once_a_model
 def kinds(model: ModelSection) -> tuple[int, ...]:
-    """For each layer of a model the first one that has the same parts."""
+    """Returns, for each layer of a model, the first layer that has the same parts."""
     first: dict[tuple[bool, ...], int] = {}
     layers = range(model.num_layers)
     return tuple(first.setdefault(tuple(part.is_in(model, each) for part in LAYER_PARTS), each) for each in layers)
@@ -48,17 +48,18 @@ def kinds(model: ModelSection) -> tuple[int, ...]:
 
 @once_a_model
 def present(model: ModelSection) -> tuple[LayerPart, ...]:
-    """The parts that some layer of a model has."""
+    """Returns the parts that some layer of a model has."""
     return tuple(part for part in LAYER_PARTS if part.is_anywhere(model))
 
 
 def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-    """Rows of each matrix within the block that the rows of a linear module repeat; all of them where it fuses none.
+    """Returns the rows of each matrix within the block that the rows of a linear module repeat; all rows where it fuses
+    none.
 
     Args:
-        model: The architecture.
-        linear: The module's own name.
-        num_rows: Rows of the module's weight, on a rank or in the whole model.
+        model: Section of the model.
+        linear: Name of the module itself.
+        num_rows: Number of rows of the module's weight, on a rank or in the whole model.
     """
     found = (part.segments(model, linear, num_rows) for part in present(model))
     return next(filter(None, found), (num_rows,))

@@ -12,25 +12,25 @@ EMBEDDING = "embedding.word_embeddings"
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """A matrix that has a pair of low rank beside it: a projection, or a part of a fused one."""
+    """A matrix that has a pair of low rank: a projection, or a part of a fused one."""
 
     linear: str
-    """The module that holds it, inside of a layer; tables outside of layers."""
+    """Name of the module that holds it, within a layer; for a table, within the model."""
     part: str
     """Name of the target."""
     rows: int
-    """Outputs; of the embedding hidden numbers, and of `output` tokens of the vocabulary."""
+    """Number of outputs: hidden size for the embedding, size of the vocabulary for `output`."""
     columns: int
-    """Inputs; of the embedding tokens of the vocabulary."""
+    """Number of inputs; for the embedding, size of the vocabulary."""
     is_row_parallel: bool = False
     """Whether its columns are divided over TP, and not its rows."""
     is_replicated: bool = False
     """Whether every rank of TP holds all of it."""
     num_experts: int = 0
-    """So many matrices of this size in one layer; 0: one, which is no expert's."""
+    """Number of matrices of this size in one layer, one an expert; 0 for one matrix that is no expert's."""
 
     def parameters(self, adapter: AdapterSection) -> Parameters:
-        """Of the pair, and of the magnitudes."""
+        """Counts the parameters of the pair and of the magnitudes."""
         of_a, of_b = adapter.rank * self.columns, adapter.rank * self.rows
         if self.num_experts:
             return Parameters(experts=self.num_experts * (of_a + of_b))
@@ -42,7 +42,7 @@ class AdaptedMatrix:
         return Parameters(divided=of_b + magnitudes, replicated=of_a)
 
     def multiplied(self, adapter: AdapterSection, top_k: int) -> int:
-        """Elements of the pair that one token is multiplied by; `top_k` experts see it."""
+        """Counts the elements of the pair by which one token is multiplied; `top_k` experts see it."""
         copies = top_k if self.num_experts else 1
         looked_up = adapter.rank * self.columns if self.linear == EMBEDDING else 0
         return copies * adapter.rank * (self.rows + self.columns) - looked_up

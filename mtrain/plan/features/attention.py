@@ -1,4 +1,4 @@
-"""Grouped-query attention and what may stand beside it: norms of heads, sinks, windows."""
+"""Grouped-query attention and its options: norms of heads, sinks, windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, norm_elem
 from mtrain.plan.layout import Layout
 
 _SINK_WIDTH = 8
-"""Dimensions that attention sinks add to a head (mtrain/mcore/model/attention/sinks.py)."""
+"""Number of dimensions that attention sinks add to a head (mtrain/mcore/model/attention/sinks.py)."""
 
 
 @final
@@ -26,7 +26,7 @@ class GroupedQueryAttention(LayerPart):
     def parameters(self, model: ModelSection) -> Parameters:
         biases = Parameters(
             divided=_qkv_width(model) if model.qkv_bias or model.linear_bias else 0,
-            replicated=model.hidden_size if model.linear_bias else 0,  # of a row-parallel output: after the sum over TP
+            replicated=model.hidden_size if model.linear_bias else 0,  # row-parallel: added after the sum over TP
         )
         return self.matrices(model) + biases
 
@@ -51,8 +51,8 @@ class GroupedQueryAttention(LayerPart):
         yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """On a CPU queries, keys and values are written apart, so nothing keeps the projection that they came from, and
-        what the second projection reads is a copy, which a frozen one does not keep."""
+        """Counts elements that only a CPU spares: queries, keys and values are written separately, so nothing keeps the
+        projection that they came from, and the second projection reads a copy, which a frozen one does not keep."""
         if on_gpu or layout.cp > 1 or "proj" in targets:
             return 0
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
@@ -67,11 +67,12 @@ class GroupedQueryAttention(LayerPart):
         return 2 * model.num_attention_heads * model.head_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Turned queries and keys, the projection of which values are a view, and the attention's output."""
+        """Counts rotated queries and keys, the projection of which values are a view, and the attention's output."""
         return 3 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Queries and output; then keys and the projection, or its pieces where whole rows take their place."""
+        """Returns the widths of queries and output; then of keys and the projection, or its pieces where whole rows
+        replace them."""
         queries, keys = (
             number * model.head_size // layout.tp for number in (model.num_attention_heads, model.query_groups)
         )
@@ -80,10 +81,10 @@ class GroupedQueryAttention(LayerPart):
         return queries, queries, queries // 2, queries // 2
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Under context parallelism: keys and values of whole rows, and the output once more in pieces.
+        """Counts, under context parallelism, keys and values of whole rows, and the output once more in pieces.
 
-        They take the place of this rank's own keys and values, which are all that a ring keeps. On a GPU gathered keys
-        and values are repeated for their query heads, for each of the two runs of a rank's queries.
+        They replace this rank's own keys and values, which are all that a ring keeps. On a GPU gathered keys and values
+        are repeated for their query heads, for each of the two runs of a rank's queries.
         """
         heads, groups, cp = model.num_attention_heads, model.query_groups, layout.cp
         if cp == 1:
@@ -130,13 +131,13 @@ class FullWidthQkNorm(LayerPart):
         return Parameters(divided=(model.num_attention_heads + model.query_groups) * model.head_size)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Queries and keys as they were before."""
+        """Counts queries and keys before the norm."""
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
 
 @final
 class AttentionSinks(LayerPart):
-    """A logit for each head."""
+    """A learned logit for each head."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.attention_sinks
@@ -148,16 +149,16 @@ class AttentionSinks(LayerPart):
         return Parameters(divided=model.num_attention_heads)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """A sink is one more key, in dimensions that the heads get in addition."""
+        """Counts the dimensions that heads get in addition for the sink, which is one more key."""
         return 2 * (model.num_attention_heads + model.query_groups) * _SINK_WIDTH // layout.tp
 
 
 @final
 class SlidingWindow(Feature):
-    """A window in all layers, or in all but every n-th."""
+    """A window in all layers, or in all but every n-th layer."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Scores of both kinds of layer are multiplied by different numbers."""
+        """Names keys that scale the scores of both kinds of layer by different numbers."""
         if model.rope.local_base is None or model.rope.scaling != "yarn":
             return None
         return "model.rope.local_base with model.rope.scaling=yarn"
@@ -166,7 +167,7 @@ class SlidingWindow(Feature):
         return model.global_attention_every or 1
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """The same share of the row, but never the whole of a row that it did not cover."""
+        """Keeps the window's share of the row, but never the whole of a row that the user's window did not cover."""
         window, old, new = model.sliding_window, small.user_seq_length, small.seq_length
         if window is None:
             return {}
@@ -179,7 +180,7 @@ class UnturnedLayers(Feature):
     """Layers without a rotary embedding."""
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Which of the few layers have none; one at least where the user's model has any."""
+        """Chooses which of the few layers have none; at least one where the user's model has any."""
         given = model.megatron.get("no_rope_freq")
         if given is None:
             return {}

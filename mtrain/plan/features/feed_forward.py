@@ -30,7 +30,7 @@ class DenseFeedForward(LayerPart):
         return _num_matrices(model) * model.hidden_size * model.ffn_hidden_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """What lies between the projections."""
+        """Counts the elements between the projections."""
         return _kept_widths(model) * model.ffn_hidden_size // layout.tp
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
@@ -79,7 +79,7 @@ class ExpertFeedForward(LayerPart):
         return model.hidden_size * (_num_matrices(model) * width + experts.num_experts)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """A token's copies for its experts come and go with their inputs and outputs; a balanced load is assumed."""
+        """Counts inputs and outputs of experts, a copy for each expert of a token; a balanced load is assumed."""
         return sum(self._kept(model, layout))
 
     def axes(self, model: ModelSection) -> dict[str, int]:
@@ -88,7 +88,7 @@ class ExpertFeedForward(LayerPart):
         return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        """Yields those of all experts, whose gate and up share their A, as PEFT's form for experts has it."""
+        """Yields the matrices of all experts, whose gate and up share their A, as in PEFT's form for experts."""
         experts, hidden = _section(model), model.hidden_size
         inner, count = experts.ffn_hidden_size, experts.num_experts
         outer = 2 * inner if model.is_gated else inner
@@ -105,13 +105,13 @@ class ExpertFeedForward(LayerPart):
         return {"moe": routed + shared, "shared_experts": shared}
 
     def _kept(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
-        """Of the experts that tokens choose, and of the shared ones."""
+        """Returns the elements of the experts that tokens choose, and of the shared ones."""
         experts, num = _section(model), _kept_widths(model)
         routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
         return routed // layout.tp, num * experts.shared_ffn_hidden_size // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Few and small, over the user's kind of choice; every layout divides them."""
+        """Makes experts few and small, with the user's way of choosing them; every layout divides them."""
         if model.experts is None:
             return {}
         experts = model.experts
@@ -142,21 +142,21 @@ def _segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...
 
 
 def _kept_widths(model: ModelSection) -> int:
-    """SwiGLU is a function of our own, which keeps the projection, the activated half and the product; autograd keeps
-    the halves once more."""
+    """Returns the number of widths that are kept. SwiGLU is a function of our own, which keeps the projection, the
+    activated half and the product; autograd keeps the halves once more."""
     if model.activation == "swiglu":
         return 4
     return 5 if model.is_gated else 2
 
 
 def router_parameters(model: ModelSection) -> Parameters:
-    """A row for each expert."""
+    """Counts the parameters of a router: a row for each expert."""
     experts = _section(model)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
 
 
 def _few_groups(experts: ExpertsSection) -> dict[str, int]:
-    """Few groups, ranked as the user's are, of enough experts; empty where there are none."""
+    """Returns few groups, ranked as the user's are, of enough experts; empty where there are no groups."""
     if experts.num_groups is None or experts.group_top_k is None:
         return {}
     num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
@@ -173,7 +173,7 @@ def _section(model: ModelSection) -> ExpertsSection:
 
 
 def _network(model: ModelSection, width: int) -> Parameters:
-    """Two projections over `width` columns, and their biases."""
+    """Counts the parameters of two projections over `width` columns, and of their biases."""
     first = width * (2 if model.is_gated else 1)
     biases = Parameters(divided=first, replicated=model.hidden_size) if model.linear_bias else Parameters()
     return Parameters(divided=model.hidden_size * (first + width)) + biases

@@ -84,13 +84,13 @@ class MultiHeadLatentAttention(LayerPart):
         return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """The latents, whole on every rank of TP, and what grouped-query attention keeps."""
+        """Counts the latents, whole on every rank of TP, and the elements that grouped-query attention keeps."""
         mla = _section(model)
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
         return 2 * latents + 2 * model.num_attention_heads * (mla.query_head_dim + mla.v_head_dim) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Ranks and heads so small, and all different."""
+        """Makes ranks and heads small, and all of them different."""
         if model.mla is None:
             return {}
         ranks = {

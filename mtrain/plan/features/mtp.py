@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind the last one."""
+"""Multi-token prediction: layers after the last one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _MAX_SMALL_DEPTHS = 2
 
 @final
 class MultiTokenPrediction(Feature):
-    """Each depth joins two inputs, and has a layer like the model's last one and a norm of its own."""
+    """Depths that predict further tokens. Each joins two inputs, and has a layer like the model's last one and a norm
+    of its own."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         if model.mtp_depths == 0 or model.global_attention_every is None:
@@ -25,5 +26,6 @@ class MultiTokenPrediction(Feature):
 
 
 def joint_parameters(model: ModelSection) -> Parameters:
-    """What a depth has around its layer: norms of both inputs and of the output, and the inputs' projection."""
+    """Counts the parameters of a depth apart from its layer: norms of both inputs and of the output, and the inputs'
+    projection."""
     return Parameters(divided=2 * model.hidden_size**2, replicated=3 * norm_elements(model, model.hidden_size))

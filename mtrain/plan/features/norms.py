@@ -21,7 +21,7 @@ class Residual(LayerPart):
         return 2 * hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """What projections read where no norm stands in front of them."""
+        """Returns the widths of the projections' inputs where no norm precedes them."""
         return (hidden_local(model, layout),) * 2 if model.post_norm else ()
 
 
@@ -41,13 +41,13 @@ class InputNorms(LayerPart):
         return 2 * hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Outputs; inputs are the residual stream, of norms as well."""
+        """Returns the widths of the outputs; inputs are the residual stream, which is counted there."""
         return (hidden_local(model, layout),) * 2
 
 
 @final
 class OutputNorms(LayerPart):
-    """A norm behind attention and one behind the feed-forward part, before the residual is added."""
+    """A norm after attention and one after the feed-forward part, before the residual is added."""
 
     num_hidden_norms = 2
 

@@ -1,1 +1,1 @@
-"""Which layout a run should have: legal ones, their memory, and what a step of them costs by a stated model."""
+"""Search for the layout of a run: legal layouts, their memory, and the time of a step by a stated model."""

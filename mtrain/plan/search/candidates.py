@@ -1,4 +1,4 @@
-"""Ways to divide a number of ranks, each with a time that no step of it can beat.
+"""Ways to divide a number of ranks, each with a lower bound of the time of a step.
 
 The bound is the sum over all layers, which is the same for every pipeline: so it is computed once for each division of
 the layers' own work (tp, cp, ep, etp, micro-batch), and the many pipelines over it cost a few multiplications.
@@ -23,7 +23,7 @@ _NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": No
 
 
 class WeightShares(NamedTuple):
-    """How weights are divided."""
+    """Degrees by which weights are divided."""
 
     tp: int
     pp: int
@@ -32,7 +32,7 @@ class WeightShares(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout and micro-batch size; what `mtrain train` would refuse of them is refused when they are tried."""
+    """A layout and micro-batch size; what `mtrain train` would refuse is refused when the candidate is tried."""
 
     shares: WeightShares
     cp: int
@@ -41,10 +41,10 @@ class Candidate(NamedTuple):
     vpp: int
     micro_batch_size: int
     least_seconds: float
-    """No step of it is faster, whatever is recomputed."""
+    """Lower bound of the seconds of a step, whatever is recomputed."""
 
     def section(self, num_layers: int) -> LayoutSection:
-        """`layout.*` of it."""
+        """Returns the section `layout.*` of the candidate."""
         sizes = {**self.shares._asdict(), "cp": self.cp, "cp_comm": self.cp_comm, "vpp": self.vpp}
         sizes["sp"] = self.shares.tp > 1
         split = stage_split(num_layers, self.shares.pp, self.vpp)
@@ -53,15 +53,16 @@ class Candidate(NamedTuple):
 
 
 def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: int) -> Iterator[Candidate]:
-    """Every division of exactly `num_gpus` ranks whose weights, gradients and moments alone fit.
+    """Yields every division of exactly `num_gpus` ranks whose weights, gradients and moments alone fit.
 
-    Sequence parallelism is on beside tp: nothing here is better without. Tensor parallelism stays inside a node.
+    Sequence parallelism is on wherever tp is above 1: no estimate here is better without. Tensor parallelism stays
+    inside a node.
 
     Args:
-        config: Its layout, micro-batch size and recomputation are not looked at.
-        num_gpus: World size.
-        cluster: What they run on.
-        usable_bytes: Of a GPU's memory.
+        config: Configuration of the run; its layout, micro-batch size and recomputation are not used.
+        num_gpus: Number of GPUs, the world size.
+        cluster: Cluster on which the run is to run.
+        usable_bytes: Bytes of a GPU's memory that may be filled.
     """
     bounds: dict[tuple[Any, ...], float] = {}
     kinds = known_issues.context_kinds(config)
@@ -83,7 +84,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
 
 
 def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:
-    """Ways to divide the weights over ranks."""
+    """Yields the ways to divide the weights over ranks."""
     model = config.model
     num_experts = 1 if model.experts is None else model.experts.num_experts
     for tp in _divisors(num_gpus, cluster.gpus_per_node):
@@ -98,8 +99,8 @@ def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[Weigh
 
 
 def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
-    """Least that the first rank of a pipeline holds between steps: weights, gradients and, unless they lie on the host,
-    two moments."""
+    """Estimates the least that the first rank of a pipeline holds between steps: weights, gradients and, unless they
+    lie on the host, two moments."""
     num_layers = config.model.num_layers
     split = stage_split(num_layers, shares.pp, 1)
     if split is None:
@@ -119,8 +120,8 @@ def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
 
 
 def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
-    """Layers of the first and last stage where they do not divide evenly: fewer than those of the others, as embeddings
-    and logits stand beside them. None where a stage would have no layer."""
+    """Returns the number of layers in the first and last stage where layers do not divide evenly: fewer than in other
+    stages, as embeddings and logits share these stages. None where a stage would have no layer."""
     stages = pp * vpp
     each = -(-num_layers // stages)
     lacking = each * stages - num_layers
@@ -142,13 +143,13 @@ def _stage_layers(num_layers: int, pp: int, split: dict[str, int]) -> tuple[int,
 
 @functools.cache
 def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]:
-    """Numbers of virtual stages a rank; interleaving needs as many microbatches as ranks."""
+    """Lists the possible numbers of virtual stages a rank; interleaving needs as many microbatches as ranks."""
     most = num_layers // pp + 1 if pp > 1 and may_interleave else 1
     return [each for each in range(1, most + 1) if stage_split(num_layers, pp, each) is not None]
 
 
 def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
-    """cp, dp, micro-batch size and number of microbatches, by cp."""
+    """Yields cp, dp, micro-batch size and number of microbatches, by cp."""
     batch, packed = config.sequences_per_step, config.data.packing is not None
     sizes = _MICRO_BATCHES if config.train.tokens_per_micro_batch is None else (1,)
     both = num_gpus // shares.tp // shares.pp

@@ -20,24 +20,24 @@ _DEGREES = ("tp", "cp", "pp", "ep")
 
 @dataclass(frozen=True)
 class Remedy:
-    """Other values for some keys, and what comes of them."""
+    """Other values for some keys, and the choice that results from them."""
 
     keys: Mapping[str, Any]
     choice: Choice
 
     def __str__(self) -> str:
-        """As overrides of a command line."""
+        """Writes the keys as overrides of a command line."""
         return " ".join(f"{key}={_shown(value)}" for key, value in self.keys.items())
 
 
 def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Remedy | None:
-    """One change that makes the run fit, else two together; the fastest of those; None where two are not enough.
+    """Finds one change that makes the run fit, else two together; the fastest of those; None where two are not enough.
 
     Args:
-        config: A run that does not fit.
-        num_gpus: Its world size, which stays.
-        cluster: What it runs on.
-        memory_bytes: Of one GPU; the estimate may fill USABLE_MEMORY of it.
+        config: Configuration of a run that does not fit.
+        num_gpus: Number of GPUs, the world size, which stays.
+        cluster: Cluster on which the run is to run.
+        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
     """
     single = list(_changes(config, num_gpus, cluster))
     pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
@@ -49,7 +49,7 @@ def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_byte
 
 
 def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """Each by itself asks for less memory, or could."""
+    """Yields changes each of which needs less memory, or may."""
     train, layout = config.train, config.layout
     size = train.micro_batch_size
     while size > 1:
@@ -77,7 +77,7 @@ def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[s
 def _tried(
     config: Config, keys: Mapping[str, Any], num_gpus: int, cluster: Cluster, memory_bytes: int
 ) -> Remedy | None:
-    """None where it is not legal or does not fit."""
+    """Evaluates a change; None where it is not legal or does not fit."""
     changed = with_keys(config, keys)
     if changed is None or broken_rules(changed, num_gpus):
         return None
@@ -89,7 +89,7 @@ def _tried(
 
 
 def with_keys(config: Config, keys: Mapping[str, Any]) -> Config | None:
-    """The configuration with other values for dotted keys; None where a rule refuses them."""
+    """Returns the configuration with other values for dotted keys; None where a rule refuses them."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():
         section, name = key.split(".")

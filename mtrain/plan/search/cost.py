@@ -1,10 +1,10 @@
 """Time of a step, by components: pure functions of a configuration, a layout and a cluster.
 
-A step takes as long as its slowest pipeline stage needs for all microbatches, the bubble in front and behind, the
-transfers that nothing hides, and the update. What is assumed to be hidden: gradients' sums behind the last backward
-pass and parameters' gathering behind the first forward pass, where the configuration overlaps them; transfers between
-stages of an interleaved schedule but for its warm-up; of a backward pass's transfers of tensor parallelism half, which
-run beside the gradients of weights.
+A step takes as long as its slowest pipeline stage needs for all microbatches, the bubble before and after, the
+transfers that nothing hides, and the update. Assumed to be hidden are: gradients' sums by the last backward pass and
+parameters' gathering by the first forward pass, where the configuration overlaps them; transfers between stages of an
+interleaved schedule except for its warm-up; half of a backward pass's transfers of tensor parallelism, which run while
+the gradients of weights are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logit
 from mtrain.plan.search.links import Group, Transfer, gathered, reduced, sent
 
 UPDATE_BYTES = 30
-"""Read and written for each parameter that a rank updates: gradient, main weight, both moments, weight."""
+"""Bytes read and written for each parameter that a rank updates: gradient, main weight, both moments, weight."""
 
 
 @dataclass(frozen=True)
@@ -37,47 +37,47 @@ class StepTime:
     matrices: float
     attention: float
     elementwise: float
-    """Norms, activations, logits' losses, and what the host needs where that is more."""
+    """Time of norms, activations, logits' losses, and of the host where it needs longer."""
     recompute: float
-    """Forward passes of layers or modules that run again, with their transfers."""
+    """Time of forward passes of layers or modules that run again, with their transfers."""
     tp: float
     cp: float
     ep: float
     p2p: float
-    """Between stages."""
+    """Time of transfers between stages."""
     bubble: float
     dp: float
-    """Gradients and parameters, as far as nothing hides them."""
+    """Time of gradients and parameters, as far as nothing hides it."""
     update: float
 
     def parts(self) -> dict[str, float]:
-        """Each component by name."""
+        """Returns each component by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sums up all components."""
         return sum(self.parts().values())
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step of one candidate."""
+    """Cost of a step of one candidate."""
 
     time: StepTime
     nvlink_bytes: float
-    """That a rank sends inside its node."""
+    """Bytes that a rank sends inside its node."""
     network_bytes: float
 
     @property
     def bubble_share(self) -> float:
-        """Of the step."""
+        """Returns the bubble's share of the step."""
         return self.time.bubble / self.time.total
 
 
 @dataclass
 class _Stage:
-    """Of one pipeline rank, for one microbatch, forward and backward."""
+    """Seconds of one pipeline rank, for one microbatch, forward and backward."""
 
     matrices: float = 0.0
     attention: float = 0.0
@@ -94,7 +94,7 @@ class _Stage:
 
 
 def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
-    """Predicts what a step costs, every row full."""
+    """Predicts the cost of a step in which every row is full."""
     work = Workload(config, layout, cluster)
     stage = max(_stages(work), key=lambda each: each.total)
     num = most_microbatches(config, layout)
@@ -122,17 +122,17 @@ def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
 
 
 def least_microbatch_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
-    """Predicts what all stages together need for one microbatch, forward and backward, with nothing recomputed."""
+    """Predicts the seconds of all stages together for one microbatch, forward and backward, with nothing recomputed."""
     return sum(stage.total for stage in _stages(Workload(config, layout, cluster)))
 
 
 def tokens_of_step(config: Config, layout: Layout) -> int:
-    """Positions of all rows of a step, each full."""
+    """Counts the positions of all rows of a step, each full."""
     return most_microbatches(config, layout) * config.train.micro_batch_size * config.row_width * layout.dp
 
 
 def step_mfu(config: Config, layout: Layout, cluster: Cluster, seconds: float) -> float:
-    """The model's own arithmetic, recomputation not counted, of the peak."""
+    """Computes the share of the peak that the model's own arithmetic takes; recomputation does not count."""
     peak = Workload(config, layout, cluster).flops
     return mfu(run_flops_per_token(config) * tokens_of_step(config, layout), seconds, peak * layout.world_size)
 
@@ -161,8 +161,8 @@ def _stages(work: Workload) -> list[_Stage]:
 
 @once_a_model
 def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
-    """For each layer the first one that costs the same: of the same parts, and with the same window or none; and for
-    each of these, how many of its kind are among the first n layers."""
+    """Returns, for each layer, the first layer that costs the same: of the same parts, and with the same window or
+    none; and for each of these, how many of its kind are among the first n layers."""
     first: dict[tuple[int, bool], int] = {}
     keys = ((parts, sees_everything(model, layer)) for layer, parts in enumerate(kinds(model)))
     found = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
@@ -179,7 +179,8 @@ def _num_again(work: Workload, num_layers: int) -> int:
 
 
 def _backward(work: Workload) -> float:
-    """Products of a backward pass for each of a forward pass: gradients of inputs and of weights, if these learn."""
+    """Returns the products of a backward pass for each of a forward pass: gradients of inputs and, where trained, of
+    weights."""
     return 2.0 if work.config.adapter is None else 1.0
 
 
@@ -189,7 +190,7 @@ def _add(stage: _Stage, work: Workload, cost: LayerCost, count: int, again: floa
     stage.matrices += count * cost.matrices * (1 + _backward(work))
     stage.attention += count * cost.attention * 3.5  # backward computes the scores once more
     stage.elementwise += count * 3 * (cost.elementwise + slow)
-    stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, beside the gradients of weights
+    stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, during the gradients of weights
     stage.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
     stage.ep += count * cost.ep.seconds * 2
     # where sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
@@ -219,14 +220,14 @@ def _selected(work: Workload, cost: LayerCost) -> float:
 
 
 def _between_stages(work: Workload) -> Transfer:
-    """Predicts the way of one microbatch from one stage to the next."""
+    """Predicts the transfer of one microbatch from one stage to the next."""
     layout = work.layout
     size = work.tokens * hidden_local(work.config.model, layout) * work.element_bytes
     return sent(work.cluster, layout.tp * layout.cp * layout.dp, size)
 
 
 def _data_parallel(work: Workload, stage: _Stage, held: RankParameters) -> tuple[Transfer, float]:
-    """Sums of gradients and gathering of parameters, and of their seconds those that computation hides."""
+    """Predicts sums of gradients and gathering of parameters, and how many of their seconds computation hides."""
     (_, layout, cluster), train = work, work.config.train
     groups = (
         (held.dense, Group(layout.dp * layout.cp, layout.tp)),

@@ -1,4 +1,4 @@
-"""GPUs and what connects them, as the makers state it, and the shares of that which programs reach.
+"""GPUs and their links, as the makers state them, and the shares of these rates that programs reach.
 
 Everything here is an assumption that can be overridden; docs/planning.md has the sources and the check against
 published numbers.
@@ -13,8 +13,8 @@ from mtrain.base.errors import ConfigError
 
 GIB = 2**30
 USABLE_MEMORY = 0.9
-"""Of a GPU's memory, what the estimate may fill: context, libraries, buffers of communication and fragmentation take
-the rest."""
+"""Share of a GPU's memory that the estimate may fill: context, libraries, buffers of communication and fragmentation
+take the rest."""
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 
 
@@ -24,19 +24,19 @@ class Gpu:
 
     name: str
     flops: float
-    """Dense peak in bf16 and fp16."""
+    """Dense peak in bf16 and fp16, in FLOP/s."""
     fp32_flops: float
     memory_bytes: int
     memory_bandwidth: float
-    """Bytes."""
+    """Bytes a second between a GPU and its memory."""
     nvlink_bandwidth: float
-    """Bytes between this GPU and all others of its node."""
+    """Bytes a second between this GPU and all others of its node."""
     network_bandwidth: float
-    """Bytes between this GPU and other nodes: a network card for each GPU is assumed."""
+    """Bytes a second between this GPU and other nodes: a network card for each GPU is assumed."""
     matrix_efficiency: float
     """Share of the peak that a product of large matrices reaches under the device's power limit."""
     attention_efficiency: float
-    """The same of fused attention, forward and backward together."""
+    """Share of the peak that fused attention reaches, forward and backward together."""
 
 
 GPUS = {
@@ -46,7 +46,7 @@ GPUS = {
     "h200": Gpu("h200", 989e12, 67e12, 140 * GIB, 4.8e12, 450e9, 50e9, 0.64, 0.42),
     "b200": Gpu("b200", 2250e12, 75e12, 180 * GIB, 8.0e12, 900e9, 50e9, 0.62, 0.38),
 }
-"""Data sheets of NVIDIA (SXM, dense): what they call GB of memory are about as many GiB."""
+"""Known GPUs by name, from data sheets of NVIDIA (SXM, dense): what they call GB of memory are about as many GiB."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ class Cluster:
     link_efficiency: float = 0.8
     """Share of a link's bandwidth that large transfers reach."""
     nvlink_latency_s: float = 10e-6
-    """Of one collective inside a node."""
+    """Latency of one collective inside a node."""
     network_latency_s: float = 30e-6
-    """Of one between nodes."""
+    """Latency of one collective between nodes."""
     launch_s: float = 4e-6
-    """That the host needs for each kernel."""
+    """Time that the host needs to launch each kernel."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """One of GPUS.
+    """Returns the GPU of this name.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: No GPU has this name.
     """
     if name.lower() not in GPUS:
         raise ConfigError(
@@ -80,10 +80,10 @@ def gpu_named(name: str) -> Gpu:
 
 
 def memory_size(text: str) -> int:
-    """Bytes of a size such as 80GiB, 141GB or 79.5 GiB.
+    """Returns the bytes of a size such as 80GiB, 141GB or 79.5 GiB.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is no size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:

@@ -1,4 +1,4 @@
-"""What one layer, and the logits, cost on a rank for one microbatch: pure functions of sizes.
+"""Cost of one layer, and of the logits, on a rank for one microbatch: pure functions of sizes.
 
 Products of matrices run at the peak of the device times an efficiency that falls with their smallest dimension, and
 not faster than the memory feeds them; fused attention has an efficiency of its own; everything else is bound by memory.
@@ -20,16 +20,16 @@ from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.links import Group, Transfer, exchanged, gathered
 
 HALF_EFFICIENT = 160
-"""Smallest dimension of a product of which half the efficiency is left: tiles of 128 x 256 elements fill a device
+"""Smallest dimension of a product at which half the efficiency is left: tiles of 128 x 256 elements fill a device
 partly."""
 LAUNCHES = 45
-"""Kernels of a layer in one direction."""
+"""Number of kernels of a layer in one direction."""
 TOUCHES = 2.5
-"""How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
+"""Number of times that elementwise kernels read or write, forward, each element that the backward pass keeps."""
 
 
 class Workload(NamedTuple):
-    """A configuration under a layout on a cluster: what a time is predicted of."""
+    """A configuration under a layout on a cluster, for which times are predicted."""
 
     config: Config
     layout: Layout
@@ -37,30 +37,30 @@ class Workload(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """Positions of a microbatch that one rank holds, those of sequence parallelism not divided."""
+        """Counts the positions of a microbatch that one rank holds, not divided by sequence parallelism."""
         return self.config.train.micro_batch_size * self.config.row_width / self.layout.cp
 
     @property
     def flops(self) -> float:
-        """Peak of a device at the run's precision, in operations a second."""
+        """Returns the peak of a device at the run's precision, in operations a second."""
         gpu = self.cluster.gpu
         return gpu.fp32_flops if self.config.train.precision == "fp32" else gpu.flops
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation's element."""
+        """Returns the bytes of an activation's element."""
         return element_bytes(self.config)
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of one microbatch, forward; backward is a multiple of it."""
+    """Seconds of the forward pass of one microbatch; backward is a multiple of it."""
 
     matrices: float
     attention: float
     elementwise: float
     least: float
-    """What the host needs to launch it all."""
+    """Seconds that the host needs to launch all kernels."""
     tp: Transfer
     cp: Transfer
     cp_backward: Transfer
@@ -68,7 +68,7 @@ class LayerCost:
 
     @property
     def compute(self) -> float:
-        """All arithmetic."""
+        """Returns the seconds of all arithmetic."""
         return max(self.matrices + self.attention + self.elementwise, self.least)
 
 
@@ -100,7 +100,8 @@ def layer_cost(work: Workload, layer: int) -> LayerCost:
 
 
 def logits_seconds(work: Workload) -> float:
-    """Predicts the output layer's forward pass for one token predicted, and the losses', which pass over the logits."""
+    """Predicts the output layer's forward pass for one predicted token, and that of the losses, which read the
+    logits."""
     width = output_columns(work.config.model, work.layout.tp)
     product = product_seconds(work, work.tokens, width, work.config.model.hidden_size)
     return product + TOUCHES * work.tokens * width * 4 / work.cluster.gpu.memory_bandwidth
@@ -111,7 +112,7 @@ def _matrix_seconds(work: Workload, part: LayerPart) -> float:
     found = part.matrices(model)
     hidden, seconds = model.hidden_size, 0.0
     if found.divided:
-        # two products, as qkv and proj or fc1 and fc2, between the hidden size and so many columns together
+        # two products, such as qkv and proj or fc1 and fc2, that together have this many columns
         width = found.divided / layout.tp / hidden
         seconds += 2 * product_seconds(work, tokens, width / 2, hidden)
     if found.replicated:
@@ -131,7 +132,7 @@ def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
     model, size = work.config.model, work.element_bytes
     hidden_bytes = tokens * model.hidden_size * size
     has_experts = model.has_experts(layer) and model.experts is not None
-    # in front of a part all tokens are gathered, and behind it scattered; experts get theirs otherwise
+    # before a part all tokens are gathered, and after it scattered; experts get theirs otherwise
     num_parts = 1 if has_experts else 2
     tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
     ep = Transfer()
@@ -160,9 +161,9 @@ def _context_transfers(work: Workload, attention: float) -> tuple[Transfer, Tran
             gather = gathered(cluster, group, cp * 2 * groups * size)
             return gather, gather
         case "ring":
-            # hops to all others, each behind the products of the hop before
+            # hops to all other ranks, each during the products of the hop before
             hops = gathered(cluster, group, cp * 2 * groups * size)
-            # gradients go all the way home, in float32, beside the keys and values again
+            # gradients travel all the way home, in float32, together with the keys and values
             home = gathered(cluster, group, cp * 2 * groups * 4) * (cp / (cp - 1))
             hidden = attention * (cp - 1) / cp
             return _behind(hops, hidden), _behind(hops + home, 2.5 * hidden)
@@ -171,5 +172,5 @@ def _context_transfers(work: Workload, attention: float) -> tuple[Transfer, Tran
 
 
 def _behind(transfer: Transfer, seconds: float) -> Transfer:
-    """With the time that is left where so many seconds of arithmetic run beside it."""
+    """Returns the transfer with the time that is left when it overlaps with `seconds` of arithmetic."""
     return replace(transfer, seconds=max(0.0, transfer.seconds - seconds))

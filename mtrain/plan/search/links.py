@@ -15,7 +15,7 @@ from mtrain.plan.search.hardware import Cluster
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sends, and how long it takes."""
+    """Bytes that one rank sends, and the seconds that it takes."""
 
     seconds: float = 0.0
     nvlink_bytes: float = 0.0
@@ -34,19 +34,19 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate."""
+    """Ranks that communicate with each other."""
 
     size: int
     stride: int
     """Distance of neighbours in the order of ranks."""
 
     def members_in_a_node(self, cluster: Cluster) -> int:
-        """How many of them share a node."""
+        """Counts the members of the group that share a node."""
         return max(1, min(self.size, cluster.gpus_per_node // self.stride))
 
 
 def gathered(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
-    """An all-gather or a reduce-scatter of `whole_bytes` on each rank, in a ring."""
+    """Predicts an all-gather or a reduce-scatter of `whole_bytes` on each rank, in a ring."""
     if group.size == 1:
         return Transfer()
     sent = whole_bytes * (group.size - 1) / group.size
@@ -54,19 +54,19 @@ def gathered(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
     if local == group.size:
         bandwidth = cluster.gpu.nvlink_bandwidth * cluster.link_efficiency
         return Transfer(cluster.nvlink_latency_s + sent / bandwidth, nvlink_bytes=sent)
-    # the ring enters and leaves a node by all cards of its members there
+    # the ring enters and leaves a node through all cards of its members there
     cards = min(cluster.gpu.nvlink_bandwidth, local * cluster.gpu.network_bandwidth) * cluster.link_efficiency
     latency = cluster.network_latency_s * math.log2(group.size / local) + cluster.nvlink_latency_s
     return Transfer(latency + sent / cards, nvlink_bytes=sent * (local - 1) / local, network_bytes=sent / local)
 
 
 def reduced(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
-    """An all-reduce: both, one after the other."""
+    """Predicts an all-reduce: a reduce-scatter and an all-gather, one after the other."""
     return gathered(cluster, group, whole_bytes) * 2
 
 
 def exchanged(cluster: Cluster, group: Group, own_bytes: float) -> Transfer:
-    """An all-to-all, of which each rank has `own_bytes`, an equal part for everyone."""
+    """Predicts an all-to-all in which each rank has `own_bytes`, an equal part for every rank."""
     if group.size == 1:
         return Transfer()
     local = group.members_in_a_node(cluster)
@@ -78,7 +78,7 @@ def exchanged(cluster: Cluster, group: Group, own_bytes: float) -> Transfer:
 
 
 def sent(cluster: Cluster, stride: int, num_bytes: float) -> Transfer:
-    """From one rank to another that lies `stride` ranks behind it."""
+    """Predicts a transfer from one rank to another whose number is higher by `stride`."""
     if stride < cluster.gpus_per_node:
         bandwidth = cluster.gpu.nvlink_bandwidth * cluster.link_efficiency
         return Transfer(cluster.nvlink_latency_s + num_bytes / bandwidth, nvlink_bytes=num_bytes)

@@ -1,4 +1,4 @@
-"""What a search found, for people and for programs."""
+"""Results of a search, for people and for programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADER = ("", "layout", "micro-batch", "recompute", "GiB", "bubble", "NVLink GB
 
 
 def recompute_name(config: Config) -> str:
-    """Short name of what is computed again."""
+    """Returns a short name of what is recomputed."""
     train = config.train
     if train.recompute_modules is None:
         return train.recompute + ("" if train.recompute_layers is None else f" {train.recompute_layers}")
@@ -37,7 +37,7 @@ def recompute_name(config: Config) -> str:
 
 
 def lines(found: Found, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Iterator[str]:
-    """The table, and why the first row is the first."""
+    """Yields the lines of the table, and why the first row comes first."""
     gpu = cluster.gpu
     yield (
         f"{num_gpus} x {gpu.name} of {memory_bytes / GIB:.0f} GiB, {cluster.gpus_per_node} a node: "
@@ -74,7 +74,7 @@ def _row(number: int, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _explained(choices: list[Choice]) -> Iterator[str]:
-    """What each alternative costs beside the first."""
+    """Yields what each alternative costs compared with the first."""
     first = choices[0]
     parts = first.cost.time.parts()
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
@@ -97,7 +97,7 @@ def _explained(choices: list[Choice]) -> Iterator[str]:
 
 
 def _difference(more: dict[str, float]) -> str:
-    """The largest of what it costs, and of what it saves."""
+    """Names the component that costs most in addition, and the one that saves most."""
     worst = max(more, key=lambda name: more[name])
     best = min(more, key=lambda name: more[name])
     text = f"{more[worst]:.3f} s more for {_NAMES[worst]}"
@@ -105,7 +105,7 @@ def _difference(more: dict[str, float]) -> str:
 
 
 def as_json(found: Found, cluster: Cluster) -> dict[str, Any]:
-    """The same for programs: seconds, bytes and shares."""
+    """Returns the same results for programs: seconds, bytes and shares."""
     return {
         "counts": vars(found.counts),
         "gpu": vars(cluster.gpu),
@@ -133,7 +133,7 @@ def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
 
 
 def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int) -> ConfigError:
-    """What is closest, and what it lacks."""
+    """Builds the error that names the closest choice, and what it lacks."""
     if found.closest is None:
         return _no_layout(config, num_gpus)
     closest, usable = found.closest, memory_bytes * USABLE_MEMORY
@@ -160,7 +160,7 @@ def _remedy(largest: str) -> str:
 
 
 def _no_layout(config: Config, num_gpus: int) -> ConfigError:
-    """Why no layout divides the ranks and the batch, and what would."""
+    """Builds the error that explains why no layout divides the ranks and the batch, and what would."""
     batch = config.train.global_batch_size
     fitting = next((count for count in range(num_gpus, 0, -1) if batch % count == 0), 1)
     larger = -(-batch // num_gpus) * num_gpus

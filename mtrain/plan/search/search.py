@@ -1,5 +1,5 @@
-"""The fastest layouts that fit: candidates are looked at in the order of a lower bound of their time, and no further
-than that bound allows."""
+"""Search for the fastest layouts that fit: candidates are tried in the order of a lower bound of their time, and only
+as far as that bound requires."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ class Choice:
     config: Config
     layout: Layout
     memory: MemoryEstimate
-    """On the rank that needs most."""
+    """Memory of the rank that needs most."""
     cost: StepCost
 
 
 @dataclass
 class Counts:
-    """How much of the search was done."""
+    """Counts of the steps of a search."""
 
     bounded: int = 0
-    """Divisions of the ranks, with micro-batch sizes, whose time has a lower bound."""
+    """Number of divisions of the ranks, with micro-batch sizes, whose time has a lower bound."""
     tried: int = 0
-    """Of them, those that the bound did not exclude and that `mtrain train` would accept."""
+    """Number of those that the bound did not exclude and that `mtrain train` would accept."""
     measured: int = 0
-    """Memory estimates."""
+    """Number of memory estimates."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """Result of a search."""
 
     choices: list[Choice]
-    """Fastest first, each of another layout; empty where nothing fits."""
+    """Choices with different layouts, the fastest first; empty where nothing fits."""
     closest: Choice | None
-    """Where nothing fits: what needs least memory; None where no layout is legal."""
+    """Choice that needs least memory, where nothing fits; None where no layout is legal."""
     counts: Counts
 
 
 def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, num_choices: int = 5) -> Found:
-    """The fastest choices that fit.
+    """Finds the fastest choices that fit.
 
     Args:
-        config: A run whose layout, micro-batch size and recomputation are to be chosen.
-        num_gpus: World size.
-        cluster: What it runs on.
-        memory_bytes: Of one GPU; the estimate may fill USABLE_MEMORY of it.
-        num_choices: How many to find.
+        config: Configuration of a run whose layout, micro-batch size and recomputation are to be chosen.
+        num_gpus: Number of GPUs, the world size.
+        cluster: Cluster on which the run is to run.
+        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
+        num_choices: Number of choices to find.
     """
     counts, usable = Counts(), int(memory_bytes * USABLE_MEMORY)
     ordered = sorted(candidates(config, num_gpus, cluster, usable), key=lambda each: each.least_seconds)
@@ -80,7 +80,7 @@ def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, n
 
 
 def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -> Config:
-    """The configuration under another layout. What is computed again is chosen after this; every other key stays."""
+    """Returns the configuration under another layout. Recomputation is chosen after this; every other key stays."""
     changes = {
         "micro_batch_size": micro_batch_size,
         "recompute": "none",
@@ -99,11 +99,11 @@ class _Best:
 
     @property
     def limit(self) -> float:
-        """What is not faster than this changes nothing."""
+        """Returns the time that a choice has to undercut to be kept."""
         return self.choices[-1].cost.time.total if len(self.choices) == self.size else float("inf")
 
     def add(self, choice: Choice) -> None:
-        """Keeps it where it is among the fastest."""
+        """Keeps the choice where it is among the fastest."""
         key = _weights_key(choice.layout)
         same = [each for each in self.choices if _weights_key(each.layout) == key]
         if same and same[0].cost.time.total <= choice.cost.time.total:
@@ -113,12 +113,12 @@ class _Best:
 
 
 def _weights_key(layout: Layout) -> tuple[int, ...]:
-    """Layouts that hold the same weights on a rank, whatever the schedule."""
+    """Returns a key that is equal for layouts that hold the same weights on a rank, whatever the schedule."""
     return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
 
 
 def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _Best, counts: Counts) -> None:
-    """Recomputes as little as lets the layout fit, if it can be among the best."""
+    """Tries the layout with as little recomputation as lets it fit, if it can be among the best."""
     for given in recomputations(config):
         cost = step_cost(given, layout, cluster)
         if cost.time.total >= best.limit:
@@ -131,7 +131,7 @@ def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _B
 
 
 def recomputations(config: Config) -> Iterator[Config]:
-    """Ways to recompute, from nothing to everything, each of which takes longer than the one before."""
+    """Yields ways to recompute, from nothing to everything, each of which takes longer than the one before."""
     has_dense = any(not config.model.has_experts(layer) for layer in dict.fromkeys(kinds(config.model)))
     parts = (["mlp"] if has_dense else []) + (["moe"] if config.model.experts is not None else [])
     for recompute, modules in (
@@ -145,7 +145,7 @@ def recomputations(config: Config) -> Iterator[Config]:
 
 
 def is_legal(config: Config) -> bool:
-    """Whether the configuration keeps every rule, those on keys that were changed without being validated included."""
+    """Says whether the configuration keeps every rule, including rules on keys that were changed without validation."""
     try:
         Config.model_validate(config.model_dump())
     except ValidationError:
@@ -154,7 +154,7 @@ def is_legal(config: Config) -> bool:
 
 
 def heaviest(config: Config, layout: Layout, usable: int = _NO_LIMIT) -> MemoryEstimate:
-    """Of the rank that needs most memory; of the first one found that needs more than `usable`."""
+    """Estimates the rank that needs most memory; stops at the first rank that needs more than `usable`."""
     found: list[MemoryEstimate] = []
     for pp_rank in sorted(range(layout.pp), key=lambda each: (each not in (0, 1, layout.pp - 1), each)):
         found.append(memory_per_rank(config, layout, pp_rank))
@@ -167,7 +167,8 @@ _NUM_CLOSEST = 20
 
 
 def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) -> Choice | None:
-    """What needs least memory of all, everything recomputed, among those that hold least between steps."""
+    """Finds the choice that needs least memory, with everything recomputed, among those that hold least between
+    steps."""
     found: list[Choice] = []
     for shares in sorted(divisions(config, num_gpus, cluster), key=lambda each: state_bytes(config, each, num_gpus)):
         if len(found) >= _NUM_CLOSEST:

@@ -1,4 +1,4 @@
-"""The machine that a configuration says it is for; `written` writes such a line."""
+"""The machine that a configuration states in a comment; `written` writes such a line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mtrain.base.files import disk_faults
 
 _GIB = 2**30
 _MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
-"""GB of a GPU are GiB, as its maker writes them."""
+"""Pattern of the line that states the machine; GB of a GPU are GiB, as its maker writes them."""
 _HEAD_BYTES = 4096
 
 
 class StatedMachine(NamedTuple):
-    """What a configuration says that it is for, in a line such as `# GPUs: 64 x h100 80 GiB`."""
+    """Machine that a configuration states, in a line such as `# GPUs: 64 x h100 80 GiB`."""
 
     num_gpus: int
     memory_bytes: int
@@ -24,7 +24,7 @@ class StatedMachine(NamedTuple):
 
 
 def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
-    """What the files say that they are for; of several the last one that says so. None where none does."""
+    """Reads the machine that the files state, the last one of several; None where no file states one."""
     found = None
     for path in paths:
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Whether a run fits into a GPU's memory, and what to change where it does not."""
+"""Verdict whether a run fits into a GPU's memory, and what to change where it does not."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mtrain.plan.search.search import heaviest, search
 
 
 def verdict(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> str:
-    """Says that the run fits, with how much room.
+    """Describes that the run fits, and with how much room.
 
     Args:
-        config: Of the run.
-        num_gpus: Its world size.
-        cluster: What it runs on; the fastest of several remedies is named.
-        memory_bytes: Of one GPU; the estimate may fill USABLE_MEMORY of it.
+        config: Configuration of the run.
+        num_gpus: Number of GPUs, the world size.
+        cluster: Cluster on which the run is to run; the fastest of several remedies is named.
+        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
 
     Raises:
-        ConfigError: It does not fit; the message names the smallest change with which it does.
+        ConfigError: The run does not fit; the message names the smallest change with which it does.
     """
     layout = Layout.from_config(config, num_gpus)
     needed, usable = heaviest(config, layout).total_bytes, memory_bytes * USABLE_MEMORY

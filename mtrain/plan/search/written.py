@@ -1,4 +1,4 @@
-"""A choice as a configuration, with the machine that it is for in its first line."""
+"""A choice as a configuration file, with its machine in the first line."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_laye
 def write_choice(
     choice: Choice, given: Mapping[str, Any], left_out: Sequence[str], cluster: Cluster, memory_bytes: int, path: Path
 ) -> None:
-    """Writes what the user said, under the chosen layout, micro-batch size and recomputation; nothing is overwritten.
+    """Writes the user's sections with the chosen layout, micro-batch size and recomputation; nothing is overwritten.
 
     Args:
-        choice: A layout and what goes with it.
-        given: Sections, as the user's files and overrides have them.
-        left_out: Keys that a run needs, but `given` lacks; the file names them and does not have them either.
-        cluster: What it runs on.
-        memory_bytes: Of one GPU.
-        path: The new file.
+        choice: Layout that was chosen, with the micro-batch size and recomputation.
+        given: Sections as the user's files and overrides give them.
+        left_out: Keys that a run needs, but `given` lacks; the file names them in a comment.
+        cluster: Cluster on which the run is to run.
+        memory_bytes: Memory of one GPU in bytes.
+        path: Path of the new file.
 
     Raises:
-        ConfigError: The file is there.
-        MachineError: It cannot be written.
+        ConfigError: The file exists.
+        MachineError: The file cannot be written.
     """
     if path.exists():
         raise ConfigError(f"{path} exists, and nothing is overwritten; name another file, or move it away")
@@ -49,7 +49,7 @@ def write_choice(
 
 
 def chosen_content(choice: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of `given` with the chosen keys in place of their own."""
+    """Returns the sections of `given` with the chosen keys in place of their own."""
     layout = choice.config.layout.model_dump(exclude_defaults=True)
     others = {key: value for key, value in given["train"].items() if key not in _CHOSEN}
     train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **others}
