@@ -6,7 +6,7 @@ The CPU emulation has to be in place before megatron-core is first imported, so 
 from mtrain.base.ground import require_ground
 from mtrain.base.imports import ignore_warnings_of_megatron, without_trackers
 
-require_ground()  # another version would train another run, or end in a traceback
+require_ground()  # another version would change the run's numbers, or end in a traceback
 from mtrain.mcore.distributed import cpu  # noqa: E402
 
 ignore_warnings_of_megatron()

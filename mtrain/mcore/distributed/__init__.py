@@ -1,1 +1,1 @@
-"""Process groups, collectives and random numbers of the ranks."""
+"""Process groups, collectives and random states of the ranks."""

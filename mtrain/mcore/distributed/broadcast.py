@@ -1,7 +1,7 @@
-"""One rank of a tensor-parallel group reads the data; the others receive it.
+"""One rank of a tensor-parallel group reads the data and broadcasts them to the others.
 
-Rows go from device to device. What the host decides by goes from host to host: one that asked its device for it would
-wait for all that is queued there.
+Rows go from device to device. Values that the host needs for decisions go from host to host: a host that asked its
+device for them would wait for all the work that is queued there.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def broadcast_batches(
     groups: Groups,
     extras: Sequence[str] = (),
 ) -> list[Microbatch]:
-    """Full rows on the device of every rank of the tensor-parallel group.
+    """Returns full rows on the device of every rank of the tensor-parallel group.
 
-    Two broadcasts over TP for all microbatches together. Between the hosts of TP one of the starts of documents, where
-    rows have some, and in front of all one of two numbers, where rows are packed.
+    Costs two broadcasts over TP for all microbatches together. Hosts of TP broadcast the starts of documents, where
+    rows have some, and before everything else two numbers, where rows are packed.
 
     Args:
-        batches: The step's microbatches on tensor-parallel rank 0, elsewhere None.
+        batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
         count: Number of microbatches; None where rows are packed and ranks without batches do not know it.
         terms: Names of the loss terms.
-        config: Gives the shapes.
+        config: Configuration, which gives the shapes.
         groups: The process groups.
-        extras: Names of what their loss functions read beside the weights.
+        extras: Names of what the loss functions read in addition to the weights.
     """
-    # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing travels between those.
+    # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing is sent between those.
     if groups.layout.tp == 1:
         assert batches is not None
         return [batch.map(lambda rows: to_device(rows, groups.device)) for batch in batches]
     model = config.model
-    # Both sides derive fields and shapes from the configuration: the number of microbatches is all that a packed step
-    # decides by itself.
+    # Both sides derive fields and shapes from the configuration: only the number of microbatches of a packed step is
+    # not known from it.
     num_sequences = None
     if config.data.packing is not None:
         count, num_sequences = _shared_counts(batches, groups)
@@ -76,33 +76,33 @@ def broadcast_batches(
 
 
 def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: Groups) -> Tensor:
-    """A tensor of tensor-parallel rank 0 on the CPU of every rank of the group.
+    """Returns a tensor of tensor-parallel rank 0 on the CPU of every rank of the group.
 
-    One broadcast between hosts, none where the group has one rank. No host waits for a device.
+    Costs one broadcast between hosts, none where the group has one rank. No host waits for a device.
 
     Args:
-        own: On the CPU on tensor-parallel rank 0, elsewhere None.
-        shape: Its own.
-        dtype: In which it travels.
+        own: Tensor on the CPU of tensor-parallel rank 0; None elsewhere.
+        shape: Shape of the tensor.
+        dtype: Dtype in which it is sent and returned.
         groups: The process groups.
     """
     numbers = torch.empty(shape, dtype=dtype) if own is None else own.to(dtype).contiguous()
     assert numbers.shape == shape, f"{tuple(numbers.shape)} in the place of {shape}"
     if groups.layout.tp > 1:
-        # `src` is a rank of the world: the first one of this TP group.
+        # `src` is a rank of the world: the first one of this TP group
         dist.broadcast(numbers, dist.get_process_group_ranks(groups.tp_host)[0], group=groups.tp_host)
     return numbers
 
 
 def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...], groups: Groups) -> Sequence[Tensor]:
-    """Of each microbatch, on the CPU: attention cuts rows by document on the host. One broadcast between hosts."""
+    """Returns each microbatch's starts of documents on the CPU, where attention cuts rows. One broadcast of hosts."""
     own = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
     return broadcast_on_hosts(own, shape, torch.int32, groups).unbind()
 
 
 def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
-    """How many microbatches tensor-parallel rank 0 has, and how many sequences the one with most. One broadcast between
-    hosts."""
+    """Returns the number of microbatches of tensor-parallel rank 0, and the most sequences in one of them. One
+    broadcast between hosts."""
     own = None
     if batches is not None:
         own = torch.tensor([len(batches), max((batch.num_sequences for batch in batches), default=0)])
@@ -112,7 +112,7 @@ def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tupl
 
 
 def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
-    """The part of each row that this context-parallel rank holds."""
+    """Returns the part of each row that this context-parallel rank holds."""
     return [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in batches]
 
 
@@ -123,7 +123,7 @@ def _broadcast(
     shape: tuple[int, ...],
     groups: Groups,
 ) -> Tensor:
-    """[microbatches, paths, batch, seq] on every rank of the tensor-parallel group. One broadcast."""
+    """Returns [microbatches, paths, batch, seq] on every rank of the tensor-parallel group. One broadcast."""
     if groups.tp_rank == 0:
         assert batches is not None
         given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
@@ -131,6 +131,6 @@ def _broadcast(
         packed = to_device(whole, groups.device)
     else:
         packed = torch.empty(shape, dtype=dtype, device=groups.device)  # never read before the broadcast has filled it
-    # `src` is a rank of the world: the first one of this TP group.
+    # `src` is a rank of the world: the first one of this TP group
     dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
     return packed

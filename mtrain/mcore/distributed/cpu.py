@@ -1,9 +1,9 @@
 """megatron-core 0.16.1 on a machine without a GPU.
 
-megatron-core names CUDA in many places that need only "the device this rank computes on": factory functions with
+megatron-core names CUDA in many places that only mean "the device this rank computes on": factory functions with
 `device='cuda'` or a device index, streams and events, RNG state, and tensor type names compared as text. `install` maps
-those to the CPU by plain wrappers (a TorchFunctionMode would tax every operation). Where CUDA is present it looks only
-whether TransformerEngine and apex can be used, and this is the only module that knows about it.
+those to the CPU by plain wrappers (a TorchFunctionMode would slow every operation down). Where CUDA is present it only
+checks whether TransformerEngine and apex can be used, and this is the only module that knows about it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _installed = False
 
 
 class _Stream:
-    """Stands for a CUDA stream or event: everything has already happened."""
+    """Replaces a CUDA stream or event: everything has already happened."""
 
     def __init__(self, *args: object, **options: object) -> None:
         pass
@@ -93,7 +93,7 @@ def _patch_factories() -> None:
 def _patch_tensor() -> None:
     original_to, original_type = torch.Tensor.to, torch.Tensor.type
 
-    # megatron-core passes the device by position or by name, and a dtype alone in the same place.
+    # megatron-core passes the device by position or by name, and a dtype alone in the same place
     def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if args and _names_cuda(args[0]):
             args = (_CPU, *args[1:])
@@ -118,13 +118,13 @@ def _patch_tensor() -> None:
 
 
 def _patch_cuda() -> None:
-    """Every name gets a function of its own: torch's compiler, if it is imported, looks functions up by identity."""
+    """Replaces each name by a function of its own: torch's compiler, if it is imported, finds functions by identity."""
     cuda: Any = torch.cuda
     for name in ["synchronize", "set_device", "empty_cache", "set_stream"]:
         setattr(cuda, name, _returning(None))
     for name in ["current_stream", "default_stream"]:
         setattr(cuda, name, _returning(_STREAM))
-    # An index, as on a GPU: factory functions above turn it into the CPU.
+    # an index, as on a GPU: the factory functions above map it to the CPU
     cuda.current_device, cuda.device_count = _returning(0), _returning(1)
     cuda.Stream = cuda.Event = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
@@ -142,7 +142,7 @@ def _returning(value: object) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _without_compile() -> Iterator[None]:
-    """megatron-core compiles small functions at import (`jit_fuser`); on the CPU they run as they are."""
+    """Turns compilation off: megatron-core compiles small functions at import (`jit_fuser`); CPUs run them plainly."""
     original = torch.compile
     torch.compile = lambda function=None, *args, **options: (  # type: ignore[assignment]
         (lambda inner: inner) if function is None else function
@@ -160,16 +160,16 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    if "megatron.core.jit" in sys.modules:  # imported earlier for its data sets: its compiled functions run eagerly
+    if "megatron.core.jit" in sys.modules:  # imported earlier, for its data sets: its functions must run eagerly
         torch.compiler.set_stance("force_eager")
     _patch_factories()
     _patch_tensor()
     _patch_cuda()
-    # jit.py keeps what torch.compile is at its first import (jit_fuser): later imports get the plain functions as well.
+    # jit.py keeps torch.compile as it is at first import (jit_fuser): later imports get the plain functions as well.
     with _without_compile():
         import megatron.core.tensor_parallel.random as rng
 
-        # These two call torch.cuda.random and torch._C themselves, past the names that are replaced above.
+        # These two call torch.cuda.random and torch._C themselves, not by the names that are replaced above.
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
         # "CPU RNG state changed within GPU RNG context" is true of every dropout here: there is one generator
@@ -185,5 +185,5 @@ def install() -> None:
 
 
 def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """For moe_utils.py::maybe_move_tensor_to_cpu, which makes lists of split sizes of tensors on a GPU only."""
+    """Replaces moe_utils.py::maybe_move_tensor_to_cpu, which makes lists of split sizes only of tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,4 +1,4 @@
-"""Collectives that gloo lacks and experts need: lists of tensors of several sizes.
+"""Collectives that gloo lacks and experts need: on lists of tensors of several sizes.
 
 megatron-core gathers and scatters such lists where experts are divided over etp > 1 (tensor_parallel/mappings.py). gloo
 refuses them, but its all-to-all takes any sizes.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Puts them in the place of torch's; for machines without a GPU alone."""
+    """Replaces torch's collectives by these; for machines without a GPU only."""
     torchs: Any = dist
     torchs.all_gather, torchs.reduce_scatter = _gather(dist.all_gather), _scatter(dist.reduce_scatter)
 
@@ -49,12 +49,12 @@ def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         sizes = [len(each) for each in tensors]
         if len(set(sizes)) <= 1:
             return original(output, tensors, op, group, async_op)
-        # A caller that wants a maximum must not get a sum.
+        # a caller that wants a maximum must not get a sum
         assert op == dist.ReduceOp.SUM, "only sums"
         assert not async_op
         parts = output.new_empty(len(sizes), *output.shape)  # [ranks, own rows, ...]
         own = [len(output)] * len(sizes)
-        # Flattening contiguous memory gives a view, through which the exchange fills `parts`.
+        # flattening contiguous memory gives a view, through which the exchange fills `parts`
         dist.all_to_all_single(parts.flatten(0, 1), torch.cat(list(tensors)), own, sizes, group=group)
         output.copy_(parts.sum(0))  # the order of ranks: the same bits at every repetition
         return None

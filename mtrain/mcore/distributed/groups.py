@@ -20,14 +20,14 @@ from mtrain.plan.layout import Layout
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank for one layout."""
+    """The process groups of this rank for one layout."""
 
     layout: Layout
     device: torch.device
     collection: ProcessGroupCollection
-    """megatron-core's groups."""
+    """Groups in the form that megatron-core takes."""
     tp_host: dist.ProcessGroup
-    """The hosts of the tensor-parallel group, for tensors of the CPU: over gloo on GPUs, on CPUs `tp` itself."""
+    """Hosts of the tensor-parallel group, for tensors on the CPU: a gloo group on GPUs; on CPUs it is `tp` itself."""
     rank: int
     tp_rank: int
     pp_rank: int
@@ -46,11 +46,11 @@ class Groups:
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Ranks over which gradients are summed."""
+        """Ranks over which gradients are summed, those of DP x CP."""
         return self.collection.dp_cp
 
     def replicas_of(self, parameter: torch.Tensor) -> dist.ProcessGroup:
-        """Ranks over which the gradient of a parameter is summed: DP x CP, or those that hold the same experts."""
+        """Returns the ranks that sum the gradient of a parameter: DP x CP, or those that hold the same experts."""
         return self.collection.expt_dp if is_of_experts(parameter) else self.dp_cp
 
     @property
@@ -60,18 +60,18 @@ class Groups:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
+        """Says whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
         return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
 
     @property
     def counts_plan(self) -> bool:
-        """Whether this rank's planned denominators count: one rank of those that share a batch."""
+        """Says whether this rank's planned denominators count: one rank of those that share a batch."""
         return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def is_of_experts(parameter: torch.Tensor) -> bool:
-    """Whether a parameter belongs to routed experts; marked where it is made."""
-    # megatron-core's own mark, by which DistributedDataParallel takes a parameter to the buffers of experts.
+    """Says whether a parameter belongs to routed experts; it is marked where it is made."""
+    # megatron-core's own mark, by which DistributedDataParallel puts a parameter into the buffers of experts
     return not getattr(parameter, "allreduce", True)
 
 
@@ -82,21 +82,21 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     Collective over the world. Also seeds the random states that dropout draws from.
 
     Args:
-        layout: Of the world's size.
-        device: Of this rank.
-        seed: Of the random states.
-        timeout_s: How long ranks wait for each other in any collective of any of these groups, to the second.
+        layout: Layout of the world's size.
+        device: Device of this rank.
+        seed: Seed of the random states.
+        timeout_s: Seconds that ranks wait for each other in any collective of any of these groups.
 
     Raises:
-        ConfigError: This process has such groups already.
-        MachineError: Hosts of a tensor-parallel group do not reach each other.
+        ConfigError: This process already has such groups.
+        MachineError: Hosts of a tensor-parallel group cannot reach each other.
     """
     if parallel_state.is_initialized():
         raise ConfigError(
             "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
             "close that one first"
         )
-    # A program may have groups of its own beside ours; they keep their timeouts.
+    # A program may have other groups of its own; they keep their timeouts.
     others = set(dist.distributed_c10d._world.pg_map)
     try:
         with patience.opening():
@@ -108,15 +108,15 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
                 distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
-                # The gloo twins serve the gathers of DistributedOptimizer's checkpoints; ranks here write their own
-                # shards.
+                # The gloo groups would serve gathers of DistributedOptimizer's checkpoints; ranks here write
+                # their own shards.
                 create_gloo_process_groups=False,
             )
             collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
-            # On CPUs the group serves already, and a lone rank has nobody to send to.
+            # On CPUs `tp` itself serves, and a single rank has no other to send to.
             is_apart = device.type != "cpu" and layout.tp > 1
             tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
-            # parallel_state.py does not hand its timeout on to all that it opens
+            # parallel_state.py does not apply its timeout to all groups that it opens
             patience.set_timeouts(set(dist.distributed_c10d._world.pg_map) - others, timeout)
         groups = Groups(
             layout=layout,
@@ -132,26 +132,26 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
         seed_generators(seed, 0, groups)
         yield groups
     finally:
-        # It forgets the groups and does not close them: mtrain/mcore/distributed/init.py closes them with the world.
+        # This forgets the groups without closing them: mtrain/mcore/distributed/init.py closes them with the world.
         parallel_state.destroy_model_parallel()
 
 
 def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of the same ranks over gloo, for what their hosts tell each other beside NCCL (ADR 53).
+    """Opens a group of the same ranks over gloo, in which their hosts exchange values without NCCL (ADR 53).
 
     Collective over the world.
 
     Args:
-        tp: This rank's tensor-parallel group; the world is cut into such groups of neighbours.
-        timeout: How long ranks wait for each other.
+        tp: Tensor-parallel group of this rank; the world is cut into such groups of neighbours.
+        timeout: Time that ranks wait for each other.
 
     Raises:
-        MachineError: They do not reach each other.
+        MachineError: The ranks cannot reach each other.
     """
     ranks, world = dist.get_process_group_ranks(tp), dist.group.WORLD
     assert world is not None, "torch.distributed is open"
-    # Where the world is bound to a GPU, torch takes the ranks outside of each new group through a split of NCCL's
-    # communicator over the whole world, also where the group is not one of NCCL.
+    # Where the world is bound to a GPU, torch handles the ranks outside of each new group by a split of NCCL's
+    # communicator over the whole world, even where the group is not one of NCCL.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         own, _ = dist.new_subgroups(  # type: ignore[no-untyped-call]
@@ -169,15 +169,15 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
 
 
 def seed_generators(seed: int, step: int, groups: Groups) -> None:
-    """Random states for dropout that follow from the run's seed, the step and this rank's place.
+    """Sets the random states of dropout, which follow from the run's seed, the step and this rank's place.
 
     Ranks of a tensor-parallel group share the state that replicated activations draw from; all others differ, since
     they hold other layers, other samples or other positions.
     """
-    # Not in the digest: tp_rank. megatron-core adds it to the seed of the state for activations that TP divides.
+    # tp_rank is not in the digest: megatron-core adds it to the seed of the state for activations that TP divides.
     digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
     derived = int.from_bytes(digest[:4], "little") >> 1
-    # The CPU's generator alone, the next call seeds those of the device: torch.manual_seed() notes a stack trace for
-    # every kind of device that is not there.
+    # Only the CPU's generator, as the next call seeds those of the device: torch.manual_seed() records a stack trace
+    # for every kind of device that is not there.
     torch.default_generator.manual_seed(derived)
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)

@@ -1,4 +1,4 @@
-"""The world of ranks: which device each computes on, how it opens, and how ranks agree that something failed."""
+"""The world of ranks: the device of each, how it opens, and how ranks agree that something failed."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ _SIGNS_OF_A_LOST_RANK = (
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
-    # NCCL, as ProcessGroupNCCL and ncclGetErrorString word it
+    # NCCL, in the words of ProcessGroupNCCL and ncclGetErrorString
     "remote process exited",
     "remote process exiting",
     "ncclRemoteError",
     "NCCL communicator was aborted",
     "Watchdog caught collective operation timeout",
 )
-"""Parts of what torch's backends say, in plain errors, when another rank is gone or does not answer in time."""
+"""Parts of the plain error messages of torch's backends for a rank that is gone or does not answer in time."""
 
 _SIGN_OF_LACKING_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""What torch says on CPUs in a plain RuntimeError; CUDA's and numpy's errors have classes of their own."""
+"""Message of torch on CPUs, in a plain RuntimeError; CUDA's and numpy's errors have classes of their own."""
 
 _ERRORS_OF_THE_STORE = (dist.DistStoreError, dist.DistNetworkError)
-"""Raised where ranks meet through the store, as NCCL does when it opens a connection."""
+"""Errors raised where ranks meet through the store, as NCCL does when it opens a connection."""
 
 _ARRIVED = "mtrain/arrived"
 _ARRIVAL_POLL_S = 0.05
 
 _places: dict[tuple[str, int], MeetingPlace] = {}
-"""(address, port) -> where the ranks of this process meet."""
+"""(address, port) -> the meeting place of this process's ranks there."""
 
 
 def choose_device(wanted: Device, local_rank: int) -> torch.device:
-    """`train.device`: auto takes this rank's GPU where there is one, else the CPU.
+    """Returns the device of `train.device`; `auto` means this rank's GPU where there is one, else the CPU.
 
     Raises:
-        MachineError: cuda was asked for and is not there, or has fewer GPUs than ranks.
+        MachineError: A GPU was asked for and there is none, or there are fewer GPUs than ranks.
     """
     match wanted:
         case "auto":
@@ -65,7 +65,7 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
         case _:
             assert_never(wanted)
     if on_cpu:
-        # cpu.py emulates only where no GPU is seen; megatron-core would allocate on the GPU and meet CPU tensors.
+        # cpu.py emulates only where no GPU is seen; megatron-core would allocate on the GPU and meet CPU tensors
         if torch.cuda.is_available():
             raise MachineError(
                 "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty), because "
@@ -78,17 +78,17 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
 
 
 def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int:
-    """Which of the GPUs that torch sees is this rank's.
+    """Returns the index of this rank's GPU among those that torch sees.
 
     Args:
-        local_rank: Of this rank on its machine.
-        num_gpus: That torch sees.
-        environ: Slurm's variables.
+        local_rank: Number of this rank on its machine.
+        num_gpus: Number of GPUs that torch sees.
+        environ: Environment with Slurm's variables.
 
     Raises:
         MachineError: There are fewer GPUs than ranks.
     """
-    # with srun --gpus-per-task each rank sees its own alone, as number 0
+    # with srun --gpus-per-task each rank sees only its own, as number 0
     if num_gpus == 1 and environ.get("SLURM_GPUS_PER_TASK"):
         return 0
     if local_rank >= num_gpus:
@@ -106,22 +106,21 @@ def init_distributed(
     """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
 
     Args:
-        environment: What the launcher says.
-        wanted_device: `train.device`.
-        timeout_s: How long ranks wait for each other.
-        purpose: What the world is for; ranks that have come for something else are refused.
+        environment: Ranks and address that the launcher has set.
+        wanted_device: Value of `train.device`.
+        timeout_s: Seconds that ranks wait for each other.
+        purpose: Purpose of the world; ranks that have come for another one are refused.
 
     Raises:
-        MachineError: The device is not there, the other ranks cannot be reached, or ranks meet that are not of one
-            launch.
-        MachineError: Inside the `with` block there was not enough memory.
-        RankLostError: Inside the `with` block the connection to another rank broke or it did not answer in time.
+        MachineError: The device is not there, the other ranks cannot be reached, or ranks of several launches meet.
+        MachineError: Memory ran out inside the `with` block.
+        RankLostError: Inside the `with` block, the connection to another rank broke or the rank did not answer in time.
     """
     waiting.install()
     device = choose_device(wanted_device, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # torch starts as many threads as there are cores in every process: ranks of one machine would fight for them.
+    # torch starts as many threads as there are cores in every process: ranks of one machine would compete for them
     elif "OMP_NUM_THREADS" not in os.environ and environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
     is_over_gloo = device.type == "cpu" and environment.world_size > 1
@@ -136,7 +135,7 @@ def init_distributed(
 
 
 def _open_world(environment: RankEnvironment, device: torch.device, timeout_s: float, purpose: Purpose) -> None:
-    # With the device torch connects NCCL now, inside the `try`, and not in the first collective.
+    # given the device, torch connects NCCL now, inside the `try`, and not in the first collective
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
     try:
@@ -152,14 +151,14 @@ def _open_world(environment: RankEnvironment, device: torch.device, timeout_s: f
 
 @contextlib.contextmanager
 def joined_distributed(wanted_device: Device, timeout_s: float, purpose: Purpose) -> Iterator[torch.device]:
-    """As `init_distributed`, or where the program has opened torch.distributed itself, that one, left open at the end.
+    """Opens the world like `init_distributed`, or uses the one that the program has opened, which stays open.
 
-    What a launcher says is read from the environment. Groups that are opened inside the block are closed with it. In a
-    world of the program's own, one all-gather of digests.
+    The environment gives what a launcher says. Groups that are opened inside the block are closed with it. In a world
+    of the program's own, this costs one all-gather of digests.
 
     Raises:
         ConfigError: torch.distributed was opened with a backend that cannot serve the device.
-        MachineError, RankLostError: As `init_distributed`.
+            MachineError, RankLostError: See `init_distributed`.
     """
     if not dist.is_initialized():
         environment = RankEnvironment.from_environ(os.environ)
@@ -173,22 +172,22 @@ def joined_distributed(wanted_device: Device, timeout_s: float, purpose: Purpose
             f"torch.distributed was opened with the backend {backend}, but train.device={wanted_device} computes on "
             f"{device.type} and needs {wanted}; open it with {wanted}, or set train.device"
         )
-    # destroy_process_group() without a group would close the program's world as well.
+    # destroy_process_group() without a group would close the program's world as well
     others = set(dist.distributed_c10d._world.pg_map)
     try:
         with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
             _refuse_other_purposes(purpose)
             yield device
-            dist.barrier()  # else the rank that is ready first closes connections that another one still reads
+            dist.barrier()  # else the first rank to finish closes connections that another one still reads
     finally:
         for group in set(dist.distributed_c10d._world.pg_map) - others:
             dist.destroy_process_group(group)
 
 
 def _rendezvous(environment: RankEnvironment, timeout_s: float, purpose: Purpose) -> dict[str, Any]:
-    """A store that every world of this process has for itself, once its ranks are there and belong together."""
+    """Opens a store that a world of this process has for itself, once its ranks are there and belong together."""
     rank, size = environment.rank, environment.world_size
-    # One rank needs no port, which another program might hold.
+    # a single rank needs no port, which another program might hold
     if size == 1:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
     address = environment.master_addr, environment.master_port
@@ -199,9 +198,9 @@ def _rendezvous(environment: RankEnvironment, timeout_s: float, purpose: Purpose
 
 
 def _refuse_other_purposes(purpose: Purpose) -> None:
-    """In a world that a program has opened, whose ranks are thus of one launch: whether all have come for the same."""
+    """Raises unless all ranks of a world that a program has opened, and which thus share a launch, have one purpose."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # of the launcher nothing is compared
+    # nothing of the launcher is compared
     own = Member.of(RankEnvironment(rank, size, 0, 1, "", 0), purpose, {})
     digests: list[Any] = [None] * size
     dist.all_gather_object(digests, (own.digest, own.folders))
@@ -219,33 +218,33 @@ def _refuse_other_purposes(purpose: Purpose) -> None:
 
 @contextlib.contextmanager
 def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
-    """Turns what torch raises when another rank is gone or does not answer in time into one message.
+    """Replaces torch's error about a rank that is gone, or does not answer in time, by one message.
 
     Args:
-        missing: Called once that has happened; names the ranks that are missing, empty where they are unknown.
+        missing: Called once that has happened; returns the names of the missing ranks, empty where they are unknown.
 
     Raises:
-        RankLostError: Inside the block the connection to another rank broke or it did not answer in time.
+        RankLostError: The connection to another rank broke inside the block, or the rank did not answer in time.
     """
     try:
         yield
     except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
-        # The texts are the only mark: gloo and NCCL raise RuntimeError for a lost peer and for a wrong argument alike.
+        # The texts are the only sign: gloo and NCCL raise RuntimeError for a lost peer and for a wrong argument alike.
         is_sign = any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK)
         if not is_sign and not isinstance(error, _ERRORS_OF_THE_STORE):
             raise
         line = str(error).splitlines()[0].partition(" This is typically")[0]  # gloo's advice is not for our users
-        reason, names = re.sub(r"^\[/[^\]]*\] ", "", line), missing()  # nor is the place in its source
+        reason, names = re.sub(r"^\[/[^\]]*\] ", "", line), missing()  # nor is the line of its source
         message = f"rank {dist.get_rank()} lost the connection to another rank"
         raise RankLostError(f"{message}; {names} ({reason})" if names else f"{message}: {reason}") from error
 
 
 @contextlib.contextmanager
 def naming_lack_of_memory() -> Iterator[None]:
-    """Turns a failed allocation into one message.
+    """Replaces the error of a failed allocation by one message.
 
     Raises:
-        MachineError: Inside the block there was not enough memory for a tensor.
+        MachineError: Inside the block, memory did not suffice for a tensor.
     """
     try:
         yield
@@ -263,15 +262,15 @@ def naming_lack_of_memory() -> Iterator[None]:
 def on_first_rank(action: Callable[[], Result]) -> Result:
     """Runs `action` on rank 0; its result, or the MtrainError it raised, reaches every rank.
 
-    One broadcast of a small object from rank 0.
+    Costs one broadcast of a small object from rank 0.
     """
-    # Another exception than an MtrainError is a defect: it ends rank 0, and the others report the lost rank.
+    # Any other exception than an MtrainError is a defect: it ends rank 0, and the others report the lost rank.
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except MtrainError as error:
-            error.on_every_rank = True  # so that one rank prints the message, not each of them
+            error.on_every_rank = True  # makes one rank print the message, not each of them
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -281,36 +280,36 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
 
 
 def with_the_slowest(action: Callable[[], Result]) -> Result:
-    """Runs `action` on every rank; who is done waits for the others, however long that takes.
+    """Runs `action` on every rank; ranks that finish early wait for the others, however long that takes.
 
-    For work that one rank may do for all, such as tokenising: a collective would give up after
-    train.process_group_timeout_s. No collective: ranks count themselves in the store where they met. A rank that dies
-    meanwhile ends the run by its launcher alone.
+    For work that one rank may do for all, such as tokenizing: a collective would give up after
+    train.process_group_timeout_s. This is no collective: ranks count themselves in the store where they met. A rank
+    that dies meanwhile ends the run through its launcher only.
     """
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     try:
         return action()
     finally:
-        # also after an error: the others must not wait for who will never come
+        # also after an error: the others must not wait for a rank that will never come
         turn = store.add(_ARRIVED, 1)
-        # nobody can begin the next round before the last one of this round is here, so one counter serves all rounds
+        # no rank can begin the next round before the last one of this round is here, so one counter serves all rounds
         all_of_round = -(-turn // size) * size
         while store.add(_ARRIVED, 0) < all_of_round:
             time.sleep(_ARRIVAL_POLL_S)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is true on any rank. One all-reduce of one number over the world, which the host waits for."""
+    """Says whether the flag is true on any rank. One all-reduce of one number over the world; the host waits for it."""
     flags = torch.tensor([flag], dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
-    # All ranks read the same number, so all take the same branch behind this call.
+    # all ranks read the same number, so all take the same branch after this call
     return bool(flags.item())
 
 
 def on_all_ranks(action: Callable[[], Result]) -> Result:
     """Runs `action` on every rank; an MtrainError of any rank is raised on all of them, the lowest rank's if several.
 
-    One all-gather of small objects.
+    Costs one all-gather of small objects.
     """
     result, fault = None, None
     try:

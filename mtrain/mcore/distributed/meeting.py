@@ -1,9 +1,9 @@
-"""Where the ranks of a world find each other, and where those that do not belong together are parted.
+"""The place where the ranks of a world find each other, and where ranks that do not belong together are refused.
 
 All ranks reach one store, at MASTER_ADDR and MASTER_PORT. It belongs to rank 0, or to torchrun's agent, which outlives
-its ranks, and a process may open several worlds there, so ranks meet in numbered rounds. The first that comes to a
-round says who it is; all others compare themselves with it. A round ends once: every rank is there, or two do not
-belong together and all that wait leave with the same message, or a later round has begun.
+its ranks, and a process may open several worlds there, so ranks meet in numbered rounds. The first rank of a round
+announces itself; all others compare themselves with it. A round ends once: every rank is there, or two do not belong
+together and all that wait stop with the same message, or a later round has begun.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FIRST, _END, _JOINED, _CAME, _LEFT = "first", "end", "joined", "came", "left"
 _MET = "met"
 _POLL_S = (0.02, 0.25)
 _LONGEST_GAP_S = 1.0
-"""Most seconds between two polls that count; a process that is suspended waits for nobody."""
+"""Most seconds between two polls that count; a suspended process waits for no rank."""
 _LINGER_S = 5.0
-"""How long the rank that keeps the store stays for others to read why the meeting has failed."""
+"""Seconds that the rank with the store stays for others to read why the meeting has failed."""
 _ASK_S = 2.0
-"""How long somebody who holds a port may take to say who it is."""
+"""Seconds that the holder of a port may take to identify itself."""
 _MOST_NAMED = 8
 
 
@@ -46,15 +46,15 @@ class MeetingPlace:
     """
 
     def __init__(self, environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str]) -> None:
-        """Opens it.
+        """Opens the store, or connects to it.
 
         Args:
-            environment: Names the address, and whether this rank keeps the store.
-            timeout_s: How long the others may take to be there.
-            environ: Says whether torchrun's agent keeps the store.
+            environment: Address, and whether this rank keeps the store.
+            timeout_s: Seconds that the others may take to be there.
+            environ: Environment that tells whether torchrun's agent keeps the store.
 
         Raises:
-            MachineError: Nobody is there, or another program.
+            MachineError: Nothing answers there, or another program does.
         """
         self.address = f"{environment.master_addr}:{environment.master_port}"
         self._port, self._world_size = environment.master_port, environment.world_size
@@ -66,7 +66,7 @@ class MeetingPlace:
         except dist.DistNetworkError as error:
             if not self._keeps_store or "EADDRINUSE" not in str(error):
                 raise
-            # whoever holds the port may be ranks that can say who they are, and that wait for this one
+            # the port may be held by ranks that can identify themselves, and that wait for this one
             self._port_error, self._keeps_store = str(error), False
             try:
                 self._store = _opened(environment, False, min(timeout_s, _ASK_S))
@@ -74,7 +74,7 @@ class MeetingPlace:
                 raise self._port_in_use("another program") from error
 
     def meet(self, own: Member, timeout_s: float) -> Store:
-        """Waits for all ranks of this launch; a store that they have for themselves.
+        """Waits for all ranks of this launch; returns a store for these ranks alone.
 
         Raises:
             MachineError: Ranks that do not belong together have met here, or not all have come in time; the others
@@ -98,7 +98,7 @@ class MeetingPlace:
             number = max(number + 1, self._latest())
 
     def _begin(self, number: int) -> None:
-        """The round is the latest one from now on, unless a later one has begun."""
+        """Makes the round the latest one, unless a later one has begun."""
         while (latest := self._latest()) < number:
             self._store.compare_set(_ROUND, str(latest), str(number))
 
@@ -113,17 +113,17 @@ class MeetingPlace:
 
 
 class _Round:
-    """One round, as one rank sees it."""
+    """One round of the meeting, as one rank sees it."""
 
     def __init__(self, store: Store, number: int, own: Member, address: str) -> None:
         self._at, self._number, self._own, self._address = PrefixStore(f"mtrain/{number}", store), number, own, address
         self._at.add(_CAME, 1)
 
     def joined(self, is_of_agent: bool) -> bool:
-        """Takes part; False where the round is one of an earlier start of this launch.
+        """Joins the round; returns False where the round is one of an earlier start of this launch.
 
         Args:
-            is_of_agent: Whether the store outlives its ranks.
+            is_of_agent: Whether the store outlives its ranks, as torchrun's agent keeps it.
 
         Raises:
             MachineError: This rank and another one do not belong together.
@@ -135,7 +135,7 @@ class _Round:
         if (
             own.follows(first)
             or (is_same_run and own.replaces(first))
-            # agents start all ranks anew, in any order, also those that come first now and have come second before
+            # agents restart all ranks, in any order, so that a rank that was second may now be the first
             or (is_same_run and has_met and is_of_agent)
         ):
             return self._left()
@@ -152,15 +152,15 @@ class _Round:
         return True
 
     def waited(self, clock: AwakeClock, timeout_s: float, latest: Callable[[], int]) -> bool:
-        """Until all ranks are there; False where a later round has begun.
+        """Waits until all ranks are there; returns False where a later round has begun.
 
         Args:
-            clock: Gives the seconds since this rank has come.
-            timeout_s: When it gives up, by that clock.
-            latest: Gives the number of the latest round.
+            clock: Clock of the seconds since this rank has come.
+            timeout_s: Seconds by that clock after which it gives up.
+            latest: Returns the number of the latest round.
 
         Raises:
-            MachineError: Somebody has found ranks that do not belong together, or time is over.
+            MachineError: A rank has found others that it does not belong to, or time is over.
         """
         pause_s, longest_s = _POLL_S
         try:
@@ -176,40 +176,40 @@ class _Round:
                 raise self._as_said(end)
             return True
         except BaseException:
-            # one that starts again in its place finds it free
+            # a process restarted in its place finds the place free
             with contextlib.suppress(dist.DistError):
                 self._at.compare_set(_key(self._own.rank), self._own.brief, "")
                 self._at.add(_JOINED, -1)
             raise
 
     def refused(self, fault: MachineError, other: Member) -> MachineError:
-        """Ends the round for all that wait in it; what this rank has to raise.
+        """Ends the round for all that wait in it; returns the error that this rank has to raise.
 
         Args:
-            fault: What is wrong.
-            other: The rank that this one does not belong together with, or itself.
+            fault: Error to report.
+            other: Rank that this one does not belong together with, or itself.
         """
         end = self._conclude(fault, other)
-        # ranks that have met go on, undisturbed
+        # ranks that have met go on undisturbed
         return fault if end == _MET else self._as_said(end)
 
     def _conclude(self, fault: MachineError, other: Member) -> str:
-        """Ends the round by a fault, unless it has ended; how it has."""
+        """Ends the round with a fault, unless it has ended already; returns how it ended."""
         pair = sorted((self._own, other), key=lambda each: each.rank)
-        # of two ranks of one launch one speaks; of two launches each has a log of its own
+        # of two ranks of one launch one prints the message; two launches have a log each
         speakers = pair[:1] if pair[0].shares_launch(pair[1]) else pair
         said = json.dumps({"text": str(fault), "speakers": [each.brief for each in speakers]})
         return self._at.compare_set(_END, "", said).decode()
 
     def holder_of_port(self) -> str:
-        """Who has the port that this rank was to open, for people."""
+        """Names the process that holds the port which this rank should have opened; for people."""
         if not self._at.check([_key(0)]) or not (text := self._at.get(_key(0))):
             return "another program"
         holder = Member.parsed(text)
         return f"{holder} of {holder.folders[0]}"
 
     def linger(self) -> None:
-        """Until everybody who has come, and who is still to come, has read how the round has ended, for a moment."""
+        """Waits, for a moment, until every rank of the round has read how the round has ended."""
         deadline = time.monotonic() + _LINGER_S
         with contextlib.suppress(dist.DistError):
             while time.monotonic() < deadline and self._at.add(_LEFT, 0) < self._at.add(_CAME, 0):
@@ -247,11 +247,11 @@ def _key(rank: int) -> str:
 
 
 def _opened(environment: RankEnvironment, keeps_store: bool, timeout_s: float) -> Store:
-    """The store, once its keeper is there.
+    """Returns the store, once its keeper is there.
 
     Raises:
-        MachineError: Something listens at the address that does not speak as a store does.
-        RuntimeError: As torch words it.
+        MachineError: A program listens at the address that does not speak the store's protocol.
+        RuntimeError: Any other error of torch.
     """
     found: list[Store | BaseException] = []
 
@@ -271,7 +271,7 @@ def _opened(environment: RankEnvironment, keeps_store: bool, timeout_s: float) -
         except BaseException as error:
             found.append(error)
 
-    # torch's own timeout does not end the wait for the first answer of a program that takes connections and is silent
+    # torch's own timeout does not end the wait for the first answer of a program that accepts connections and is silent
     thread = threading.Thread(target=connect, name="connect", daemon=True)
     thread.start()
     thread.join(timeout_s + _ASK_S)

@@ -1,7 +1,7 @@
-"""Who a rank is among those that meet, and whether two of them belong to one world.
+"""The identity of a rank among those that meet, and whether two of them belong to one world.
 
 A world has one run folder, one configuration, one program and one launch. What a launcher says of itself is compared
-where it says something; ranks that somebody starts by hand have no launch to compare.
+if it says something; ranks started by hand have no launch to compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtrain.config import Config
 from mtrain.runs.changes import flat_keys
 
 _LAUNCHERS = ("MTRAIN_LAUNCH", "TORCHELASTIC_RUN_ID")
-"""Each names a launch that has started all ranks of its world: a rank without the name is none of them."""
+"""Variables that name a launch which has started all ranks of its world: a rank without the name is not of it."""
 _JOB, _STEP, _JOB_RESTART = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"
 _RESTART = "TORCHELASTIC_RESTART_COUNT"
 _WORLD_SIZE, _WORK, _FOLDER = "world size", "work", "run folder"
@@ -34,34 +34,34 @@ _LONGEST_VALUE = 120
 
 
 class Purpose(NamedTuple):
-    """What a process opens a world for; the same on every rank."""
+    """The purpose for which a process opens a world; the same on every rank."""
 
     work: str
-    """The verb of the command line, or what stands for one."""
+    """Verb of the command line, or a name in its place."""
     folder: Path
     """Folder that the work is done on, such as the run folder."""
     agreed: Mapping[str, str]
-    """Name -> value, as JSON, of whatever else the ranks must agree on."""
+    """Name -> value, as JSON, of everything else that the ranks must agree on."""
 
 
 def purpose_of(
     work: str, config: Config, folder: Path | None = None, more: Mapping[str, str] = MappingProxyType({})
 ) -> Purpose:
-    """The purpose of work that a configuration describes.
+    """Returns the purpose of work that a configuration describes.
 
     Args:
-        work: The verb of the command line, or what stands for one.
-        config: Resolved, as this rank has read it.
+        work: Verb of the command line, or a name in its place.
+        config: Configuration, resolved, as this rank has read it.
         folder: Folder that the work is done on; None: the run folder.
         more: Name -> text of further values that the ranks must agree on.
     """
-    # the text of run.dir may differ where each rank starts in a working folder of its own
+    # the text of run.dir may differ where each rank starts in its own working directory
     keys = {name: json.dumps(value) for name, value in flat_keys(config).items() if name != _FOLDER_KEY}
     return Purpose(work, Path(config.run.dir) if folder is None else folder, {**keys, **more})
 
 
 class Difference(NamedTuple):
-    """One thing in which two ranks differ; None where a rank has no such thing."""
+    """One value in which two ranks differ; None where a rank has no such value."""
 
     name: str
     first: str | None
@@ -73,26 +73,26 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank brings to the place where ranks meet."""
+    """The facts that a rank brings to the place where ranks meet."""
 
     rank: int
     world_size: int
     process: str
-    """For people: number and machine of the process."""
+    """Number and machine of the process, for people."""
     agent: str
-    """Which torchrun agent has started it; empty where none has."""
+    """Name of the torchrun agent that has started it; empty where none has."""
     group: str
     """Number of that agent."""
     launch: Mapping[str, str]
     """Environment variables by which launchers name a launch."""
     folders: tuple[str, str]
-    """The run folder, with symbolic links resolved and as it was given, both absolute."""
+    """Paths of the run folder: with symbolic links resolved, and as given; both absolute."""
     agreed: Mapping[str, str]
-    """Name -> value of all that is compared as it is."""
+    """Name -> value of everything that is compared as it is."""
 
     @classmethod
     def of(cls, environment: RankEnvironment, purpose: Purpose, environ: Mapping[str, str]) -> Member:
-        """This process, as a launcher's variables describe it."""
+        """Describes this process by a launcher's variables."""
         host, is_of_torchrun = socket.gethostname(), "TORCHELASTIC_RUN_ID" in environ
         return cls(
             rank=environment.rank,
@@ -107,28 +107,28 @@ class Member:
 
     @classmethod
     def parsed(cls, text: str | bytes) -> Member:
-        """From `text`."""
+        """Reads what `text` wrote."""
         content = json.loads(text)
         return cls(**content | {"folders": tuple(content["folders"])})
 
     @property
     def text(self) -> str:
-        """All of it, for the store."""
+        """Everything about the rank, for the store."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
     def brief(self) -> str:
-        """Who it is alone, for the store."""
+        """Identity of the rank alone, for the store."""
         return replace(self, agreed={}).text
 
     @property
     def digest(self) -> str:
-        """Equal where `agreed` is."""
+        """Digest of `agreed`: equal where that is equal."""
         return hashlib.sha256(json.dumps(self.agreed, sort_keys=True).encode()).hexdigest()
 
     @property
     def restart(self) -> int:
-        """How often its torchrun agent has started its ranks anew."""
+        """Number of times that its torchrun agent has restarted its ranks."""
         text = self.launch.get(_RESTART, "0")
         return int(text) if text.isdecimal() else 0
 
@@ -136,25 +136,25 @@ class Member:
         return f"rank {self.rank} ({self.process})"
 
     def follows(self, other: Member) -> bool:
-        """Whether a torchrun agent has started this process after it had ended the other."""
+        """Says whether a torchrun agent has started this process after it had ended the other."""
         return bool(self.agent) and self.agent == other.agent and self.restart > other.restart
 
     def replaces(self, other: Member) -> bool:
-        """The same where the agent does not count the start, as another node's ranks have failed and not its own."""
+        """Says the same where the agent does not count the start, as another node's ranks failed, not its own."""
         is_sibling = bool(self.agent) and (self.agent, self.restart) == (other.agent, other.restart)
         return is_sibling and self.rank == other.rank and self.process != other.process
 
     def shares_launch(self, other: Member) -> bool:
-        """Whether one launcher is known to have started both, so that people see one log of both."""
+        """Says whether one launcher is known to have started both, so that people see one log of both."""
         return bool(self.launch) and self.launch == other.launch
 
 
 def differences(first: Member, second: Member, elastic: bool = False) -> list[Difference]:
-    """All in which two ranks differ that ought to be of one world.
+    """Lists everything in which two ranks differ that should be of one world.
 
     Args:
-        first: One of them.
-        second: The other one.
+        first: Facts of one rank.
+        second: Facts of the other rank.
         elastic: Whether the second may come from a later restart, with another number of ranks.
     """
     found = [] if elastic else [Difference(_WORLD_SIZE, str(first.world_size), str(second.world_size))]
@@ -165,7 +165,7 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
         found += [Difference(name, first.launch.get(name), second.launch.get(name)) for name in (_JOB, _JOB_RESTART)]
         if _STEP in first.launch and _STEP in second.launch:
             found.append(Difference(_STEP, first.launch[_STEP], second.launch[_STEP]))
-    # agents of several nodes count apart: one whose ranks were well does not count that it starts them anew
+    # agents of several nodes count separately: one whose ranks were well does not count that it restarts them
     if not elastic and first.group == second.group:
         found.append(Difference(_RESTART, first.launch.get(_RESTART), second.launch.get(_RESTART)))
     names = [*first.agreed, *(name for name in second.agreed if name not in first.agreed)]
@@ -174,8 +174,8 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
 
 
 def explained(one: Member, other: Member) -> str:
-    """What is wrong with two ranks that meet and differ, or are the same rank, and what to change; for people."""
-    # in one order, whichever came first
+    """Says what is wrong with two ranks that meet and differ, or are the same rank, and what to change; for people."""
+    # in one order, whichever rank came first
     first, second = sorted((one, other), key=lambda each: each.rank)
     found = differences(first, second)
     if not found:
@@ -190,7 +190,7 @@ _RANK = "rank"
 
 
 def _advice(names: Sequence[str]) -> str:
-    """What to change, by the first of the names that says where two ranks come from."""
+    """Says what to change, by the first of the names that shows where two ranks come from."""
     if _STEP in names and _JOB not in names:
         return "unset MASTER_PORT, so that each step of a job takes a port of its own, or set another one for each step"
     if {_FOLDER, _WORK, _JOB, *_LAUNCHERS} & set(names):
@@ -207,18 +207,18 @@ def _advice(names: Sequence[str]) -> str:
 
 
 def _launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which launchers name a launch and its restarts, where they are set."""
+    """Returns the variables by which launchers name a launch and its restarts, where they are set."""
     found = {name: environ[name] for name in (*_LAUNCHERS, _RESTART, _JOB, _STEP) if environ.get(name)}
     if _JOB in found:
         found[_JOB_RESTART] = environ.get(_JOB_RESTART) or "0"  # Slurm sets none before the first one
     if "TORCHELASTIC_RUN_ID" in found:
-        found.pop(_STEP, None)  # some start torchrun by a step for each node
+        found.pop(_STEP, None)  # some users start torchrun by a step for each node
     return found
 
 
 @cache
 def _program() -> dict[str, str]:
-    """Versions that can change the numbers of a run, and a digest of this program's own source."""
+    """Returns versions that can change the numbers of a run, and a digest of this program's own source."""
     versions = {name: version for name, version in program_versions().items() if name != _PYTHON}
     source, digest = Path(mtrain.__file__).parent, hashlib.sha256()
     for path in sorted(source.rglob("*.py")):

@@ -1,9 +1,9 @@
-"""How long ranks wait for each other over gloo, counted in time in which they run.
+"""Limits how long ranks wait for each other over gloo, counted in time in which they run.
 
 gloo measures its timeouts by a clock that goes on while a job is suspended: after a suspension longer than the timeout
-every open wait would fail at once. So gloo's own timeouts are out of reach here, and a thread, which stands still with
-its process, counts how long each wait has lasted. Where one takes too long, it shuts down the connections of all
-groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
+every open wait would fail at once. So gloo's own timeouts are set too high to be reached, and a thread, which stops
+with its process, counts how long each wait has lasted. If one takes too long, the thread shuts down the connections of
+all groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NEVER = timedelta(days=365)
 _POLLS_PER_LIMIT = 40
 _POLL_S = (0.05, 0.5)
 _LONGEST_GAP = 4.0
-"""Most polls that count at once; in a longer gap this process was suspended."""
+"""Most polls that count at once; a longer gap means that this process was suspended."""
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Patience:
-    """What this process's waits for other ranks may take; a thread counts inside the `with` block of `limited`."""
+    """The limit on this process's waits for other ranks; a thread counts them inside the `with` block of `limited`."""
 
     def __init__(self, limit_s: float) -> None:
         """
@@ -45,11 +45,11 @@ class Patience:
         self._is_over, self.ended = False, threading.Event()
 
     def take(self, sockets: dict[int, str], groups: Iterable[dist.ProcessGroup]) -> None:
-        """These groups wait by this clock from now on, and no longer by gloo's.
+        """Makes these groups wait by this clock from now on, and no longer by gloo's.
 
         Args:
-            sockets: Descriptor -> name of the connections that they have opened; without any nothing changes.
-            groups: Those groups.
+            sockets: Descriptor -> name of the connections that the groups have opened; empty: nothing changes.
+            groups: Groups that opened them.
         """
         connected = {descriptor: name for descriptor, name in sockets.items() if _is_connected(descriptor)}
         if connected:
@@ -61,16 +61,16 @@ class Patience:
 
         Args:
             plain: The method of torch that waits.
-            work: What is waited for.
-            *arguments: As they were given to it.
-            **options: As well.
+            work: Collective or message that is waited for.
+            *arguments: Arguments that the caller gave to that method.
+            **options: Named arguments that the caller gave.
 
         Raises:
-            RuntimeError: It took longer than the limit, or the connection broke.
+            RuntimeError: The wait took longer than the limit, or the connection broke.
         """
         try:
             with self.counted():
-                # messages keep the timeout that their group was opened with, unless each wait is given another one
+                # messages keep the timeout that their group was opened with, unless each wait is given its own
                 return plain(work, *arguments, **options) if arguments or options else plain(work, _NEVER)
         except RuntimeError as error:
             if not self._is_over:
@@ -79,7 +79,7 @@ class Patience:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """What this thread does inside the block is a wait."""
+        """Counts what this thread does inside the block as a wait."""
         thread = threading.get_ident()
         self._waits[thread] = object()
         try:
@@ -111,16 +111,16 @@ _current: list[Patience] = []
 
 
 def current() -> Patience | None:
-    """That of the world which this process has opened; None where its groups wait by their own clocks."""
+    """Returns the limit of the world that this process has opened; None where its groups wait by their own clocks."""
     return _current[-1] if _current else None
 
 
 @contextlib.contextmanager
 def limited(limit_s: float) -> Iterator[None]:
-    """Inside the block no wait for groups of `opening` takes longer.
+    """Limits every wait for groups of `opening` inside the block.
 
     Args:
-        limit_s: Most seconds of a wait, without those in which this process was suspended.
+        limit_s: Most seconds of a wait, not counting those in which this process was suspended.
     """
     own = Patience(limit_s)
     thread = threading.Thread(target=own.count, name="patience", daemon=True)
@@ -136,7 +136,7 @@ def limited(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opening() -> Iterator[None]:
-    """Groups that are opened inside the block wait as `limited` says, inside a block of that."""
+    """Applies the limit of the enclosing `limited` to groups that are opened inside the block."""
     if (own := current()) is None:
         yield
         return
@@ -148,14 +148,14 @@ def opening() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """What this thread does inside the block is a wait, as closing groups is, which waits for what is open in them."""
+    """Counts what this thread does inside the block as a wait; closing groups waits for what is open in them."""
     own = current()
     with contextlib.nullcontext() if own is None else own.counted():
         yield
 
 
 def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
-    """What collectives of these groups may take, by the clock of their backend."""
+    """Sets the timeout of collectives of these groups, by the clock of their backend."""
     # public since torch 2.15, which warns of the name before it
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
@@ -163,7 +163,7 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> Non
 
 
 def _sockets() -> dict[int, str]:
-    """Descriptor -> a name that no other socket has had, of all that this process has open."""
+    """Returns descriptor -> a name that no other socket has had, of all sockets that this process has open."""
     found = {}
     with contextlib.suppress(OSError):
         for link in _DESCRIPTORS.iterdir():
@@ -174,7 +174,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _is_connected(descriptor: int) -> bool:
-    """Whether it leads to another process, and does not listen."""
+    """Says whether the descriptor leads to another process, and does not listen."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.getpeername()
         return connection.family in (socket.AF_INET, socket.AF_INET6)

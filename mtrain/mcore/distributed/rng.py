@@ -1,4 +1,4 @@
-"""The random number generators of every rank, as tensors of a checkpoint.
+"""The states of every rank's random number generators, as tensors of a checkpoint.
 
 Only dropout draws from them: data order and initial weights are pure functions of the seed.
 """
@@ -15,17 +15,17 @@ from torch import Tensor
 from mtrain.mcore.distributed.groups import Groups
 
 PREFIX = "rng."
-"""Of their keys; no part of the model begins so."""
+"""Prefix of their keys; no part of the model begins with it."""
 
 
 def random_states(groups: Groups) -> dict[str, Tensor]:
-    """Copies of the states of this rank's generators, by name, uint8 on the CPU: torch's own and megatron-core's."""
+    """Returns copies of this rank's generator states by name, uint8 on the CPU: torch's own and megatron-core's."""
     states = {"cpu": torch.get_rng_state()}
     if groups.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
     # The tracker's states are not the generators': megatron-core swaps one in inside `fork()` and back out afterwards.
     states |= {f"tracker.{name}": state for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
-    # Cloned, since a save writes them in a thread while training draws on.
+    # Cloned, since a save writes them in a thread while training goes on drawing.
     return {name: state.cpu().clone() for name, state in states.items()}
 
 
@@ -41,7 +41,7 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def sharded(states: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:
-    """Each state as this rank's row of a global tensor [world_size, length]."""
+    """Returns each state as this rank's row of a global tensor [world_size, length]."""
     world_size = groups.layout.world_size
     return [
         # replica_id 0 everywhere: no two ranks count as copies, though those of a TP group share some states.

@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, in the order of the device's work; the tensor itself where that is the CPU."""
-    # from pageable memory a non-blocking copy waits all the same
+    """Copies a CPU tensor to the device, in the order of the device's work; returns the tensor itself on a CPU."""
+    # from pageable memory even a non-blocking copy waits
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -17,25 +17,25 @@ from torch import Tensor
 Kind = Literal["all-gather", "reduce-scatter"]
 
 _in_the_place_of: list[Kind] = []
-"""What the message that is being sent stands for."""
+"""Kinds of the collectives for which a message is being sent."""
 
 
 def in_the_place_of() -> Kind | None:
-    """The collective whose message is being sent now; None of a message that is none."""
+    """Returns the collective whose message is being sent now; None if the message belongs to no collective."""
     return _in_the_place_of[-1] if _in_the_place_of else None
 
 
 def install() -> None:
-    """Puts them in the place of those that megatron-core's tensor parallelism calls; for CPUs alone.
+    """Replaces the collectives that megatron-core's tensor parallelism calls by these; for CPUs only.
 
-    Every rank has to: one that swaps would wait for ever for one that does not. A user's program, and gradient buffers,
-    whose calls torch collects, keep torch's own.
+    Every rank has to call it: one that swaps would wait for ever for one that does not. A user's program keeps torch's
+    own collectives, and so do gradient buffers, whose calls torch collects.
     """
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.utils as utils
 
-    # where they are used: these modules bind torch's functions to names of their own
+    # replaced where they are used: these modules bind torch's functions to names of their own
     module: Any
     for module in (layers, mappings, utils):
         module.dist_all_gather_func = all_gather_into_tensor
@@ -44,16 +44,16 @@ def install() -> None:
 
 
 class SwappedHalves:
-    """A collective that has begun; stands where torch's `Work` does."""
+    """A collective that has begun; used in the place of torch's `Work`."""
 
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
         """
         Args:
-            kind: What it is.
-            sent: Contiguous, not to change before `wait`.
+            kind: Kind of the collective.
+            sent: Contiguous tensor, not to change before `wait`.
             received: Contiguous memory for what the other rank sends.
-            group: Of two ranks.
-            end: What remains to be done when it is there.
+            group: Group of two ranks.
+            end: Called when the message is there, for the rest of the work.
         """
         other = 1 - dist.get_rank(group)
         _in_the_place_of.append(kind)
@@ -65,7 +65,7 @@ class SwappedHalves:
         self._works, self._memory, self._end = works, (sent, received), end
 
     def wait(self) -> bool:
-        """Until the result is there."""
+        """Waits until the result is there."""
         for work in self._works:
             assert work is not None, "this rank is in the group"
             work.wait()
@@ -74,7 +74,7 @@ class SwappedHalves:
 
 
 def all_gather_into_tensor(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """As `torch.distributed.all_gather_into_tensor`."""
+    """Does what `torch.distributed.all_gather_into_tensor` does."""
     if not _are_halves(output, tensor, group):
         return dist.all_gather_into_tensor(output, tensor, group, async_op)
     rank, halves, own = dist.get_rank(group), output.detach().view(2, -1), tensor.detach().view(-1)
@@ -85,7 +85,7 @@ def all_gather_into_tensor(output: Tensor, tensor: Tensor, group: Any = None, as
 def reduce_scatter_tensor(
     output: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """As `torch.distributed.reduce_scatter_tensor`."""
+    """Does what `torch.distributed.reduce_scatter_tensor` does."""
     if op != dist.ReduceOp.SUM or not _are_halves(tensor, output, group):
         return dist.reduce_scatter_tensor(output, tensor, op, group, async_op)
     rank, halves = dist.get_rank(group), tensor.detach().view(2, -1)
@@ -98,9 +98,9 @@ def reduce_scatter_tensor(
 
 
 def _are_halves(whole: Tensor, half: Tensor, group: Any) -> bool:
-    """Whether this call can be swapped, the same on both ranks; torch says what is wrong with those that cannot."""
+    """Says whether this call can be swapped, the same on both ranks; torch reports what is wrong with others."""
     return (
-        not torch.compiler.is_compiling()  # torch's own it can trace
+        not torch.compiler.is_compiling()  # the compiler can trace torch's own
         and whole.device.type == half.device.type == "cpu"
         and dist.get_world_size(group) == 2
         and whole.dtype == half.dtype

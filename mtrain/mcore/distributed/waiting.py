@@ -1,4 +1,4 @@
-"""Noting when this rank waits for others: for the watchdog, and for the time that a rank computes itself.
+"""Records when this rank waits for others: for the watchdog, and to know the time that a rank computes itself.
 
 Every collective and every message of torch.distributed ends in `Work.wait`, of which each rank has one. On CPUs the
 host waits there; on GPUs the stream does, and the host only where it reads a number.
@@ -22,13 +22,13 @@ _plain_wait = Work.wait
 
 
 def waited_s() -> float:
-    """Seconds that this process's host has waited for other ranks since it began."""
+    """Returns the seconds that this process's host has waited for other ranks since it began."""
     return _waited_s[0]
 
 
 @contextlib.contextmanager
 def for_device(device: torch.device) -> Iterator[None]:
-    """Inside the block the host waits for a GPU, hence for the ranks that its stream waits for. On CPUs it works."""
+    """Records a wait inside the block: the host waits for a GPU, and so for its stream's ranks; on CPUs it works."""
     began = time.perf_counter()
     yield
     if device.type != "cpu":
@@ -36,7 +36,7 @@ def for_device(device: torch.device) -> Iterator[None]:
 
 
 def install() -> None:
-    """From now on waits are noted; calling it again changes nothing. A microsecond or two each."""
+    """Records waits from now on; calling it again changes nothing. Costs a microsecond or two each."""
     works: Any = Work
     works.wait = _noted
 
@@ -51,7 +51,7 @@ def _noted(self: Work, *arguments: Any, **options: Any) -> Any:
         result = _plain_wait(self, *arguments, **options)
     else:
         result = limit.wait(_plain_wait, self, *arguments, **options)
-    # not after an error: a wait that has timed out is no progress, and shows where the rank stands
+    # not after an error: a wait that timed out is no progress, and shows where the rank is stuck
     _waited_s[0] += time.perf_counter() - began
     if own is not None:
         own.end_wait(kind)
