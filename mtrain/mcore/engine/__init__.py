@@ -1,1 +1,1 @@
-"""One step: schedule, reduction of loss pairs, finalized gradients, optimizer."""
+"""One step: schedule, reduction of loss pairs, final gradients, optimizer."""

@@ -1,4 +1,4 @@
-"""What loss functions report, on its way through a step: joined over microbatches, then over all ranks."""
+"""Diagnostics of loss functions on their way through a step: joined over microbatches, then over all ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 class DiagnosticSums:
-    """Of one step on this rank; travels in the vector of all sums, so it costs no collective."""
+    """Diagnostics of one step on this rank; sent in the vector of all sums, so they cost no collective."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._found: dict[str, Tensor] = {}
 
     def expect(self, reported: Reported) -> None:
-        """Names that this step reports, the same on all ranks; the others are left out."""
+        """Sets the names that this step reports, the same on all ranks; others are left out."""
         for name in reported.means:
             self._found.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
         for name in reported.maxima:
             self._found.setdefault(name, torch.full((), -math.inf, dtype=torch.float64, device=self._device))
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
-        """Those of one microbatch."""
+        """Adds the diagnostics of one microbatch."""
         for term, pair in pairs.items():
             for name, value in pair.diagnostics.items():
                 key = shown_name(term, name)
@@ -36,13 +36,13 @@ class DiagnosticSums:
                     self._found[key] = joined(self._found[key], value)
 
     def size(self, world_size: int) -> int:
-        """Of the vector."""
+        """Returns the size of the vector."""
         return sum(2 if each.ndim else world_size for each in self._found.values())
 
     def vector(self, groups: Groups) -> Tensor:
-        """float64 of `size` numbers, to be summed over all ranks.
+        """Returns float64 of `size` numbers, to be summed over all ranks.
 
-        A sum cannot find a maximum, so each rank has a number of its own for it.
+        A sum cannot find a maximum, so each rank has a number of its own in it.
         """
         parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for each in self._found.values():
@@ -55,7 +55,7 @@ class DiagnosticSums:
         return torch.cat(parts)
 
     def read(self, summed: Sequence[float], world_size: int) -> dict[str, float]:
-        """By name, of the vector's sum; without those that no token counted for."""
+        """Reads values by name from the vector's sum; leaves out those that no token counted for."""
         result: dict[str, float] = {}
         for name, each in self._found.items():
             count = 2 if each.ndim else world_size

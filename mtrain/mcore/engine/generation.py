@@ -1,8 +1,8 @@
-"""Single rows through the stages, with a cache of keys and values: what generation runs the model by.
+"""Single rows through the stages, with a cache of keys and values: the passes of generation.
 
 megatron-core's schedules exchange microbatches of one shape for a whole step; here each pass has its own number of
-tokens and the next one depends on what the last stage says. megatron-core's inference contexts are not used: the static
-one keeps one length for all sequences of a batch, and the dynamic one needs kernels that a CPU lacks (ADR 44).
+tokens and the next one depends on the output of the last stage. megatron-core's inference contexts are not used: the
+static one keeps one length for all sequences of a batch, and the dynamic one needs kernels that CPUs lack (ADR 44).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from mtrain.mcore.model.output_layer import Logits
 
 @dataclass(frozen=True)
 class PassTokens:
-    """Tokens of one sequence that a pass reads; the logits behind the last of them are wanted."""
+    """Tokens of one sequence that a pass reads; the logits after the last of them are wanted."""
 
     sequence: int
-    """Its place in the cache."""
+    """Place of the sequence in the cache."""
     start: int
     """Position of the first token: 0 for a prompt."""
     tokens: Sequence[int]
 
 
 class CachedModel:
-    """The stages of this rank, its data-parallel and context-parallel replica apart from all others.
+    """The stages of this rank, whose data-parallel and context-parallel replica runs independently of all others.
 
-    But for the experts: where these lie on ranks of several replicas, all replicas run as many passes.
+    Experts are the exception: where they lie on ranks of several replicas, all replicas run equally many passes.
     """
 
     def __init__(self, config: Config, groups: Groups, chunks: Sequence[Any], reading: CachedPass) -> None:
@@ -54,14 +54,14 @@ class CachedModel:
 
     @torch.no_grad()
     def next_logits(self, pieces: Sequence[PassTokens], of_prompts: bool) -> Tensor | None:
-        """Logits of the token behind each piece.
+        """Computes the logits after the last token of each piece.
 
-        Collective over the replica: point-to-point between stages, an all-gather of the logits over TP, beside what the
-        layers do.
+        Collective over the replica: point-to-point between stages and an all-gather of the logits over TP, in addition
+        to the collectives of the layers.
 
         Args:
             pieces: Whole prompts, or one token each; may be empty where other replicas need this one's experts.
-            of_prompts: Which of the two.
+            of_prompts: Whether the pieces are prompts.
 
         Returns:
             [pieces, vocab_size] float32 on the last stage, the same on all its ranks; None on the others.
@@ -78,7 +78,7 @@ class CachedModel:
             dist.all_gather(parts, local.contiguous(), group=self._groups.tp)
         else:
             parts = [local]
-        # padding of the table is behind the vocabulary and never sampled
+        # padding of the table follows the vocabulary and is never sampled
         return torch.cat(parts, dim=-1)[:, : self._config.model.vocab_size]
 
     def from_last_stage(self, values: Tensor) -> None:
@@ -87,7 +87,7 @@ class CachedModel:
             dist.broadcast(values, self._pipeline[-1], group=self._groups.collection.pp)
 
     def _row(self, pieces: Sequence[PassTokens], of_prompts: bool) -> tuple[Microbatch, list[int]]:
-        """All pieces in one row, filled up to what divides; and where the last token of each stands."""
+        """Joins all pieces in one row, padded to the needed multiple; returns it with each piece's last position."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -99,7 +99,7 @@ class CachedModel:
             sequences += [piece.sequence] * len(piece.tokens)
             tokens += piece.tokens
             ends.append(len(tokens) - 1)
-        # never empty, since experts and stages want a row
+        # never empty, since experts and stages need a row
         missing = -len(tokens) % self._multiple if tokens else self._multiple
         starts += [len(tokens)] * missing
         tokens, positions = tokens + [0] * missing, positions + [0] * missing
@@ -111,7 +111,7 @@ class CachedModel:
         return Microbatch(row, row, places, {}, {}, documents, None), ends
 
     def _through_stages(self, batch: Microbatch) -> Logits | None:
-        """What the last stage says; None on other ranks."""
+        """Runs the row through the stages; returns logits on the last stage, None on other ranks."""
         layout, hidden = self._groups.layout, None
         for stage in range(layout.num_stages):
             if stage % layout.pp != self._groups.pp_rank:
@@ -129,7 +129,7 @@ class CachedModel:
         return None
 
     def _received(self, stage: int, own: Tensor | None, num_tokens: int) -> Tensor:
-        """[tokens_local, 1, hidden] of the stage before."""
+        """Returns [tokens_local, 1, hidden] of the stage before."""
         layout = self._groups.layout
         if layout.pp == 1:
             assert own is not None
@@ -144,14 +144,14 @@ class CachedModel:
 def cached_model(
     config: Config, groups: Groups, chunks: Sequence[Any], num_sequences: int, length: int
 ) -> Iterator[CachedModel]:
-    """The model for a while without dropout and with caches, which are freed at the end.
+    """Yields the model without dropout and with caches, which are freed at the end.
 
     Args:
-        config: The configuration.
+        config: Configuration of the model.
         groups: The process groups.
         chunks: This rank's model chunks, their parameters complete; left as they were.
-        num_sequences: Most sequences at a time.
-        length: Of the longest one, prompt and answer.
+        num_sequences: Largest number of sequences at a time.
+        length: Length of the longest sequence, prompt and answer.
 
     Raises:
         ConfigError: A layer cannot continue from a cache.
@@ -174,8 +174,8 @@ def refuse_uncachable(config: Config, chunks: Sequence[Any]) -> None:
     """Refuses models that cannot generate, on all ranks alike.
 
     Raises:
-        ConfigError: Layers of TransformerEngine, which keep no such cache, or experts with a capacity, which make what
-            a token becomes depend on what is read beside it.
+        ConfigError: Layers of TransformerEngine keep no such cache, and the output of experts with a capacity would
+            depend on which tokens are read together.
     """
     if config.model.num_labels is not None:
         raise ConfigError(
@@ -188,7 +188,7 @@ def refuse_uncachable(config: Config, chunks: Sequence[Any]) -> None:
             f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what is read beside them, so a "
             "text cannot be generated token by token; generate with capacity_factor=null"
         )
-    # the first layer of a stage tells of all
+    # the first layer of a stage stands for all
     if not any(isinstance(module, Remembering) for chunk in chunks for module in chunk.modules()):
         raise ConfigError(
             "model.backend: layers of TransformerEngine keep no keys and values for generation here; set "

@@ -1,8 +1,8 @@
-"""Adam's moments in memory of the host, and on the device only while they are updated.
+"""Adam's moments in the host's memory, on the device only while they are updated.
 
-The device computes the update, with the kernel that it would take anyway, on some parameters after the other: while it
-updates a group of them, the moments of the next one come and those of the one before go. So no bit depends on where
-moments lie between two updates, and the host neither computes nor waits.
+The device computes the update, with the kernel that it would use anyway, on one group of parameters after the other:
+while it updates a group, the moments of the next one arrive and those of the one before leave. So no bit depends on
+where moments lie between two updates, and the host neither computes nor waits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mtrain.mcore.offload.host_memory import CopyStream, HostBlocks
 from mtrain.plan.memory import MOMENTS_AT_ONCE_BYTES as MOMENTS_AT_ONCE_BYTES  # tests move less
 
 _ALIGNED_ELEMENTS = 16
-"""A cache line: kernels read moments as they do those of a tensor of their own."""
+"""Elements of a cache line: kernels then read moments as they do those of a tensor of their own."""
 
 
 class HostMoments:
-    """Where the moments of a rank are between two updates; the optimizer is not used without it any more."""
+    """The moments of a rank between two updates; the optimizer must then not be used without it."""
 
     def __init__(self, optimizer: MegatronOptimizer, device: torch.device) -> None:
         """Gives every parameter moments of zeros; before the first update, and before anything is loaded.
 
         Args:
-            optimizer: megatron-core's optimizer, AdamW in all its parts.
-            device: What computes.
+            optimizer: Optimizer of megatron-core, AdamW in all its parts.
+            device: Device that computes the updates.
         """
         self._arriving, self._leaving = CopyStream(device), CopyStream(device)
         self._groups: list[_Group] = []
         blocks = HostBlocks(device.type == "cuda", "the optimizer's moments")
         for part, mains in mains_by_part(optimizer):
             groups = [_Group(part, each, device, blocks) for each in _grouped(mains)]
-            if not groups:  # a rank may hold nothing of what an optimizer updates
+            if not groups:  # a rank may hold nothing that this optimizer updates
                 continue
             self._groups += groups
             # On the instance: megatron-core calls it by this name when gradients are ready, and then copies the main
@@ -48,7 +48,7 @@ class HostMoments:
 
     @property
     def memory(self) -> list[Tensor]:
-        """Of the host, [bytes] each."""
+        """Returns the host's memory of each group, [bytes] each."""
         return [group.memory for group in self._groups]
 
     def _step(self, part: Any, groups: Sequence[_Group], step: Callable[[], object]) -> None:
@@ -72,7 +72,7 @@ class HostMoments:
 
 
 class _Group:
-    """Parameters that are updated together, of any of torch's groups, and their moments."""
+    """Parameters that are updated together, from any of torch's groups, and their moments."""
 
     def __init__(self, part: Any, mains: Sequence[Tensor], device: torch.device, blocks: HostBlocks) -> None:
         self._mains, self._device = mains, device
@@ -94,15 +94,15 @@ class _Group:
             give_moments(part, main, moments)
 
     def come(self, arriving: CopyStream) -> None:
-        """Starts the copy to the device."""
-        # memory of the stream that computes: whatever it held before is done with when the copy begins
+        """Starts the copy of the moments to the device."""
+        # memory of the computing stream: what it held before is no longer used when the copy begins
         self._on_device = torch.empty_like(self._on_host, device=self._device)
         with arriving.copying():
             self._on_device.copy_(self._on_host, non_blocking=True)
         self._come = arriving.moment()
 
     def begin(self, arriving: CopyStream) -> None:
-        """The optimizer finds these parameters alone, and their moments."""
+        """Shows the optimizer only these parameters, with their moments, once these have arrived."""
         assert self._on_device is not None
         arriving.wait(self._come)
         for group, parameters in zip(self._param_groups, self._parameters, strict=True):
@@ -110,7 +110,7 @@ class _Group:
         self._use(self._on_device)
 
     def go(self, leaving: CopyStream) -> None:
-        """The update is under way: starts the copy to the host behind it."""
+        """Starts the copy to the host, after the update that is under way."""
         assert self._on_device is not None
         self._use(self._on_host)
         with leaving.copying():
@@ -118,7 +118,7 @@ class _Group:
         self._gone = leaving.moment()
 
     def free(self, leaving: CopyStream) -> None:
-        """Gives back the memory of the device; what that is given next waits for the copy."""
+        """Releases the device's memory; its next user waits for the copy."""
         leaving.wait(self._gone)
         self._on_device = None
 
@@ -127,7 +127,7 @@ class _Group:
             state.update(moments)
 
     def _moments(self, memory: Tensor) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Of each parameter in turn, views of `memory`."""
+        """Yields each parameter with its moments, as views of `memory`."""
         starts = iter(self._starts)
         for main in self._mains:
             yield main, {name: _part(memory, next(starts), main) for name in MOMENTS}
@@ -138,7 +138,7 @@ def _part(memory: Tensor, start: int, main: Tensor) -> Tensor:
 
 
 def _grouped(mains: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In their order, as many together as MOMENTS_AT_ONCE_BYTES hold; at least one."""
+    """Groups parameters in their order, as many as fit into MOMENTS_AT_ONCE_BYTES; at least one."""
     group, size = list[Tensor](), 0
     for main in mains:
         needed = len(MOMENTS) * main.nbytes

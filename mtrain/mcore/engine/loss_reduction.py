@@ -20,19 +20,19 @@ from mtrain.mcore.engine.diagnostics import DiagnosticSums
 
 
 class PairAccumulator:
-    """Sums the pairs of all microbatches of a step on the device, in float64, without a host synchronisation."""
+    """Sums the pairs of all microbatches of a step on the device, in float64, without a host synchronization."""
 
     def __init__(
         self, terms: Sequence[str], device: torch.device, router_terms: Sequence[str] = (), num_sources: int = 0
     ) -> None:
         """Args:
-        terms: Those that are computed from logits.
-        device: Of the sums.
-        router_terms: Those that routers compute inside the layers.
-        num_sources: By which the main term is reported; 0 where it is not.
+        terms: Names of the terms that are computed from logits.
+        device: Device of the sums.
+        router_terms: Names of the terms that routers compute inside the layers.
+        num_sources: Number of sources by which the main term is reported; 0 where it is not.
         """
         self.terms = (*terms, *router_terms)
-        # float64: float32 holds whole counts of tokens to 2^24 alone, and a step may have more.
+        # float64: float32 holds integer counts of tokens only up to 2^24, and a step may have more.
         self.diagnostics = DiagnosticSums(device)
         """What loss functions report beside their pairs."""
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
@@ -56,20 +56,20 @@ class PairAccumulator:
             self.by_source.add_(math.nan if found is None else found)
 
     def add_router(self, numerators: Tensor, denominators: Tensor) -> None:
-        """Adds what one router saw of one microbatch, [router_terms] each."""
+        """Adds the values of one router in one microbatch, [router_terms] each."""
         self._of_routers.add_(torch.stack((numerators.detach(), denominators), dim=1))
 
     def owned(self, groups: Groups) -> Tensor:
-        """[terms, 2] of which the sum over all ranks is that of the global batch.
+        """Returns [terms, 2] whose sum over all ranks is that of the global batch.
 
-        Pairs of logits are the same on ranks that share them (`Groups.counts_loss`). Of a router's pairs each rank has
-        those of its own layers and tokens.
+        Pairs of logits are the same on ranks that share them (`Groups.counts_loss`). A router's pairs belong to the
+        layers and tokens of each rank.
         """
-        # Zeros and not nothing: the vector has one length on all ranks.
+        # zeros and not nothing: the vector has one length on all ranks
         return self.sums if groups.counts_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
 
     def owned_by_source(self, groups: Groups) -> Tensor:
-        """[2, sources] of which the sum over all ranks is that of the global batch."""
+        """Returns [2, sources] whose sum over all ranks is that of the global batch."""
         return self.by_source if groups.counts_loss else torch.zeros_like(self.by_source)
 
 
@@ -82,7 +82,7 @@ class Totals:
 
     @property
     def mean(self) -> float:
-        """Numerator / denominator, in nats; 0 where there was nothing to learn."""
+        """Returns numerator / denominator, in nats; 0 where there was nothing to learn."""
         return self.numerator / self.denominator if self.denominator != 0 else 0.0
 
 
@@ -91,45 +91,44 @@ class TermTotals(Totals):
     """One term over the global batch."""
 
     planned: float
-    """The denominator that the batches promised."""
+    """Denominator that the batches promised."""
 
 
 class TokenCounts(NamedTuple):
     """Positions of a batch, counted on the host by the ranks that read it."""
 
     padding: int = 0
-    """Without text."""
+    """Number of positions without text."""
     loss: int = 0
-    """That the main term counts."""
+    """Number of positions that the main term counts."""
     pairs: int = 0
-    """Not positions but pairs of them, (query, key), that attend to each other in layers without a window."""
+    """Number of pairs of positions, (query, key), that attend to each other in layers without a window."""
     window_pairs: int = 0
-    """The same of layers with a window."""
+    """Number of such pairs in layers with a window."""
     outputs: int = 0
-    """Whose logits some term counts."""
+    """Number of positions whose logits some term counts."""
 
 
 NO_TOKENS = TokenCounts()
-"""Of a rank that reads nothing, or where nobody asks."""
+"""Counts of a rank that reads nothing, or where none are needed."""
 
 
 @dataclass
 class StepSums:
-    """What this rank has added up of a step; several passes through the schedule may add to it."""
+    """Sums of a step on this rank; several passes through the schedule may add to them."""
 
     pairs: PairAccumulator
     planned: dict[str, float]
-    """Each term's denominator over this rank's batches, in the order of `pairs.terms`."""
+    """Denominator of each term over this rank's batches, in the order of `pairs.terms`."""
     tokens: TokenCounts = NO_TOKENS
-    """Of this rank's batches; 0 where it reads none."""
+    """Counts of this rank's batches; 0 where it reads none."""
     num_positions: int = 0
-    """Of the global batch, in all rows of all ranks: known without asking them, as all have as many rows."""
+    """Number of positions in all rows of the global batch: known without communication, as ranks have equal rows."""
     gradient_scale: float | Tensor = 1.0
-    """What objectives were multiplied by before backward, the loss scale of fp16 included; the division takes it out.
-    """
+    """Factor of the objectives before backward, with the loss scale of fp16; the division takes it out."""
 
     def add_batches(self, planned: Mapping[str, float], tokens: TokenCounts) -> None:
-        """Adds what one pass promises."""
+        """Adds what the batches of one pass promise."""
         for term, denominator in planned.items():
             self.planned[term] += denominator
         self.tokens = TokenCounts(*(own + more for own, more in zip(self.tokens, tokens)))
@@ -141,52 +140,52 @@ class StepTotals:
 
     terms: Mapping[str, TermTotals]
     stop_requested: bool
-    """Whether any rank asked for it."""
+    """Whether any rank asked to stop."""
     tokens: TokenCounts
-    """Of the global batch."""
+    """Counts of the global batch."""
     num_positions: int
-    """Of the global batch, with and without text."""
+    """Number of positions of the global batch, with and without text."""
     grad_norm_sq: float | None
-    """Squared norm of the gradient before it is divided by the denominator; not finite where fp16 overflowed. None
-    where there is no gradient."""
+    """Squared norm of the gradient before the division by the denominator; not finite where fp16 overflowed. None where
+    there is no gradient."""
     coefficients: Mapping[str, float]
-    """Of the terms in the objective."""
+    """Coefficients of the terms in the objective."""
     sources: tuple[Totals, ...] = ()
-    """The main term by source of the blend; empty where there are not several, or the loss function does not tell."""
+    """Main term by source of the blend; empty if there is only one, or if the loss function gives none by source."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """Means and maxima that loss functions report, and what a preference loss tells of its groups, by name; without
+    """Means and maxima that loss functions report, and statistics of a preference loss on its groups, by name; without
     those that nothing counted for."""
 
     @property
     def loss(self) -> float:
-        """The main term's mean, in nats."""
+        """Returns the main term's mean, in nats."""
         return self.terms[MAIN_TERM].mean
 
     @property
     def objective(self) -> float:
-        """Sum over terms of coefficient x numerator / denominator: the very quantity that was differentiated."""
+        """Returns the sum over terms of coefficient x numerator / denominator: exactly what was differentiated."""
         return math.fsum(coefficient * self.terms[term].mean for term, coefficient in self.coefficients.items())
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the normalised gradient, before clipping; None where there is no gradient."""
+        """Returns the global L2 norm of the normalized gradient, before clipping; None where there is no gradient."""
         divisor = self.terms[MAIN_TERM].denominator or math.inf  # an empty batch has no gradient
         return None if self.grad_norm_sq is None else math.sqrt(self.grad_norm_sq) / divisor
 
     @property
     def num_text_tokens(self) -> int:
-        """Positions with text."""
+        """Returns the number of positions with text."""
         return self.num_positions - self.tokens.padding
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to learn: the main denominator is 0."""
+        """Says whether there is nothing to learn: the main denominator is 0."""
         return self.terms[MAIN_TERM].denominator == 0
 
 
 @dataclass(frozen=True)
 class _VectorFields:
-    """Where each part of the vector lies that `GlobalTotals` sums."""
+    """Slices of the vector that `GlobalTotals` sums."""
 
     num_terms: int
     num_sources: int
@@ -200,12 +199,12 @@ class _VectorFields:
 
     @property
     def planned(self) -> slice:
-        """Of each term."""
+        """Planned denominator of each term."""
         return slice(self.pairs.stop, self.pairs.stop + self.num_terms)
 
     @property
     def tokens(self) -> slice:
-        """As `TokenCounts` lists them."""
+        """Token counts in the order of `TokenCounts`."""
         return slice(self.planned.stop, self.planned.stop + len(NO_TOKENS))
 
     @property
@@ -215,28 +214,28 @@ class _VectorFields:
 
     @property
     def stop_requested(self) -> int:
-        """Ranks that ask to stop."""
+        """Number of ranks that ask to stop."""
         return self.sources.stop
 
     @property
     def norm_sq(self) -> int | None:
-        """The squared norm of the gradients, where it is there."""
+        """Squared norm of the gradients, where there is one."""
         return self.stop_requested + 1 if self.has_norm else None
 
     @property
     def diagnostics(self) -> slice:
-        """As `DiagnosticSums.vector` lays them."""
+        """Diagnostics in the order of `DiagnosticSums.vector`."""
         start = self.stop_requested + 1 + self.has_norm
         return slice(start, start + self.num_diagnostics)
 
     @property
     def size(self) -> int:
-        """Of the vector."""
+        """Number of elements of the vector."""
         return self.diagnostics.stop
 
 
 class GlobalTotals:
-    """Every rank's sums added up by one collective over the world, the one that the gradient norm needs anyway.
+    """The sums of every rank, added by one collective over the world, which the gradient norm needs anyway.
 
     Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
     pipeline stage, once for each replica of the data (`Groups.counts_plan`); all other ranks add zeros. So the same
@@ -247,10 +246,10 @@ class GlobalTotals:
         self, sums: StepSums, groups: Groups, stop_requested: bool = False, local_grad_norm_sq: Tensor | None = None
     ) -> None:
         """Args:
-        sums: This rank's.
+        sums: Sums of this rank.
         groups: The process groups.
-        stop_requested: Any rank's true makes `stop_requested` true on all.
-        local_grad_norm_sq: A scalar on the device, summed over all ranks: this rank's part of a squared norm.
+        stop_requested: Stop request of this rank; one on any rank becomes `stop_requested` of all.
+        local_grad_norm_sq: A scalar on the device, to be summed over all ranks: this rank's part of a squared norm.
         """
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
         num_sources = sums.pairs.by_source.shape[1]
@@ -262,7 +261,7 @@ class GlobalTotals:
         if groups.counts_plan:
             host[fields.planned], host[fields.tokens] = sums.planned.values(), sums.tokens
             assert len(host) == fields.size, "a term has no plan"
-        # The stop request rides along: a collective of its own would cost a latency every step.
+        # The stop request is sent along: a collective of its own would cost a latency in every step.
         host[fields.stop_requested] = float(stop_requested)
         vector = to_device(torch.tensor(host, dtype=torch.float64), groups.device)
         vector[fields.pairs].copy_(sums.pairs.owned(groups).view(-1))
@@ -273,18 +272,18 @@ class GlobalTotals:
         self._sum = AsyncAllReduce(vector)  # over the world; the host goes on
 
     def main_denominator(self) -> Tensor:
-        """The first term's measured denominator: float64 scalar on the device."""
+        """Returns the first term's measured denominator: float64 scalar on the device."""
         return self._sum.get()[self._fields.pairs][1]
 
     def read(self, coefficients: Mapping[str, float]) -> StepTotals:
-        """Everything on the host. One device synchronisation.
+        """Reads all totals on the host. One device synchronization.
 
         Args:
-            coefficients: Of the terms in the objective.
+            coefficients: Coefficients of the terms in the objective.
         """
         total = self._sum.get()
         with waiting.for_device(total.device):
-            values: list[float] = total.tolist()  # where the host waits for the step's kernels
+            values: list[float] = total.tolist()  # here the host waits for the step's kernels
         fields = self._fields
         numerators, denominators = values[fields.pairs][::2], values[fields.pairs][1::2]
         of_terms = zip(numerators, denominators, values[fields.planned], strict=True)
@@ -309,18 +308,18 @@ class GlobalTotals:
 class PlannedTotals:
     """Every term's denominator over the global batch, as the batches promise it before the forward pass.
 
-    One collective, started at once and awaited when used. Each row of the batch is counted by one rank that reads it;
-    all other ranks add zeros.
+    Costs one collective, started at once and awaited when used. Each row of the batch is counted by one rank that reads
+    it; all other ranks add zeros.
     """
 
     def __init__(self, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
         """Args:
-        planned: The denominator of each term over this rank's batch.
+        planned: Denominator of each term over this rank's batch.
         groups: The process groups.
-        everywhere: Over the world, with the same bits on all ranks; else within each pipeline stage, whose ranks read
-            the whole batch themselves.
+        everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
+                whose ranks read the whole batch themselves.
         """
-        # Ranks of TP and CP share rows, and every stage reads them: one of all these counts.
+        # ranks of TP and CP share rows, and every stage reads them: one of all these counts
         owns = groups.counts_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
         own = planned if owns else [0.0] * len(planned)
         self._sum = AsyncAllReduce(
@@ -328,5 +327,5 @@ class PlannedTotals:
         )
 
     def on_device(self) -> Tensor:
-        """[terms] float64."""
+        """Returns the sums, [terms] float64."""
         return self._sum.get()

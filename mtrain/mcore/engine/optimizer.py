@@ -1,4 +1,4 @@
-"""megatron-core's optimizer, stepped in the open: norm, check, clip, update."""
+"""megatron-core's optimizer in explicit steps: norm, check, clip, update."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from mtrain.mcore.engine.optimizer_state import fuse
 from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer_config
 
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
-"""One can be a single bad batch; of two in a row no smaller loss scale will help."""
+"""Number of skips in a row at the smallest loss scale that end the run: one can be a bad batch, two will not stop."""
 
 _BLOCK = 2**16
-"""Elements that are widened at a time: half a MiB, which stays in the cache of a core."""
+"""Number of elements converted to float64 at a time: half a MiB, which fits in the cache of a core."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
-    """Global L2 norm of the normalised gradient, before clipping; NaN where fp16 overflowed."""
+    """Global L2 norm of the normalized gradient, before clipping; NaN where fp16 overflowed."""
     overflowed: bool
-    """fp16: gradients were not finite, the loss scale went down and the weights stayed."""
+    """Whether fp16 gradients were not finite: the loss scale went down and the weights stayed."""
 
 
 class Skips:
-    """fp16: overflows in a row, which end the run before it has skipped every step without a word."""
+    """Counts fp16 overflows in a row, to end the run before it silently skips every step."""
 
     def __init__(self, most: int) -> None:
         """
         Args:
-            most: So many in a row are too many.
+            most: Number of skips in a row that is too many.
         """
         self._most = most
         self.clear()
 
     def clear(self) -> None:
-        """An update was applied."""
+        """Starts anew after an applied update."""
         self._in_a_row = self._at_smallest_scale = 0
-        # The first overflow never counts as one at the smallest scale.
-        self._scale = math.inf  # at which the next gradients are computed, where that is known
+        # the first overflow never counts as one at the smallest scale
+        self._scale = math.inf  # scale of the next gradients, where it is known
 
     def count(self, loss_scale: float) -> None:
-        """One more overflow.
+        """Counts one more overflow.
 
         Args:
-            loss_scale: What the next gradients are computed with. With hysteresis several overflows come before it is
-                lowered, so it may be the scale of this one.
+            loss_scale: Scale of the next gradients. With hysteresis several overflows come before it is lowered, so it
+                may be the scale of this one.
 
         Raises:
-            NumericError: They are too many.
+            NumericError: There were too many overflows in a row.
         """
         self._in_a_row += 1
-        # Compared is the scale of this overflow; the one given is what the next gradients are computed with.
+        # `_scale` is the scale of this overflow; `loss_scale` is that of the next gradients
         self._at_smallest_scale += self._scale <= SMALLEST_LOSS_SCALE
         self._scale = loss_scale
         if self._in_a_row < self._most and self._at_smallest_scale < _MOST_SKIPS_AT_SMALLEST_SCALE:
@@ -80,12 +80,12 @@ class Skips:
 
 
 class Optimizer:
-    """AdamW on this rank's shard, or Muon beside it; parameters are gathered after each update."""
+    """AdamW on this rank's shard, with Muon where asked for; parameters are gathered after each update."""
 
     muon = Muon
-    """What updates matrices where AdamW does not."""
+    """Class of the optimizer of matrices, where AdamW does not update them."""
     host_moments: HostMoments | None = None
-    """Where moments are between updates, unless on the device."""
+    """Moments on the host between updates; None where they stay on the device."""
 
     def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self.chunks = list(chunks)
@@ -96,7 +96,7 @@ class Optimizer:
             translated,
             self.chunks,
             config_overrides=overrides,
-            # They would serve checkpoints in megatron-core's own forms, which are not used.
+            # these groups would serve checkpoints in megatron-core's own forms, which are not used
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
@@ -116,7 +116,7 @@ class Optimizer:
             self._set_gather_hooks(False, sync=False)  # nothing to gather before the first update
 
     def _muon_of(self, config: Config, groups: Groups) -> Muon | None:
-        """What updates the matrices, where AdamW does not update everything."""
+        """Returns the optimizer of the matrices; None where AdamW updates everything."""
         match config.optimizer:
             case AdamWSection():
                 return None
@@ -126,11 +126,11 @@ class Optimizer:
                 assert_never(config.optimizer)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiplies by the fp16 loss scale; 1 in other precisions."""
+        """Multiplies the loss by the fp16 loss scale; 1 in other precisions."""
         return self.inner.scale_loss(loss)
 
     def loss_scale(self) -> float:
-        """The current fp16 loss scale. Synchronises with the device where it has moved since the last call."""
+        """Returns the current fp16 loss scale. Synchronizes with the device if it has moved since the last call."""
         scale = self.inner.get_loss_scale()
         # the scaler makes a new tensor whenever it moves the scale
         if scale is not self._known_scale[0]:
@@ -138,78 +138,78 @@ class Optimizer:
         return self._known_scale[1]
 
     def take_weights(self) -> None:
-        """Main weights become those of the model, which were set from outside."""
+        """Copies the model's weights, which were set from outside, to the main weights."""
         self.inner.reload_model_params()
 
     def zero_grad(self) -> None:
         """Clears gradients before a step."""
         for chunk in self.chunks:
-            # Backward hooks add into these float32 buffers; `.grad` of parameters and main weights is cleared next.
+            # backward hooks add into these float32 buffers; `.grad` of parameters and main weights is cleared next
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
     @property
     def scales_loss(self) -> bool:
-        """fp16: the loss is multiplied by a scale that falls where a gradient overflows."""
+        """Says whether the loss is multiplied by a scale that falls where a gradient overflows: in fp16."""
         return self._is_fp16
 
     def overflowed(self, grad_norm: float) -> bool:
-        """Whether a norm is that of a gradient which `update` leaves out to go on with a smaller loss scale."""
+        """Says whether a norm is that of an overflowed gradient, which `update` skips to go on with a smaller scale."""
         return self._is_fp16 and not math.isfinite(grad_norm)
 
     @torch.no_grad()
     def local_grad_norm_sq(self) -> Tensor:
-        """What this rank adds to the squared global L2 norm of the reduced gradients.
+        """Returns what this rank adds to the squared global L2 norm of the reduced gradients.
 
-        A float64 scalar on the device, to be summed over the world. No communication, no host synchronisation. The
-        gradients may still be scaled in place: the optimizer holds views of the same float32 memory. Not finite where a
-        gradient is not: float64 holds the squares of all that float32 does.
+        The result is a float64 scalar on the device, to be summed over the world. No communication, no host
+        synchronization. The gradients may still be scaled in place: the optimizer holds views of the same float32
+        memory. It is not finite if a gradient is not: float64 holds the squares of all float32 values.
         """
         for part in self._optimizers():
-            # Points `.grad` of the main weights at the reduced buffers.
+            # points `.grad` of the main weights at the reduced buffers
             if not self._is_fp16:
-                part.prepare_grads()  # without a scaler it does nothing else
+                part.prepare_grads()  # does nothing else without a scaler
             elif not part.is_stub_optimizer:
-                # `prepare_grads` would judge the gradients by part, dense and experts, and the host would wait for each
+                # `prepare_grads` would judge dense and expert gradients separately, and the host would wait for each
                 part._copy_model_grads_to_main_grads()
         return self._sum_of_squares()
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
-        """One step on the gradients whose norm was taken; in fp16 none where they overflowed.
+        """Makes one step on the gradients whose norm was taken; in fp16 none if they overflowed.
 
-        The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM. One host synchronisation where
-        the loss scale has moved.
+        The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM. One host synchronization if the
+        loss scale has moved.
 
         Args:
             lr: The learning rate.
-            grad_norm: Their global L2 norm.
+            grad_norm: Global L2 norm of the gradients.
 
         Raises:
-            NonFiniteError: The gradient norm is not finite, or float32 does not hold what it stands for; weights and
-                state are untouched.
-            NumericError: fp16 overflowed too often, see `Skips.count`.
+            NonFiniteError: The gradient norm is not finite, or overflows or underflows in float32; weights and state
+                are untouched.
+            NumericError: There were too many fp16 overflows, see `Skips.count`.
         """
         if self.overflowed(grad_norm):
             self._move_scales(overflowed=True)
             # The same scale on all ranks, so a run that gives up does so everywhere.
             self._skips.count(self.loss_scale())
             return Update(math.nan, overflowed=True)
-        # Before anything is touched: the norm is the same number on all ranks, so all of them raise or none.
+        # before anything is changed: the norm is the same number on all ranks, so all of them raise or none
         check_norm(grad_norm, self._clip_grad)
         for group in self.inner.param_groups:
-            # Set at every step: the schedule is a function of completed updates, not megatron-core's scheduler.
+            # set at every step: the schedule is a function of completed updates, not megatron-core's scheduler
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
-        self._clip(grad_norm)  # before Muon too: its momentum takes the clipped gradient, as Adam's moments do
+        self._clip(grad_norm)  # before Muon too: its momentum takes the clipped gradient, like Adam's moments
         if self._muon is not None:
-            self._muon.update(lr)  # takes the gradients of matrices away: AdamW steps on what has one
+            self._muon.update(lr)  # removes the gradients of matrices: AdamW steps on what has one
         # Not `step()`, which would unscale, take the norm and clip once more. Main weights are updated, then the
-        # parameters; a distributed optimizer gathers them over DP x CP here, or in the next forward pass where that
+        # parameters; a distributed optimizer gathers them over DP x CP here, or in the next forward pass if that
         # overlaps.
         self.inner.step_with_ready_grads()
         if self._overlaps_gather and not self.overlaps_param_gather:
-            # After the first update, and again where gather_parameters() took them away.
+            # after the first update, and again if gather_parameters() has removed them
             self._set_gather_hooks(True, sync=False)
         if self._is_fp16:
             self._move_scales(overflowed=False)
@@ -217,20 +217,20 @@ class Optimizer:
         return Update(grad_norm, overflowed=False)
 
     def _move_scales(self, overflowed: bool) -> None:
-        """One scale for dense parameters and experts, which megatron-core gives a scaler each."""
+        """Moves dense parameters and experts to one scale; megatron-core gives each a scaler."""
         for part in self._optimizers():
             # On stubs too: every scaler of every rank counts the same successes and overflows.
             part.grad_scaler.update(overflowed)
 
     def _sum_of_squares(self) -> Tensor:
-        """Every element counts on one rank: to be summed over the world."""
+        """Sums the squares of this rank's gradients, in which every element counts on one rank of the world."""
         # megatron-core leaves out copies over TP (no tensor_model_parallel mark) and shared tables of other stages.
         own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 
     def _counts_here(self, part: Any) -> bool:
-        """Whether this rank's gradients count: those of a distributed optimizer are parts, others are replicas."""
-        # Its rank holds a part of the reduced gradient that no other one has.
+        """Says whether this rank's gradients count: those of a distributed optimizer are parts, others are replicas."""
+        # its rank holds a part of the reduced gradient that no other one has
         if isinstance(part, DistributedOptimizer):
             return True
         is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
@@ -244,17 +244,17 @@ class Optimizer:
         factor = _clipping_factor(grad_norm, self._clip_grad)
         if factor == 1.0:
             return
-        # One norm for dense parameters and experts alike: each part alone would clip by its own share.
+        # one norm for dense parameters and experts: separately, each would clip by its own share
         parameters = [each for optimizer in self._optimizers() for each in optimizer.get_parameters()]
         gradients = [each.grad for each in parameters if each.grad is not None]
         if gradients:  # a rank may hold no part of any parameter
-            # In place: megatron-core's own makes a copy of each and copies it back, where there is no apex.
+            # in place: without apex, megatron-core's own function copies each gradient and copies it back
             torch._foreach_mul_(gradients, factor)
 
     @property
     def overlaps_param_gather(self) -> bool:
-        """Whether updated parameters arrive during the next forward pass (overlap_param_gather after an update)."""
-        # The hooks themselves are the state: no flag beside them that could disagree.
+        """Says whether updated parameters arrive during the next forward pass (overlap_param_gather)."""
+        # the hooks themselves are the state: no second flag that could disagree
         return self._overlaps_gather and bool(self.chunks[0].remove_forward_pre_hook_handles)
 
     def gather_parameters(self) -> None:
@@ -264,7 +264,7 @@ class Optimizer:
 
     def _set_gather_hooks(self, enabled: bool, sync: bool) -> None:
         for chunk in self.chunks:
-            # All chunks at once: a chunk without hooks would compute with weights that have not arrived.
+            # all chunks at once: a chunk without hooks would compute with weights that have not arrived
             hooks: Any = chunk
             if enabled:
                 hooks.enable_forward_pre_hook()
@@ -273,16 +273,16 @@ class Optimizer:
 
 
 def check_norm(grad_norm: float, clip_grad: float) -> None:
-    """Judges the gradient that is applied by its norm, which bounds each of its elements.
+    """Judges the applied gradient by its norm, which bounds each of its elements.
 
     The norm is a float64 number, while the gradient is divided, clipped and squared (for the second moment) in float32.
 
     Args:
         grad_norm: Global L2 norm, before clipping.
-        clip_grad: What it is clipped to; 0: not at all.
+        clip_grad: Norm to clip to; 0: no clipping.
 
     Raises:
-        NonFiniteError: It is not finite, or one of the three overflows or underflows.
+        NonFiniteError: The norm is not finite, or one of the three operations overflows or underflows.
     """
     if not math.isfinite(grad_norm):
         raise NonFiniteError(f"the gradient norm is {grad_norm}; the weights were not updated")
@@ -298,12 +298,12 @@ def check_norm(grad_norm: float, clip_grad: float) -> None:
 
 
 def _clipping_factor(grad_norm: float, clip_grad: float) -> float:
-    """What the gradient is multiplied by, at most 1; where `clip_grad` is 0, 1."""
+    """Returns the factor of the gradient, at most 1; 1 where `clip_grad` is 0."""
     return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Float64 scalar on the device.
+    """Sums the squares of gradients: a float64 scalar on the device.
 
     The squares are added in float64: on a CPU, float32 sums one after the other and is 8e-5 off for 4 million elements.
     """
@@ -311,12 +311,12 @@ def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cpu":
         return _sum_by_blocks(gradients)
-    # The third argument is the dtype in which squares are added.
+    # the third argument is the dtype in which squares are added
     return torch.stack(torch._foreach_norm(list(gradients), 2, torch.float64)).square().sum()
 
 
 def _sum_by_blocks(gradients: Sequence[Tensor]) -> Tensor:
-    """As `_sum_of_squares`: CPUs would widen each tensor whole, into fresh memory of twice its size."""
+    """Does what `_sum_of_squares` does by blocks: CPUs would convert each tensor whole, in twice its memory."""
     wide = torch.empty(_BLOCK, dtype=torch.float64)
     sums = []
     for gradient in gradients:

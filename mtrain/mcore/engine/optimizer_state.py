@@ -1,15 +1,15 @@
-"""The optimizer's state, parameter by parameter, whatever the optimizer and its sharding.
+"""The optimizer's state, parameter by parameter, for any optimizer and sharding.
 
-megatron-core 0.16.1 has a form for any layout itself (`fully_reshardable`), but not an exact one, so its state is taken
+megatron-core 0.16.1 itself has a form for any layout (`fully_reshardable`), but it is not exact, so its state is read
 and set here:
 
 - it looks parameters up by their place in the padded gradient buffer, in a tensor without the padding between buckets:
   with more than one bucket the state of the later ones is shifted (distrib_optimizer.py::get_parameter_state_dp_zero);
 - after a load all parameters share one `step` tensor, which every one of them advances;
-- loading visits torch Adam's `step`, which was not saved, and writes into leaves outside no_grad;
+- loading visits torch Adam's `step`, which was not saved, and writes into leaf tensors outside no_grad;
 - loading into an optimizer that has not stepped asserts.
 
-The float32 main weights travel beside the moments; half-precision weights are only a rounding of them.
+The float32 main weights are saved with the moments; half-precision weights are only a rounding of them.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from torch import Tensor
 from mtrain.checkpoint.format.training_state import LossScaler
 
 MAIN = "param"
-"""Name of the float32 main weights among a parameter's states, as megatron-core writes it."""
+"""Name of the float32 main weights among a parameter's states, the same as megatron-core's."""
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 # Names of the checkpoint format: changing one would make older checkpoints unreadable.
 MOMENTS = (_FIRST, _SECOND)
-"""Adam's."""
+"""Names of Adam's moments."""
 STATES = (MAIN, *MOMENTS)
-"""What a parameter has in the optimizer, each float32 and of the parameter's shape. Where a momentum stands alone
-there are no second moments, and no count of updates."""
+"""Names of a parameter's states in the optimizer, each float32 and of the parameter's shape. Muon has the first moment
+only: there is no second one, and no count of updates."""
 
 
 class FlatSlice(NamedTuple):
     """The part of a model parameter that this rank updates."""
 
     parameter: Tensor
-    """The model parameter on this tensor-parallel rank."""
+    """Model parameter on this tensor-parallel rank."""
     main: Tensor
-    """Its float32 main weights [end - start] (or the parameter's shape): the inner optimizer's own tensor."""
+    """Float32 main weights [end - start] (or the parameter's shape): the inner optimizer's own tensor."""
     start: int
-    """First element, counted in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     end: int
     is_sharded: bool
     """Whether other ranks of DP x CP update other parts, and none of them this one."""
 
     def set_main(self, whole: Tensor) -> None:
-        """Takes this part's main weights from the whole parameter's, a tensor of its shape."""
-        # A distributed optimizer has a flat run of the parameter, with no regard to rows.
+        """Copies this part's main weights from those of the whole parameter, a tensor of its shape."""
+        # a distributed optimizer has a flat range of the parameter, regardless of rows
         part = whole.flatten()[self.start : self.end].view(self.main.shape)
         if part.data_ptr() != self.main.data_ptr():  # float32 parameters are their own main weights
             self.main.copy_(part)
 
 
 def flat_slices(optimizer: MegatronOptimizer) -> list[FlatSlice]:
-    """Everything that this rank updates."""
+    """Returns everything that this rank updates."""
     return [flat_slice for part in _parts(optimizer) for flat_slice in _flat_slices_of(part)]
 
 
 def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
-    """Everything that this rank updates, with its state by name: the optimizer's own tensors [end - start].
+    """Yields everything that this rank updates, with its state by name: the optimizer's own tensors [end - start].
 
-    Moments may lie on the host (train.offload_optimizer); the host waits for the last update then.
+    Moments may lie on the host (train.offload_optimizer); then the host waits for the last update.
     """
     for part in _parts(optimizer):
         if any(each.is_cuda != main.is_cuda for main, each in _first_moments(part)):
@@ -76,37 +76,37 @@ def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice,
 
 
 def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]) -> Iterator[tuple[FlatSlice, Tensor]]:
-    """Gives parameters a momentum alone, of zeros, in the place of Adam's state; before the first update.
+    """Gives parameters a momentum alone, of zeros, instead of Adam's state; before the first update.
 
     Args:
-        optimizer: megatron-core's optimizer.
-        has_momentum: Which of the model's parameters get one.
+        optimizer: Optimizer of megatron-core.
+        has_momentum: Says which of the model's parameters get one.
 
     Returns:
-        What this rank updates of them, each with its momentum [end - start].
+            The parts of them that this rank updates, each with its momentum [end - start].
     """
     for part in _parts(optimizer):
         for flat_slice in _flat_slices_of(part):
             if has_momentum(flat_slice.parameter):
                 momentum = torch.zeros_like(flat_slice.main, requires_grad=False)
-                # Under Adam's name: saved and loaded like any first moment. Adam itself never sees a gradient of these.
+                # under Adam's name: saved and loaded like any first moment; Adam itself never sees a gradient of these
                 part.optimizer.state[flat_slice.main] = {_FIRST: momentum}
                 yield flat_slice, momentum
 
 
 def mains_by_part(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Each optimizer of megatron-core that updates something here, with the main weights that it updates."""
+    """Yields each optimizer of megatron-core that updates something here, with the main weights that it updates."""
     for part in _parts(optimizer):
         yield part, [flat_slice.main for flat_slice in _flat_slices_of(part)]
 
 
 def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None:
-    """Puts moments into the place of those that Adam would make; before the first update.
+    """Puts moments in the place of those that Adam would make; before the first update.
 
     Args:
-        part: One of `mains_by_part`.
-        main: One of its main weights.
-        moments: By name, MOMENTS; of zeros.
+        part: Optimizer from `mains_by_part`.
+        main: Main weights from the same entry.
+        moments: Moments by name, MOMENTS; all zero.
     """
     state = part.optimizer.state[main]
     if _steps_by_parameter(part):
@@ -116,33 +116,34 @@ def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None
 
 
 class GroupCounts:
-    """How often a fused Adam has updated its groups of parameters: it counts calls, and one update may take several."""
+    """Counts of a fused Adam's updates, one per group: it counts calls, and an update may take several."""
 
     def __init__(self, part: Any) -> None:
-        """Before the first of the calls.
+        """Remembers the counts before the first of the calls.
 
         Args:
-            part: One of `mains_by_part`; an Adam of torch counts for each parameter, so here is nothing to do.
+            part: Optimizer from `mains_by_part`; an Adam of torch counts per parameter, which leaves nothing to do
+                here.
         """
         self._groups = [] if _steps_by_parameter(part) else _counting_groups(part)
         self._before = [int(group.get("step", 0)) for group in self._groups]
 
     def restore(self) -> None:
-        """Before each of the calls."""
+        """Restores the counts before each of the calls."""
         for group, count in zip(self._groups, self._before, strict=True):
             group["step"] = count
 
     def advance(self) -> None:
-        """Behind the last one; it may have passed over some of the groups."""
+        """Advances the counts after the last call, which may have skipped some of the groups."""
         for group, count in zip(self._groups, self._before, strict=True):
             group["step"] = count + 1
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """Lets torch's AdamW update all of a group in one pass over memory, on CPUs and GPUs; before the first update.
+    """Makes torch's AdamW update a whole group in one pass over memory, on CPUs and GPUs; before the first update.
 
-    Its state is that of the form with a pass for each operation, which megatron-core asks for; the last bit of some
-    weights differs, since products are rounded in another order.
+    Its state is that of the unfused form, which megatron-core asks for; the last bit of some weights differs, as
+    products are rounded in another order.
     """
     for part in _parts(optimizer):
         if _steps_by_parameter(part):  # the others are fused already
@@ -152,13 +153,13 @@ def fuse(optimizer: MegatronOptimizer) -> None:
 
 
 def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
-    """Continues Adam's count of updates; each parameter has a counter of its own, which it advances."""
+    """Sets Adam's count of updates; each parameter has its own counter, which it advances."""
     for part in _parts(optimizer):
         if _steps_by_parameter(part):
             for main in (flat_slice.main for flat_slice in _flat_slices_of(part)):
                 state = part.optimizer.state[main]
                 if not _is_momentum_alone(state):
-                    # A tensor of its own for each: a shared one would advance once for every parameter in one update.
+                    # a tensor for each: a shared one would advance once for every parameter in one update
                     state["step"] = _count(adam_step, main)
         else:
             for group in _counting_groups(part):
@@ -167,12 +168,12 @@ def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
 
 @torch.no_grad()
 def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor]) -> None:
-    """Puts float32 main weights into the optimizer and leaves the rest of its state as it is.
+    """Sets float32 main weights of the optimizer and leaves the rest of its state as it is.
 
     Args:
-        optimizer: megatron-core's optimizer.
-        whole: Parameter -> float32 tensor of its shape; of others, such as adapters beside a model that is loaded, the
-            main weights stay.
+        optimizer: Optimizer of megatron-core.
+        whole: Parameter -> float32 tensor of its shape; others, such as adapters on a model that is loaded, keep their
+            main weights.
     """
     for flat_slice in flat_slices(optimizer):
         if flat_slice.parameter in whole:
@@ -180,11 +181,11 @@ def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
-    """Updates that Adam has made; fewer than the run's steps where fp16 overflowed or batches were empty.
+    """Returns the number of Adam's updates; fewer than the run's steps if fp16 overflowed or batches were empty.
 
-    One all-reduce over the world: a rank may hold no part of any parameter.
+    Costs one all-reduce over the world: a rank may hold no part of any parameter.
     """
-    steps = {0}  # of a rank that holds nothing, or before the first update
+    steps = {0}  # for a rank that holds nothing, or before the first update
     for part in _parts(optimizer):
         if _steps_by_parameter(part):
             states = part.optimizer.state.values()
@@ -193,14 +194,14 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
         else:
             steps |= {int(group.get("step", 0)) for group in _counting_groups(part)}
     assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
-    # MAX, since such ranks report 0; all that hold something agree, as every update steps all parameters.
+    # MAX, since such ranks report 0; all that hold something agree, as every update steps all parameters
     most = torch.tensor([max(steps)], dtype=torch.int64, device=torch.cuda.current_device())
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
 def loss_scaler(optimizer: MegatronOptimizer) -> LossScaler | None:
-    """The loss scale and its counters; None in precisions that have none."""
+    """Returns the loss scale and its counters; None in precisions without one."""
     first = optimizer.chained_optimizers[0]  # any will do: `Optimizer._unscaled` moves all scales together
     if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
         return None
@@ -213,40 +214,40 @@ def loss_scaler(optimizer: MegatronOptimizer) -> LossScaler | None:
 
 
 def set_loss_scaler(optimizer: MegatronOptimizer, saved: LossScaler | None) -> None:
-    """Continues with a saved loss scale; None only in precisions that have none."""
+    """Sets a saved loss scale; None only in precisions without one."""
     assert (loss_scaler(optimizer) is None) == (saved is None)
     if saved is not None:
         for part in optimizer.chained_optimizers:
-            # megatron-core calls .cuda() on the scale: it has to be a tensor [1], the counters plain numbers.
+            # megatron-core calls .cuda() on the scale: it has to be a tensor [1], the counters plain numbers
             part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Those that update something here: a stage may have no dense parameter that learns, as adapters of experts alone
-    have none anywhere."""
+    """Returns the optimizers that update something here: a stage may have no dense parameter that learns, and with
+    adapters of experts alone no stage has one."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _first_moments(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Beside main weights; of parameters that have any."""
+    """Yields main weights and first moments, of the parameters that have any."""
     for main, state in part.optimizer.state.items():
         if _FIRST in state:
             yield main, state[_FIRST]
 
 
 def _steps_by_parameter(part: MegatronOptimizer) -> bool:
-    """torch counts steps for each parameter; the fused Adams of TransformerEngine and apex for each group."""
+    """Says whether steps are counted per parameter, as by torch; fused Adams (TransformerEngine, apex) count groups."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Groups of parameters whose count a fused Adam advances: it passes over those of which this rank holds nothing,
-    such as all norms where its part of the buffer is one of a table."""
+    """Returns the groups of parameters whose count a fused Adam advances: it skips those of which this rank holds
+    nothing, such as all norms where its part of the buffer is one of a table."""
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 
 def _count(updates: int, beside: Tensor) -> Tensor:
-    """A parameter's count of updates, where the fused AdamW wants it: on the device of the main weights."""
+    """Builds a parameter's count of updates where the fused AdamW needs it: on the device of the main weights."""
     return torch.full((), updates, dtype=torch.float32, device=beside.device)
 
 
@@ -257,11 +258,11 @@ def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:
             for parameter, place in (item for bucket in buckets for item in bucket["param_map"].items()):
                 group, order = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][order]
-                # "param" counts elements inside the parameter; its siblings count in the padded buffer, which moves
+                # "param" counts elements inside the parameter; its siblings count in the padded buffer, which changes
                 # with dp.
                 yield FlatSlice(parameter, main, place["param"].start, place["param"].end, True)
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        # Half-precision parameters have a float32 copy; those in float32 already are their own main weights.
+        # half-precision parameters have a float32 copy; float32 ones are their own main weights
         groups = zip(part.float16_groups, part.fp32_from_float16_groups)
         pairs = [pair for halves, mains in groups for pair in zip(halves, mains)]
         pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
@@ -271,11 +272,11 @@ def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:
 
 
 def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
-    """The tensors of one flat_slice; moments of a parameter that was never updated are made, as zeros."""
+    """Returns the tensors of one flat slice; moments of a parameter that was never updated are created as zeros."""
     state: dict[str, Any] = part.optimizer.state[main]
     if not state:
         if _steps_by_parameter(part):
-            # What torch's Adam makes itself at its first step; it takes a state that is not empty for complete.
+            # what torch's Adam creates at its first step; it takes a state that is not empty for complete
             state["step"] = _count(0, main)
         state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
     return {MAIN: main} | {name: state[name] for name in STATES if name in state}

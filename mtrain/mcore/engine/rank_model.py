@@ -1,4 +1,4 @@
-"""What a rank has of a model: the value that every pass, save and load works on."""
+"""The value that every pass, save and load works on: this rank's part of a model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class RankModel:
     """This rank's part of the model and of its optimizer."""
 
     config: Config
-    """The configuration of the run."""
+    """Configuration of the run."""
     groups: Groups
-    """The process groups."""
+    """Process groups of this rank."""
     chunks: list[DistributedDataParallel]
-    """The model chunks in DDP, one for each virtual pipeline stage."""
+    """Model chunks in DDP, one for each virtual pipeline stage."""
     optimizer: Optimizer
-    """The optimizer of these chunks."""
+    """Optimizer of these chunks."""

@@ -1,9 +1,9 @@
 """What routers see in a step: their terms of the objective, and the counts that move the biases of the choice.
 
-A router hands its logits and its choice to its watch in every forward pass. Nothing happens there but in the passes of
-a training step that autograd records, and of these there is exactly one for each layer and microbatch: where
-activations are recomputed, the first pass is not recorded. So validation, teachers and recomputation need no care of
-their own, and as the sequences come as an argument, a recomputed pass sees those of its own microbatch.
+A router passes its logits and its choice to its watch in every forward pass. The watch acts only in the passes of a
+training step that autograd records, and of these there is exactly one for each layer and microbatch: where activations
+are recomputed, the first pass is not recorded. So validation, teachers and recomputation need no special case, and as
+the sequences come as an argument, a recomputed pass sees those of its own microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.moe.router import Router
 
 Factors = Callable[[], Tensor]
-"""() -> [router_terms] float64 on the device: what the sum of a term is multiplied by before backward."""
+"""() -> [router_terms] float64 on the device: the factor of each term's sum before backward."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class _Step:
     accumulator: PairAccumulator
     factors: Factors
     counts: Tensor
-    """[routers, experts] int64: how many tokens of text this rank has sent to each expert."""
+    """[routers, experts] int64: number of tokens of text that this rank has sent to each expert."""
     running: Tensor
-    """[routers, experts] int64: choices so far, of all ranks; for the balance on running counts."""
+    """[routers, experts] int64: choices of all ranks so far; for the balance on running counts."""
     num_sequences: int
-    """Of the microbatch that has most; the others count 0 for those that they lack."""
+    """Number of sequences in the microbatch that has most; others count 0 for those that they lack."""
 
 
 class _Weighted(NamedTuple):
@@ -52,14 +52,14 @@ class _Weighted(NamedTuple):
     weights: Tensor
     """[seq_local, batch] float64, without a graph."""
     denominator_weights: Tensor
-    """What the tokens of this rank add to the denominator; counts."""
+    """Contributions of this rank's tokens to the denominator; counts."""
 
 
 class _Load(NamedTuple):
-    """How a router loads its experts in one microbatch."""
+    """The load of a router's experts in one microbatch."""
 
     scores: Tensor
-    """[seq_local, batch, experts], normalised."""
+    """[seq_local, batch, experts], normalized."""
     choices: Tensor
     """[sequences, experts] int64, over whole sequences."""
     ids: Tensor
@@ -73,7 +73,7 @@ class RouterBalance:
         """Gives every router its watch.
 
         Args:
-            config: Terms and rate of the biases.
+            config: Configuration with the terms and the rate of the biases.
             groups: The process groups.
             chunks: This rank's model chunks.
         """
@@ -94,31 +94,31 @@ class RouterBalance:
 
     @contextmanager
     def watching(self, accumulator: PairAccumulator, factors: Factors, num_sequences: int) -> Iterator[None]:
-        """Looks at what routers do in this block, which is one pass of a step.
+        """Watches the routers inside the block, which is one pass of a step.
 
         Args:
             accumulator: Receives the pairs of the terms.
-            factors: First called in the first forward pass.
-            num_sequences: Of the microbatch that has most.
+            factors: Called for the first time in the first forward pass.
+            num_sequences: Number of sequences in the microbatch that has most.
         """
         shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
-        # Integers: their sums are exact, whatever the order of microbatches and ranks.
+        # integers: their sums are exact, whatever the order of microbatches and ranks
         counts, running = torch.zeros(2, *shape, dtype=torch.int64, device=self._groups.device)
         self.step = _Step(accumulator, factors, counts, running, num_sequences)
         try:
             yield
         finally:
             self.step = None
-        # A step may run the schedule several times.
+        # a step may run the schedule several times
         self.counts = counts if self.counts is None else self.counts + counts
 
     def clear_counts(self) -> None:
-        """A step begins."""
+        """Clears the counts when a step begins."""
         self.counts = None
 
     def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """Every router of the model's own layers counts its tokens; numerators are summed over layers, those of
-        multi-token prediction included, and denominators are those of one layer."""
+        """Divides by one layer's tokens: every router of the model's own layers counts its tokens; numerators are
+        summed over layers, those of multi-token prediction included."""
         return {
             term: replace(each, denominator=each.denominator / self._num_layers) if term in self.terms else each
             for term, each in terms.items()
@@ -128,7 +128,8 @@ class RouterBalance:
     def move_biases(self) -> None:
         """Moves each expert's bias of the choice by the rate, towards an even load in the step just watched.
 
-        One all-reduce of [routers, experts] integers over the ranks of a pipeline stage; none where the biases stay.
+        Costs one all-reduce of [routers, experts] integers over the ranks of a pipeline stage; none where the biases
+        stay.
 
         Source: bias += rate x sign(mean count - count), Wang et al. 2024 (arXiv 2408.15664), algorithm 1.
         """
@@ -145,20 +146,20 @@ class RouterBalance:
         self.counts = None
 
     def _sum_loads(self, counts: Tensor) -> None:
-        # Over TP x CP x DP: together they have routed every token of the batch through these layers, each token once.
+        # over TP x CP x DP, which together have routed every token of the batch through these layers, each once
         _sum_over(self._groups.stage, counts)
 
 
 class RouterStats:
-    """Sees what one router does."""
+    """Records what one router does."""
 
     def __init__(
         self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool
     ) -> None:
         """Args:
-        balance: Of all routers of this rank.
-        index: Of this router among them.
-        section: Score and number of choices.
+        balance: Balance of all routers of this rank.
+        index: Index of this router among them.
+        section: Section with score and number of choices.
         groups: The process groups.
         is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
         """
@@ -169,8 +170,8 @@ class RouterStats:
     def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
         """Adds this router's terms to what is differentiated.
 
-        Where a balance is asked for, one all-reduce of [sequences, experts] integers over the ranks that share them,
-        and for that on running counts another one of [experts] over data-parallel ranks.
+        Costs, where a balance is asked for, one all-reduce of [sequences, experts] integers over the ranks that share
+        them, and for that on running counts another one of [experts] over data-parallel ranks.
 
         Args:
             logits: [seq_local, batch, experts].
@@ -178,13 +179,13 @@ class RouterStats:
                 there is no text.
 
         Returns:
-            The logits, to go on with.
+                The logits, with which the router goes on.
         """
         step = self._balance.step
         if step is None or not self._balance.terms or not torch.is_grad_enabled():
             return logits
         assert sequence_ids is not None, "a router does not know what is padding"
-        # The loss mask plays no part: a prompt loads its experts as well.
+        # The loss mask is not used: a prompt loads its experts as well.
         weighted = self._weighted(logits, sequence_ids, step)
         numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
         shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
@@ -204,7 +205,7 @@ class RouterStats:
         step = self._balance.step
         if step is not None and torch.is_grad_enabled():
             assert sequence_ids is not None, "a router does not know what is padding"
-            # Before any token is dropped by capacity: the load that the router asked for.
+            # before any token is dropped by capacity: the load that the router asked for
             step.counts[self._index] += (chosen & (sequence_ids >= 0).reshape(-1, 1)).sum(0)
 
     def _weighted(self, logits: Tensor, sequence_ids: Tensor, step: _Step) -> list[_Weighted]:
@@ -215,7 +216,7 @@ class RouterStats:
     def _load(self, logits: Tensor, sequence_ids: Tensor, step: _Step) -> _Load:
         scores = losses.normalised_scores(logits, self._section.score, sequence_ids >= 0)
         choices = losses.choices_by_sequence(scores, self._section.top_k, sequence_ids, step.num_sequences)
-        # TP x CP hold parts of the same sequences; after it all of them see the counts of whole ones.
+        # TP x CP hold parts of the same sequences; after it all of them see the counts of whole ones
         _sum_over(self._sharers, choices)
         return _Load(scores, choices, sequence_ids.clamp(min=0))
 
@@ -227,12 +228,12 @@ class RouterStats:
             return _Weighted(losses.squared_logsumexp(logits, is_text), weights, is_text)
         match term:
             case "router_sequence_balance":
-                # [sequences]: every token of text has made top_k choices.
+                # [sequences]: every token of text has made top_k choices
                 num_tokens = load.choices.sum(-1) // self._section.top_k
-                # clamp for sequences of padding alone, whose weights are 0 anyway.
+                # clamp for sequences of padding alone, whose weights are 0 anyway
                 weights = weights / num_tokens.double().clamp(min=1)[load.ids]
                 choices = load.choices[load.ids]
-                # Sequences with text, seen by all ranks that share them and counted by one.
+                # sequences with text, seen by all ranks that share them and counted by one
                 shares = (num_tokens > 0) & self._counts_sequences
             case "router_microbatch_balance":
                 choices = load.choices.sum(0)
@@ -243,9 +244,9 @@ class RouterStats:
         return _Weighted(losses.balance_losses(load.scores, choices), weights, shares)
 
     def _so_far(self, choices: Tensor, step: _Step) -> Tensor:
-        """[experts]: those of all ranks, in this microbatch and those before it."""
+        """Returns [experts]: choices of all ranks, in this microbatch and those before it."""
         _sum_over(self._replicas, choices)
-        # A copy: backward reads it after later microbatches have been added.
+        # a copy: backward reads it after later microbatches have been added
         return step.running[self._index].add_(choices).clone()
 
 
@@ -255,7 +256,7 @@ def _sum_over(group: dist.ProcessGroup, counts: Tensor) -> None:
 
 
 class _Attached(torch.autograd.Function):
-    """(values, addend) -> values: differentiates the addend as well, and leaves what goes forward alone."""
+    """(values, addend) -> values: differentiates the addend as well, without changing the forward values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, addend: Tensor) -> Tensor:
@@ -265,5 +266,5 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        # As if the addend had been added to the loss: factors and fp16's loss scale are in it already.
+        # as if the addend had been added to the loss: factors and fp16's loss scale are in it already
         return gradient, torch.ones_like(ctx.like)

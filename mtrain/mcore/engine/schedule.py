@@ -26,26 +26,26 @@ LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPai
 Schedule = Callable[
     [Sequence[DistributedDataParallel], Sequence[Microbatch], LossOfLogits, PairAccumulator, Config], None
 ]
-"""What `run_schedule` is; its arguments are there."""
+"""Type of `run_schedule`, which describes the arguments."""
 
 
 def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, config: Config) -> None:
-    """Tells megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
-    # One object for all chunks: the schedules read their callbacks from the TransformerConfig.
+    """Sets in megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
+    # one object for all chunks: the schedules read their callbacks from the TransformerConfig
     translated = get_model_config(chunks[0])
     translated.grad_scale_func = optimizer.scale_loss
     # A function, so that megatron-core completes weight gradients that it has put off; the reduction is ours, because
     # it may have to wait for other passes.
     translated.finalize_model_grads_func = lambda *model, **options: None
     if config.train.overlap_grad_reduce:
-        # Without it every backward pass would reduce its bucket; with it only that of the last microbatch does.
+        # without it every backward pass would reduce its bucket; with it only that of the last microbatch does
         translated.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
-        # Lets pipelines start the reduction of a chunk as soon as its last backward pass is through.
+        # lets pipelines start the reduction of a chunk as soon as its last backward pass is done
         translated.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
 
 
 def _one_or_list(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
-    # schedules.py calls a function without interleaving, and indexes a list by chunk with it.
+    # schedules.py calls a function without interleaving, and with it indexes a list by chunk
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -56,7 +56,8 @@ def run_schedule(
     accumulator: PairAccumulator,
     config: Config,
 ) -> None:
-    """Forward and backward for every microbatch; pairs end up in the accumulator, gradients in the chunks' buffers.
+    """Runs forward and backward for every microbatch; pairs end up in the accumulator, gradients in the chunks'
+    buffers.
 
     The scalar is differentiated as it is: megatron-core divides by nothing, because its token counts stay at zero and
     its config says per-token loss. Gradients of different ranks are summed by `finalize_gradients`.
@@ -64,9 +65,9 @@ def run_schedule(
     Args:
         chunks: This rank's model chunks.
         batches: This rank's microbatches, sliced for context parallelism.
-        loss: Called on the last stage.
+        loss: Loss function, called on the last stage.
         accumulator: Receives the pairs.
-        config: Shape of a microbatch.
+        config: Configuration, which gives the shape of a microbatch.
     """
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
@@ -74,21 +75,21 @@ def run_schedule(
         accumulator.add(pairs)
         return objective
 
-    with torch.set_grad_enabled(True):  # a caller's no_grad would make a step without gradients, silently
+    with torch.set_grad_enabled(True):  # a caller's no_grad would silently make a step without gradients
         _run(chunks, batches, consume, config, forward_only=False)
 
 
 @contextlib.contextmanager
 def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Inside the block no gradient leaves its rank, whatever the schedule says: other passes will add to it."""
+    """Keeps every gradient on its rank inside the block, whatever the schedule says: other passes will add to it."""
     translated = get_model_config(chunks[0])
-    # Both: the schedules leave their own no_sync at the last microbatch, and grad_sync_func starts a reduction.
+    # both: the schedules leave their own no_sync at the last microbatch, and grad_sync_func starts a reduction
     synced = translated.no_sync_func, translated.grad_sync_func
     translated.no_sync_func = translated.grad_sync_func = None
     try:
         with contextlib.ExitStack() as held:
             for chunk in chunks:
-                # Marks the buckets as not on their last microbatch, so backward hooks only add.
+                # marks the buckets as not on their last microbatch, so backward hooks only add
                 held.enter_context(chunk.no_sync())
             yield
     finally:
@@ -96,8 +97,8 @@ def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[No
 
 
 def start_grad_sync(chunks: Sequence[DistributedDataParallel], config: Config) -> None:
-    """Begins the reduction that `deferred_grad_sync` has held back, where it overlaps the backward pass elsewhere."""
-    # finish_grad_sync asserts that a reduction was started where it overlaps; without overlap it runs one itself.
+    """Begins the reduction that `deferred_grad_sync` has held back, where it otherwise overlaps the backward pass."""
+    # finish_grad_sync asserts that a reduction was started where it overlaps; without overlap it runs one itself
     if config.train.overlap_grad_reduce:
         for chunk in chunks:
             chunk.start_grad_sync()
@@ -110,18 +111,18 @@ def run_forward(
     take: Callable[[Logits, Microbatch], None],
     config: Config,
 ) -> None:
-    """Forward alone for every microbatch; `take` receives the logits of each on the last stage, in order."""
+    """Runs forward for every microbatch; `take` receives the logits of each on the last stage, in order."""
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
         take(logits, batch)
-        return torch.zeros((), device=logits.main.hidden.device)  # the schedules want a loss; nothing reads this one
+        return torch.zeros((), device=logits.main.hidden.device)  # the schedules need a loss; nothing reads this one
 
     _run(chunks, batches, consume, config, forward_only=True)
 
 
 @contextlib.contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside the block the model has no dropout; blocks may lie in each other."""
+    """Turns dropout off inside the block; blocks may be nested."""
     before = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
@@ -152,11 +153,11 @@ def _run(
 
 def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor | Logits, Any]:
-        # The stages share rows and order, so every stage takes the same microbatch; positions and documents are in it.
+        # the stages share rows and order, so every stage takes the same microbatch; positions and documents are in it
         batch = next(iterator)
 
         def loss_of_output(logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            # the three-part form is the one that megatron-core leaves alone; its own token count is not used
+            # megatron-core leaves the three-part form unchanged; its own token count is not used
             return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.hidden.device), {}
 
         return run_chunk(chunk, batch), loss_of_output  # megatron-core calls the second on the last stage alone
