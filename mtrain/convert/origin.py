@@ -13,6 +13,7 @@ from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.load import load_config
+from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
 from mtrain.hf.schema.exportable import ORIGIN
@@ -62,7 +63,7 @@ def source_of_run(run: Config) -> ModelSource:
         DataError: The run began with weights of an unknown model.
     """
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
-        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length, _other_tokenizer(run))
+        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length, _other_tokenizer(run.data))
     start = run.checkpoint.initialize_from
     if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
         return _without_origin(run)
@@ -71,11 +72,11 @@ def source_of_run(run: Config) -> ModelSource:
     origin = source_of(entry.path).origin
     if origin is None:
         return _without_origin(run)
-    return ModelSource(run.model, origin, run.data.seq_length, _other_tokenizer(run))
+    return ModelSource(run.model, origin, run.data.seq_length, _other_tokenizer(run.data))
 
 
-def _other_tokenizer(run: Config) -> Path | None:
-    return Path(run.data.tokenizer) if run.data.tokenizer is not None and run.data.allow_other_tokenizer else None
+def _other_tokenizer(data: AnyData) -> Path | None:
+    return Path(data.tokenizer) if data.tokenizer is not None and data.allow_other_tokenizer else None
 
 
 def _without_origin(run: Config) -> ModelSource:

@@ -11,6 +11,7 @@ from typing import NamedTuple, assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.model import HeadOutput, ModelSection
+from mtrain.config.schema.train import TrainSection
 from mtrain.plan import adapter_activations as adapted
 from mtrain.plan.adapters import holds_narrow
 from mtrain.plan.features import LAYER_PARTS, alike, kinds
@@ -24,15 +25,15 @@ SMALLEST_MOVED_BYTES = 2**18
 """Smallest tensor that train.offload_layers moves: a smaller one takes longer to start than to copy."""
 
 
-def element_bytes(config: Config) -> int:
+def element_bytes(train: TrainSection) -> int:
     """Returns the bytes of an element of weights and activations."""
-    match config.train.precision:
+    match train.precision:
         case "fp32":
             return FP32_BYTES
         case "bf16" | "fp16":
             return BF16_BYTES
         case _:
-            assert_never(config.train.precision)
+            assert_never(train.precision)
 
 
 def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
@@ -44,7 +45,7 @@ def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
     """
     rank = _Rank(config, layout)
     largest = max((rank.kept(pp_rank, chunk) for chunk in range(layout.vpp)), key=lambda each: each.on_device)
-    kept = _chunks_in_flight(config, layout, pp_rank) * largest.on_device
+    kept = rank.chunks_in_flight(pp_rank) * largest.on_device
     # layers that are recomputed or moved come first: their backward pass follows that of the others
     behind = kept - largest.whole
     last_back = behind + min(largest.whole, rank.largest_layer_bytes()) + max(largest.moved, default=0)
@@ -66,7 +67,7 @@ def host_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
         return 0
     rank = _Rank(config, layout)
     largest = max(sum(rank.kept(pp_rank, chunk).moved) for chunk in range(layout.vpp))
-    return _chunks_in_flight(config, layout, pp_rank) * largest
+    return rank.chunks_in_flight(pp_rank) * largest
 
 
 class _Kept(NamedTuple):
@@ -104,11 +105,20 @@ class _Rank:
     def is_on_cpu(self) -> bool:
         return self.config.train.device == "cpu"
 
+    def chunks_in_flight(self, pp_rank: int) -> int:
+        """Returns the most forward passes of a virtual chunk whose backward has not run: the schedule's warm-up and one
+        more."""
+        layout, num = self.layout, most_microbatches(self.config, self.layout)
+        if layout.vpp == 1:
+            return min(layout.pp - pp_rank, num)
+        warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
+        return min(warm_up + 1, num * layout.vpp)
+
     def kept(self, pp_rank: int, chunk: int) -> _Kept:
         """Estimates the bytes that one forward pass of a virtual chunk keeps."""
         model, layout, train = self.config.model, self.layout, self.config.train
         layers = list(layout.layers(model.num_layers, pp_rank, chunk))
-        skipped = _recomputed_modules(self.config)
+        skipped = _recomputed_modules(self.config.train)
         match train.recompute:
             case "none" | "selective":
                 num_recomputed, num_depths = 0, 0
@@ -142,7 +152,7 @@ class _Rank:
     def largest_layer_bytes(self) -> int:
         """Estimates the bytes that the backward pass of the largest layer needs."""
         layers = set(kinds(self.config.model))
-        return max(self._layer_bytes(layer, _recomputed_modules(self.config)) for layer in layers)
+        return max(self._layer_bytes(layer, _recomputed_modules(self.config.train)) for layer in layers)
 
     def alive_bytes(self) -> int:
         """Estimates the bytes that are recomputed at one time."""
@@ -151,7 +161,7 @@ class _Rank:
             case "none":
                 return 0
             case "selective":
-                names = _recomputed_modules(self.config)
+                names = _recomputed_modules(self.config.train)
                 return max(self._module_bytes(layer).get(name, 0) for layer in layers for name in names)
             case "full":
                 return self.largest_layer_bytes()
@@ -165,10 +175,10 @@ class _Rank:
         wide = max(_feed_forward_width(model, self.layout, layer) for layer in set(kinds(model)))
         beside = 2 * hidden_local(model, self.layout)
         if adapter is None:
-            return (self.tokens * (wide + beside) + wide * model.hidden_size) * element_bytes(self.config)
+            return (self.tokens * (wide + beside) + wide * model.hidden_size) * element_bytes(self.config.train)
         # what enters fc2 is freed before its gradient has come to the gate only where an adapter has kept it
         widths = 2 if "fc2" in adapter.parts else 3
-        gradients = self.tokens * (widths * wide + beside) * element_bytes(self.config)
+        gradients = self.tokens * (widths * wide + beside) * element_bytes(self.config.train)
         return max(gradients, self._matrix_bytes(wide))
 
     def _matrix_bytes(self, wide: int) -> int:
@@ -178,32 +188,42 @@ class _Rank:
         assert config.adapter is not None, "asked only where weights are frozen"
         copies = int(holds_narrow(config)) + (2 if config.adapter.has_magnitudes else 0)
         rows = (2 if model.is_gated else 1) * wide
-        return copies * rows * model.hidden_size * FP32_BYTES - 2 * self.tokens * wide * element_bytes(config)
+        return copies * rows * model.hidden_size * FP32_BYTES - 2 * self.tokens * wide * element_bytes(config.train)
 
     def logits_bytes(self) -> int:
         """Estimates logits in the precision and in float32, then their gradient next to that of the table."""
-        model, size = self.config.model, element_bytes(self.config)
+        model, size = self.config.model, element_bytes(self.config.train)
         vocab_local = output_columns(model, self.layout.tp)
         table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
-        learned, copied = (1, 0) if self.config.adapter is None else _frozen_table(self.config)
+        learned, copied = (1, 0) if self.config.adapter is None else self._frozen_table()
         if at_once < self.tokens:
             return self._chunk_bytes(at_once * vocab_local) + (learned + copied) * table * FP32_BYTES
         count = (1 + model.mtp_depths) * self.tokens * vocab_local
         return count * size + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
+    def _frozen_table(self) -> tuple[int, int]:
+        """Counts (gradients, copies) of the output layer's table in a microbatch; a pair of low rank next to it makes
+        one each."""
+        config = self.config
+        assert config.adapter is not None, "asked only where weights are frozen"
+        if isinstance(config.model.output, HeadOutput):  # a head learns, and is never narrow
+            return 1, 0
+        pairs = int("output" in config.adapter.parts)
+        return pairs, pairs + int(holds_narrow(config))
+
     def _chunk_bytes(self, num_logits: int) -> int:
         """Estimates the logits of a chunk in the precision and in float32 next to their gradient, and the gradient of
         the hidden states of all tokens, gathered where they are divided over TP; masks make it less."""
-        model, size = self.config.model, element_bytes(self.config)
+        model, size = self.config.model, element_bytes(self.config.train)
         hidden = (1 + model.mtp_depths) * self.tokens * model.hidden_size * size
         return num_logits * (2 * size + FP32_BYTES) + hidden * (2 if self.layout.sp else 1)
 
     def _input_bytes(self) -> int:
-        return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config)
+        return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config.train)
 
     def _layer_bytes(self, layer: int, skipped: Sequence[str]) -> int:
         """Estimates the bytes that backward needs of a whole layer, without modules that are recomputed."""
-        model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         adapter = self.config.adapter
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         elements = sum(part.kept_elements(model, layout) for part in parts)
@@ -220,7 +240,7 @@ class _Rank:
 
     def _small_bytes(self, layer: int) -> int:
         """Estimates the bytes of the tensors that backward needs of a layer and that are too small to move."""
-        model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         widths = [width for part in parts for width in part.narrow_tensors(model, layout)]
         # inputs of norms, in float32 and next to normalised ones where torch has no fused kernel
@@ -232,7 +252,7 @@ class _Rank:
     def _module_bytes(self, layer: int) -> dict[str, int]:
         """Returns the bytes that each module of a layer keeps between input and output, by name in
         train.recompute_modules."""
-        model, layout, size = self.config.model, self.layout, element_bytes(self.config)
+        model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         core = sum(part.core_elements(model, layout, on_gpu=not self.is_on_cpu) for part in parts)
         found = {"core_attn": self.tokens * core * size + self._mask_bytes()}
@@ -257,7 +277,7 @@ class _Rank:
             case "allgather":
                 seq = config.row_width
                 run = seq // (2 * cp)
-                return run * (seq + run) * element_bytes(config)
+                return run * (seq + run) * element_bytes(config.train)
             case _:
                 assert_never(self.layout.cp_comm)
 
@@ -273,7 +293,7 @@ class _Rank:
         if self.is_on_cpu and self.config.train.precision == "fp32":  # a function of our own keeps the input alone
             return 0
         normalised = FP32_BYTES if self.config.adapter is None else 0
-        each = FP32_BYTES + normalised - element_bytes(self.config)
+        each = FP32_BYTES + normalised - element_bytes(self.config.train)
         return self.tokens * hidden_local(model, self.layout) * each
 
 
@@ -282,26 +302,16 @@ def _small(tensors: Sequence[int]) -> list[int]:
     return [each for each in tensors if each < SMALLEST_MOVED_BYTES]
 
 
-def _frozen_table(config: Config) -> tuple[int, int]:
-    """Counts (gradients, copies) of the output layer's table in a microbatch; a pair of low rank next to it makes one
-    each."""
-    assert config.adapter is not None, "asked only where weights are frozen"
-    if isinstance(config.model.output, HeadOutput):  # a head learns, and is never narrow
-        return 1, 0
-    pairs = int("output" in config.adapter.parts)
-    return pairs, pairs + int(holds_narrow(config))
-
-
-def _recomputed_modules(config: Config) -> tuple[str, ...]:
+def _recomputed_modules(train: TrainSection) -> tuple[str, ...]:
     """Returns the modules that are recomputed in layers that are not recomputed whole."""
-    match config.train.recompute:
+    match train.recompute:
         case "none" | "full":
             return ()
         case "selective":
-            given = config.train.recompute_modules
+            given = train.recompute_modules
             return ("core_attn",) if given is None else given
         case _:
-            assert_never(config.train.recompute)
+            assert_never(train.recompute)
 
 
 def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
@@ -310,13 +320,3 @@ def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
         experts = model.experts
         return (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) // layout.tp
     return model.ffn_hidden_size // layout.tp
-
-
-def _chunks_in_flight(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Returns the most forward passes of a virtual chunk whose backward has not run: the schedule's warm-up and one
-    more."""
-    num = most_microbatches(config, layout)
-    if layout.vpp == 1:
-        return min(layout.pp - pp_rank, num)
-    warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
-    return min(warm_up + 1, num * layout.vpp)

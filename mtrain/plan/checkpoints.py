@@ -46,12 +46,12 @@ def checkpoint_bytes(config: Config) -> int:
     kept = 3 * trained  # main weights, in fp32 the weights once more, and both moments
     if isinstance(config.optimizer, MuonSection):  # a momentum in the place of two moments
         kept -= matrices_on_rank(model, Layout(), 0).total
-    return trained * element_bytes(config) + kept * FP32_BYTES
+    return trained * element_bytes(config.train) + kept * FP32_BYTES
 
 
 def export_bytes(config: Config) -> int:
     """Estimates the size of an export, a folder of Hugging Face: the weights alone."""
-    return num_parameters(config.model) * element_bytes(config)
+    return num_parameters(config.model) * element_bytes(config.train)
 
 
 def _most_checkpoints(config: Config) -> int:

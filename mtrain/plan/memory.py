@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from mtrain.config import Config
-from mtrain.config.schema.train import AdamWSection, MuonSection
+from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, activation_bytes, element_bytes, host_bytes
 from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds_narrow
 from mtrain.plan.counts import RankParameters
@@ -56,14 +56,15 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     weights only.
     """
     held = trained_parameters(config, layout, pp_rank)
-    kept = _kept_numbers(config, layout, pp_rank, held)
-    largest = _largest_trained(config, layout)
-    updated = own_share(config, layout, held)
+    rank = _StageRank(config, layout, pp_rank)
+    kept = rank.kept_numbers(held)
+    largest = rank.largest_trained()
+    updated = own_share(config.train, layout, held)
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
     return MemoryEstimate(
-        weights_bytes=held.total * element_bytes(config) + _frozen_bytes(config, layout, pp_rank),
+        weights_bytes=held.total * element_bytes(config.train) + rank.frozen_bytes(),
         gradients_bytes=held.total * FP32_BYTES,
-        optimizer_bytes=FP32_BYTES * own_share(config, layout, kept) - moved,
+        optimizer_bytes=FP32_BYTES * own_share(config.train, layout, kept) - moved,
         activations_bytes=activation_bytes(config, layout, pp_rank),
         update_bytes=_update_bytes(updated, largest) + _moments_at_once(moved, largest),
         host_bytes=host_bytes(config, layout, pp_rank) + moved,
@@ -77,45 +78,53 @@ def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankPara
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
 
 
-def _frozen_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Counts the bytes of weights that have neither gradient nor state."""
-    if config.adapter is None:
-        return 0
-    learned = head_elements(config.model) if pp_rank == layout.pp - 1 else 0
-    whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
-    if holds_narrow(config):
-        narrow = matrices_on_rank(config.model, layout, pp_rank).total
-        narrow += table_elements_on_rank(config.model, layout, pp_rank)
-    return whole * element_bytes(config) - narrow * (element_bytes(config) - BF16_BYTES)
+@dataclass(frozen=True)
+class _StageRank:
+    """A rank of a pipeline stage of a run."""
+
+    config: Config
+    layout: Layout
+    pp_rank: int
+
+    def frozen_bytes(self) -> int:
+        """Counts the bytes of weights that have neither gradient nor state."""
+        config, layout, pp_rank = self.config, self.layout, self.pp_rank
+        if config.adapter is None:
+            return 0
+        learned = head_elements(config.model) if pp_rank == layout.pp - 1 else 0
+        whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
+        if holds_narrow(config):
+            narrow = matrices_on_rank(config.model, layout, pp_rank).total
+            narrow += table_elements_on_rank(config.model, layout, pp_rank)
+        return whole * element_bytes(config.train) - narrow * (element_bytes(config.train) - BF16_BYTES)
+
+    def largest_trained(self) -> int:
+        """Counts the elements on a rank of the largest trained parameter."""
+        model, adapter, layout = self.config.model, self.config.adapter, self.layout
+        if adapter is None:
+            return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
+        widths = (max(each.rows, each.columns) for each in all_matrices(model, adapter))
+        return max(adapter.rank * max(widths, default=0), head_elements(model))
+
+    def kept_numbers(self, held: RankParameters) -> RankParameters:
+        """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""
+        # Both moments, and main weights in half precision.
+        each = 2 if element_bytes(self.config.train) == FP32_BYTES else 3
+        match self.config.optimizer:
+            case AdamWSection():
+                spared = RankParameters(0, 0)
+            case MuonSection():  # a momentum in the place of two moments
+                spared = matrices_on_rank(self.config.model, self.layout, self.pp_rank)
+            case _:
+                assert_never(self.config.optimizer)
+        return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
 
 
-def _largest_trained(config: Config, layout: Layout) -> int:
-    """Counts the elements on a rank of the largest trained parameter."""
-    model, adapter = config.model, config.adapter
-    if adapter is None:
-        return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
-    widths = (max(each.rows, each.columns) for each in all_matrices(model, adapter))
-    return max(adapter.rank * max(widths, default=0), head_elements(model))
-
-
-def own_share(config: Config, layout: Layout, numbers: RankParameters) -> int:
+def own_share(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:
     """Returns the part of `numbers` that this rank's part of the optimizer holds."""
-    if not config.train.distributed_optimizer:
+    if not train.distributed_optimizer:
         return numbers.total
     return numbers.dense // (layout.dp * layout.cp) + numbers.experts // layout.edp
-
-
-def _kept_numbers(config: Config, layout: Layout, pp_rank: int, held: RankParameters) -> RankParameters:
-    """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""
-    each = 2 if element_bytes(config) == FP32_BYTES else 3  # both moments, and main weights in half precision
-    match config.optimizer:
-        case AdamWSection():
-            spared = RankParameters(0, 0)
-        case MuonSection():  # a momentum in the place of two moments
-            spared = matrices_on_rank(config.model, layout, pp_rank)
-        case _:
-            assert_never(config.optimizer)
-    return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
 
 
 def _moments_at_once(moved: int, largest: int) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mtrain import plan
 from mtrain.config import Config, known_issues
+from mtrain.config.schema.train import TrainSection
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.phases import data_phases
 
@@ -35,7 +36,7 @@ def print_plan(config: Config, world_size: int) -> None:
         print(f"note: {note}")
     print()
     print("Memory of a rank, GiB (activations and update do not coincide)")
-    rows = [_COLUMNS + (_HOST_COLUMN if _moves_to_host(config) else ()), *_memory_of_stages(config, layout)]
+    rows = [_COLUMNS + (_HOST_COLUMN if _moves_to_host(config.train) else ()), *_memory_of_stages(config, layout)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
@@ -80,8 +81,8 @@ def _rows(config: Config, layout: Layout) -> str:
     return f"{at_most}{microbatches} packed rows of {config.row_width}"
 
 
-def _moves_to_host(config: Config) -> bool:
-    return bool(config.train.offload_layers) or config.train.offload_optimizer
+def _moves_to_host(train: TrainSection) -> bool:
+    return bool(train.offload_layers) or train.offload_optimizer
 
 
 def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...]]:
@@ -96,7 +97,7 @@ def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...
             memory.activations_bytes,
             memory.update_bytes,
             memory.total_bytes,
-            *([memory.host_bytes] if _moves_to_host(config) else []),
+            *([memory.host_bytes] if _moves_to_host(config.train) else []),
         )
         yield (
             str(pp_rank),

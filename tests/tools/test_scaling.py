@@ -12,6 +12,7 @@ import typer
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost
+from mtrain.plan.search.layer_cost import Workload
 from tests.paths import DOCS
 from tests.pool import Pool
 from tests.tools.scaling_ranks import measured
@@ -90,4 +91,6 @@ def test_predictions_for_one_rank_are_what_it_was_measured_to_need() -> None:
     core, large, small = machine.Core(1e11, 1e10), config_of("dp", 1, "weak", TINY), config_of("pp", 1, "weak", TINY)
     fit = fitted(core, TINY, large, 0.2, small, 0.5)
     alone = machine.cluster(core, machine.NOBODY, fit, TINY.hidden)
-    assert [step_cost(config, Layout(), alone).time.total for config in (large, small)] == pytest.approx([0.2, 0.5])
+    assert [step_cost(Workload(config, Layout(), alone)).time.total for config in (large, small)] == pytest.approx(
+        [0.2, 0.5]
+    )

@@ -32,6 +32,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import Cluster
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.verify.core.ranks import Pool
 from tools.bench import slots
 from tools.bench.all import written
@@ -211,7 +212,7 @@ def row_of(axis: str, kind: str, config: Config, layout: Layout, found: Sequence
             "bubble_by_seconds": slots.bubble(ran, layout, [each.slot_s for each in found]),
             "slowest_s": max(each.cpu_s for each in found),
         }
-    planned = step_cost(config, layout, of_machine).time
+    planned = step_cost(Workload(config, layout, of_machine)).time
     return Row(
         axis=axis,
         ranks=ranks,
@@ -247,7 +248,7 @@ def fitted(
 
     def seconds(config: Config, fit: machine.Fitted) -> float:
         alone = machine.cluster(found, machine.NOBODY, fit, size.hidden)
-        return step_cost(config, Layout(), alone).time.total
+        return step_cost(Workload(config, Layout(), alone)).time.total
 
     bandwidth = machine.fitted(lambda rate: seconds(large, machine.Fitted(rate, 0.0)), of_large)
     return machine.Fitted(

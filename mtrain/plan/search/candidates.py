@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from mtrain.config import Config, known_issues, rules
 from mtrain.config.schema.layout import CpComm, LayoutSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.plan.activations import FP32_BYTES, element_bytes
 from mtrain.plan.layout import Layout
 from mtrain.plan.memory import own_share, trained_parameters
 from mtrain.plan.search.cost import least_microbatch_seconds
 from mtrain.plan.search.hardware import Cluster
+from mtrain.plan.search.layer_cost import Workload
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": None, "stage_layers": None}
@@ -66,8 +68,13 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
     """
     bounds: dict[tuple[Any, ...], float] = {}
     kinds = known_issues.context_kinds(config)
-    alone = {size: _alone(config, size) for size in _MICRO_BATCHES}
-    for shares in divisions(config, num_gpus, cluster):
+    alone = {
+        size: config.model_copy(
+            update={"train": config.train.model_copy(update={"micro_batch_size": size, "recompute": "none"})}
+        )
+        for size in _MICRO_BATCHES
+    }
+    for shares in divisions(config.model, num_gpus, cluster):
         if state_bytes(config, shares, num_gpus) > usable_bytes:
             continue
         for cp, dp, size, num in batches(config, shares, num_gpus):
@@ -77,15 +84,14 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
                     layout = Layout(
                         tp=shares.tp, sp=shares.tp > 1, cp=cp, cp_comm=kind, dp=dp, ep=shares.ep, etp=shares.etp
                     )
-                    bounds[key] = least_microbatch_seconds(alone[size], layout, cluster)
+                    bounds[key] = least_microbatch_seconds(Workload(alone[size], layout, cluster))
                 for vpp in _virtual_stages(config.model.num_layers, shares.pp, num >= shares.pp):
                     seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
                     yield Candidate(shares, cp, kind, dp, vpp, size, seconds)
 
 
-def divisions(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:
+def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:
     """Yields the ways to divide the weights over ranks."""
-    model = config.model
     num_experts = 1 if model.experts is None else model.experts.num_experts
     for tp in _divisors(num_gpus, cluster.gpus_per_node):
         if any(rules.tensor_parallel(model, LayoutSection().model_copy(update={"tp": tp, "sp": tp > 1}))):
@@ -115,8 +121,8 @@ def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
         stage_layers=counts,
     )
     held = trained_parameters(config, layout, 0)
-    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_share(config, layout, held)
-    return held.total * (element_bytes(config) + FP32_BYTES) + moments
+    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_share(config.train, layout, held)
+    return held.total * (element_bytes(config.train) + FP32_BYTES) + moments
 
 
 def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
@@ -158,11 +164,6 @@ def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tup
             num, rest = divmod(batch, both // cp * size)
             if size <= batch and (packed or rest == 0):
                 yield cp, both // cp, size, max(1, num + (rest > 0))
-
-
-def _alone(config: Config, micro_batch_size: int) -> Config:
-    changes = {"micro_batch_size": micro_batch_size, "recompute": "none"}
-    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -13,6 +13,7 @@ from mtrain.config import Config
 from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.search import Choice, heaviest, recomputations
 
 _DEGREES = ("tp", "cp", "pp", "ep")
@@ -85,7 +86,7 @@ def _tried(
     memory = heaviest(changed, layout, usable)
     if memory.total_bytes > usable:
         return None
-    return Remedy(keys, Choice(changed, layout, memory, step_cost(changed, layout, cluster)))
+    return Remedy(keys, Choice(changed, layout, memory, step_cost(Workload(changed, layout, cluster))))
 
 
 def with_keys(config: Config, keys: Mapping[str, Any]) -> Config | None:

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import assert_never
 
-from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.activations import FP32_BYTES
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.features import kinds
 from mtrain.plan.features.feature import hidden_local, once_a_model
 from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
-from mtrain.plan.layout import Layout, most_microbatches
+from mtrain.plan.layout import most_microbatches
 from mtrain.plan.memory import own_share, trained_parameters
-from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
 from mtrain.plan.search.links import Group, Transfer, gathered, reduced, sent
 
@@ -93,9 +91,9 @@ class _Stage:
         return self.matrices + self.attention + self.elementwise + self.recompute + self.tp + self.cp + self.ep
 
 
-def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
+def step_cost(work: Workload) -> StepCost:
     """Predicts the cost of a step in which every row is full."""
-    work = Workload(config, layout, cluster)
+    config, layout, cluster = work
     stage = max(_stages(work), key=lambda each: each.total)
     num = most_microbatches(config, layout)
     bubble = (layout.pp - 1) / layout.vpp * stage.total
@@ -103,7 +101,7 @@ def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
     exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
     held = trained_parameters(config, layout, 0)
     sums, hidden = _data_parallel(work, stage, held)
-    own = own_share(config, layout, held)
+    own = own_share(config.train, layout, held)
     time = StepTime(
         matrices=num * stage.matrices,
         attention=num * stage.attention,
@@ -121,20 +119,15 @@ def step_cost(config: Config, layout: Layout, cluster: Cluster) -> StepCost:
     return StepCost(time, moved.nvlink_bytes, moved.network_bytes)
 
 
-def least_microbatch_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
+def least_microbatch_seconds(work: Workload) -> float:
     """Predicts the seconds of all stages together for one microbatch, forward and backward, with nothing recomputed."""
-    return sum(stage.total for stage in _stages(Workload(config, layout, cluster)))
+    return sum(stage.total for stage in _stages(work))
 
 
-def tokens_of_step(config: Config, layout: Layout) -> int:
-    """Counts the positions of all rows of a step, each full."""
-    return most_microbatches(config, layout) * config.train.micro_batch_size * config.row_width * layout.dp
-
-
-def step_mfu(config: Config, layout: Layout, cluster: Cluster, seconds: float) -> float:
+def step_mfu(work: Workload, seconds: float) -> float:
     """Computes the share of the peak that the model's own arithmetic takes; recomputation does not count."""
-    peak = Workload(config, layout, cluster).flops
-    return mfu(run_flops_per_token(config) * tokens_of_step(config, layout), seconds, peak * layout.world_size)
+    flops = run_flops_per_token(work.config) * work.tokens_of_step
+    return mfu(flops, seconds, work.flops * work.layout.world_size)
 
 
 def _stages(work: Workload) -> list[_Stage]:

@@ -14,7 +14,7 @@ from mtrain.plan.activations import element_bytes
 from mtrain.plan.features import LAYER_PARTS
 from mtrain.plan.features.feature import LayerPart, hidden_local
 from mtrain.plan.flops import num_attended_pairs, sees_everything
-from mtrain.plan.layout import Layout
+from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.parameters import output_columns
 from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.links import Group, Transfer, exchanged, gathered
@@ -41,6 +41,12 @@ class Workload(NamedTuple):
         return self.config.train.micro_batch_size * self.config.row_width / self.layout.cp
 
     @property
+    def tokens_of_step(self) -> int:
+        """Counts the positions of all rows of a step, each full."""
+        num = most_microbatches(self.config, self.layout)
+        return num * self.config.train.micro_batch_size * self.config.row_width * self.layout.dp
+
+    @property
     def flops(self) -> float:
         """Returns the peak of a device at the run's precision, in operations a second."""
         gpu = self.cluster.gpu
@@ -49,7 +55,7 @@ class Workload(NamedTuple):
     @property
     def element_bytes(self) -> int:
         """Returns the bytes of an activation's element."""
-        return element_bytes(self.config)
+        return element_bytes(self.config.train)
 
 
 @dataclass(frozen=True)

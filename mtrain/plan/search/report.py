@@ -7,8 +7,10 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.plan.search.cost import step_mfu, tokens_of_step
+from mtrain.config.schema.train import TrainSection
+from mtrain.plan.search.cost import step_mfu
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.search import Choice, Found
 
 _GB = 10**9
@@ -28,9 +30,8 @@ _NAMES = {
 _HEADER = ("", "layout", "micro-batch", "recompute", "GiB", "bubble", "NVLink GB", "network GB", "step s", "MFU")
 
 
-def recompute_name(config: Config) -> str:
+def recompute_name(train: TrainSection) -> str:
     """Returns a short name of what is recomputed."""
-    train = config.train
     if train.recompute_modules is None:
         return train.recompute + ("" if train.recompute_layers is None else f" {train.recompute_layers}")
     return "+".join(train.recompute_modules)
@@ -63,13 +64,13 @@ def _row(number: int, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
         str(number),
         str(choice.layout),
         str(choice.config.train.micro_batch_size),
-        recompute_name(choice.config),
+        recompute_name(choice.config.train),
         f"{choice.memory.total_bytes / GIB:.1f}",
         f"{cost.bubble_share:.1%}",
         f"{cost.nvlink_bytes / _GB:.1f}",
         f"{cost.network_bytes / _GB:.1f}",
         f"{cost.time.total:.3f}",
-        f"{step_mfu(choice.config, choice.layout, cluster, cost.time.total):.1%}",
+        f"{step_mfu(Workload(choice.config, choice.layout, cluster), cost.time.total):.1%}",
     )
 
 
@@ -116,6 +117,7 @@ def as_json(found: Found, cluster: Cluster) -> dict[str, Any]:
 
 def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
     config, cost, memory = choice.config, choice.cost, choice.memory
+    work = Workload(config, choice.layout, cluster)
     return {
         "layout": config.layout.model_dump(),
         "dp": choice.layout.dp,
@@ -127,8 +129,8 @@ def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
         "bubble_share": cost.bubble_share,
         "nvlink_bytes": cost.nvlink_bytes,
         "network_bytes": cost.network_bytes,
-        "mfu": step_mfu(config, choice.layout, cluster, cost.time.total),
-        "tokens_per_second": tokens_of_step(config, choice.layout) / cost.time.total,
+        "mfu": step_mfu(work, cost.time.total),
+        "tokens_per_second": work.tokens_of_step / cost.time.total,
     }
 
 

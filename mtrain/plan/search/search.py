@@ -16,6 +16,7 @@ from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.search.candidates import Candidate, batches, candidates, divisions, stage_split, state_bytes
 from mtrain.plan.search.cost import StepCost, step_cost
 from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster
+from mtrain.plan.search.layer_cost import Workload
 
 _NO_LIMIT = 1 << 62
 
@@ -120,7 +121,7 @@ def _weights_key(layout: Layout) -> tuple[int, ...]:
 def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _Best, counts: Counts) -> None:
     """Tries the layout with as little recomputation as lets it fit, if it can be among the best."""
     for given in recomputations(config):
-        cost = step_cost(given, layout, cluster)
+        cost = step_cost(Workload(given, layout, cluster))
         if cost.time.total >= best.limit:
             return
         counts.measured += 1
@@ -170,7 +171,9 @@ def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) ->
     """Finds the choice that needs least memory, with everything recomputed, among those that hold least between
     steps."""
     found: list[Choice] = []
-    for shares in sorted(divisions(config, num_gpus, cluster), key=lambda each: state_bytes(config, each, num_gpus)):
+    for shares in sorted(
+        divisions(config.model, num_gpus, cluster), key=lambda each: state_bytes(config, each, num_gpus)
+    ):
         if len(found) >= _NUM_CLOSEST:
             break
         if stage_split(config.model.num_layers, shares.pp, 1) is None:
@@ -183,5 +186,5 @@ def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) ->
             *_, given = recomputations(given)
             layout = Layout.from_config(given, num_gpus)
             counts.measured += 1
-            found.append(Choice(given, layout, heaviest(given, layout), step_cost(given, layout, cluster)))
+            found.append(Choice(given, layout, heaviest(given, layout), step_cost(Workload(given, layout, cluster))))
     return min(found, key=lambda each: each.memory.total_bytes, default=None)

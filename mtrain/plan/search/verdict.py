@@ -8,6 +8,7 @@ from mtrain.plan.layout import Layout
 from mtrain.plan.search.changes import smallest_change
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.report import nothing_fits, recompute_name
 from mtrain.plan.search.search import heaviest, search
 
@@ -32,7 +33,7 @@ def verdict(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) 
     begin = f"does not fit: the heaviest rank needs {needed / GIB:.1f} GiB, but may fill {of_memory}; "
     change = smallest_change(config, num_gpus, cluster, memory_bytes)
     if change is not None:
-        slower = change.choice.cost.time.total / step_cost(config, layout, cluster).time.total - 1
+        slower = change.choice.cost.time.total / step_cost(Workload(config, layout, cluster)).time.total - 1
         then = change.choice.memory.total_bytes / GIB
         raise ConfigError(f"{begin}set {change}, which needs {then:.1f} GiB ({slower:+.0%} predicted time of a step)")
     found = search(config, num_gpus, cluster, memory_bytes, 1)
@@ -41,6 +42,6 @@ def verdict(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) 
     best = found.choices[0]
     raise ConfigError(
         f"{begin}no change of two keys is enough; {best.layout} with train.micro_batch_size="
-        f"{best.config.train.micro_batch_size} and recompute {recompute_name(best.config)} needs "
+        f"{best.config.train.micro_batch_size} and recompute {recompute_name(best.config.train)} needs "
         f"{best.memory.total_bytes / GIB:.1f} GiB (`mtrain plan` writes it)"
     )

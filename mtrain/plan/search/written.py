@@ -11,6 +11,7 @@ from mtrain.base.files import write_atomically
 from mtrain.base.yaml_text import yaml_text
 from mtrain.plan.search.cost import step_mfu
 from mtrain.plan.search.hardware import GIB, Cluster
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.search import Choice
 
 _CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_layers")
@@ -37,7 +38,7 @@ def write_choice(
     if path.exists():
         raise ConfigError(f"{path} exists, and nothing is overwritten; name another file, or move it away")
     seconds = choice.cost.time.total
-    share = step_mfu(choice.config, choice.layout, cluster, seconds)
+    share = step_mfu(Workload(choice.config, choice.layout, cluster), seconds)
     head = (
         f"# GPUs: {choice.layout.world_size} x {cluster.gpu.name} {memory_bytes / GIB:.4g} GiB\n"
         f"# {choice.layout}: {choice.memory.total_bytes / GIB:.1f} GiB on the heaviest rank; predicted by mtrain plan: "

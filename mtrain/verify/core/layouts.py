@@ -204,7 +204,7 @@ def _divisor_below(degree: int, limit: int) -> int:
     return next(divisor for divisor in range(min(degree, limit), 0, -1) if degree % divisor == 0)
 
 
-def parse_trials(text: str, config: Config, max_ranks: int) -> list[Trial]:
+def parse_trials(text: str, layout: LayoutSection, max_ranks: int) -> list[Trial]:
     """Parses `tp2cp2,pp4,...`: names as in reports (`tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4`) or parts of them.
 
     Sizes that are not named are 1, the microbatch included; cp_comm is the user's.
@@ -215,7 +215,7 @@ def parse_trials(text: str, config: Config, max_ranks: int) -> list[Trial]:
     trials, faults = [], []
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:
-            trials.append(_parsed(name, config, max_ranks))
+            trials.append(_parsed(name, layout, max_ranks))
         except ConfigError as fault:
             faults.append(str(fault))
     if not trials and not faults:
@@ -225,10 +225,10 @@ def parse_trials(text: str, config: Config, max_ranks: int) -> list[Trial]:
     return list(dict.fromkeys(trials))
 
 
-def _parsed(name: str, config: Config, max_ranks: int) -> Trial:
+def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
     fields = _fields(name)
     if "cp_comm" not in fields:
-        fields["cp_comm"] = config.layout.cp_comm if fields.get("cp", 1) > 1 else "allgather"
+        fields["cp_comm"] = layout.cp_comm if fields.get("cp", 1) > 1 else "allgather"
     trial = Trial(**fields)
     degrees = (trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.ep, trial.etp, trial.micro_batch_size or 1)
     if min(degrees) < 1:

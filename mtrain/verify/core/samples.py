@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import NothingToLearnError
 from mtrain.config import Config
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.datum import Datum
 from mtrain.data.encoding.checks import token_extras
@@ -96,7 +98,7 @@ class Batches:
             DataError: A file is damaged, too small, or does not fit the model.
         """
         self._config, self._plan, self._made_of = config, plan, made_of
-        self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, drawn_extras(config))
+        self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, drawn_extras(config.loss))
         ranks = (dp_rank, dp_size)
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
 
@@ -151,7 +153,7 @@ def _sample(text: Text, slot: int, config: Config, made_of: Collaborators) -> Sa
     if text.edges:
         return _of_documents(text)
     if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
-        return made_of.of_record(_record(text, config), 0, len(text.ids), tuple(text.extras))
+        return made_of.of_record(_record(text, config.model), 0, len(text.ids), tuple(text.extras))
     # in turn one number per token and one per predicted token
     first = slot // 2 % 2
     extras = {name: each[first:].tolist() for name, each in text.extras.items()}
@@ -159,10 +161,10 @@ def _sample(text: Text, slot: int, config: Config, made_of: Collaborators) -> Sa
     return made_of.of_datum(datum, f"sample {slot}", config, tuple(text.extras))
 
 
-def _record(text: Text, config: Config) -> TokenizedSample:
+def _record(text: Text, model: ModelSection) -> TokenizedSample:
     """Converts a text to a record, as the reader of finetuning data does with its columns."""
     record = {"input_ids": text.ids.tolist(), "loss_mask": text.counts.tolist(), "weight": text.weight}
-    found = tokens_sample(record, frozenset(), config.model.vocab_size)
+    found = tokens_sample(record, frozenset(), model.vocab_size)
     if not text.extras:
         return found
     extras = {name: each.tolist() for name, each in text.extras.items()}
@@ -220,9 +222,9 @@ def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], k
     return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, _extras(config, kind, slot, size + 1))
 
 
-def drawn_extras(config: Config) -> tuple[str, ...]:
+def drawn_extras(loss: LossSection) -> tuple[str, ...]:
     """Returns the extras that the loss functions read and that can be drawn."""
-    terms = (config.loss, *config.loss.side_terms.values())
+    terms = (loss, *loss.side_terms.values())
     read = {name for term in terms for name in extras_of(load_loss_function(term.function, term.options))}
     return tuple(name for name in EXTRAS if name in read)
 
@@ -240,7 +242,7 @@ def _extras(config: Config, kind: int, slot: int, size: int) -> dict[str, NDArra
         values = rng.normal(0.7, 1.0, size) if name == "advantages" else usual + rng.normal(0.0, 0.3, size)
         return values.astype(np.float32).astype(np.float64)
 
-    return {name: drawn(name) for name in drawn_extras(config)}
+    return {name: drawn(name) for name in drawn_extras(config.loss)}
 
 
 def _size(slot: int, config: Config) -> int:

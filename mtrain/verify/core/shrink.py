@@ -74,17 +74,17 @@ def shrink(
         ConfigError: The model has dropout, or something that changes with the layout by definition.
     """
     refuse_incomparable(config)
-    also = in_float32(config)
+    also = in_float32(config.model)
     if config.data.packing is not None:
         # the reference knows the samples of a step only if a step counts samples, not rows
         also["data"] = {"packing": {"batch": "sequences"}}
     return small(config, trials, seq_length, also, batch_size)
 
 
-def in_float32(config: Config) -> dict[str, dict[str, Any]]:
+def in_float32(model: ModelSection) -> dict[str, dict[str, Any]]:
     """Returns the changes, by section and key, for computing in float32, which TransformerEngine's layers do not do."""
     changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32", "fp8": None, "fp8_recipe": None}}
-    if config.model.backend == "te":
+    if model.backend == "te":
         changed["model"] = {"backend": "auto"}
     return changed
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 
 from mtrain.config import Config
+from mtrain.config.schema.train import AnyOptimizer
 from mtrain.plan import num_parameters
 from mtrain.verify.core.result import Tolerance
 
@@ -49,7 +50,7 @@ RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
 
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
     """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order."""
-    return (*_inputs(), denominator_tolerance(config), *_values(config), _update(config, num_steps))
+    return (*_inputs(), denominator_tolerance(config), *_values(config), _update(config.optimizer, num_steps))
 
 
 def update_tolerance(step: int) -> float:
@@ -146,7 +147,7 @@ _OF_MATRICES = (
 )
 
 
-def _update(config: Config, num_steps: int) -> Tolerance:
+def _update(optimizer: AnyOptimizer, num_steps: int) -> Tolerance:
     meaning = (
         "Every new weight against exact AdamW on the layout's own gradients, relative to |w| + lr m / (sqrt(v) + "
         "epsilon) element by element: roundings of a dozen operations, and "
@@ -157,5 +158,5 @@ def _update(config: Config, num_steps: int) -> Tolerance:
         update_tolerance(num_steps),
         "u (16 + 8 k)",
         {"u": UNIT_ROUNDOFF, "k": float(num_steps)},
-        meaning + (_OF_MATRICES if config.optimizer.kind == "muon" else ""),
+        meaning + (_OF_MATRICES if optimizer.kind == "muon" else ""),
     )

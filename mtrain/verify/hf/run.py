@@ -62,7 +62,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         MachineError: The device that was asked for does not exist.
     """
     refuse_without_reference(config)
-    device, max_ranks = device_for(config, request.max_ranks)
+    device, max_ranks = device_for(config.train, request.max_ranks)
     exact, changes = comparable(config)
     trials = _trials(exact, request, max_ranks)
     if request.fault is not None:
@@ -107,7 +107,7 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
             "the rest"
         )
     wanted: dict[str, dict[str, Any]] = {
-        **in_float32(config),
+        **in_float32(config.model),
         "optimizer": {"kind": "adamw"},
     }
     wanted["model"] = {"mtp_depths": 0} | wanted.get("model", {})
@@ -127,7 +127,7 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
 def _trials(config: Config, request: Request, max_ranks: int) -> list[Prepared]:
     if request.layouts is None:
         return [own_layout(config, max_ranks)]
-    trials = parse_trials(request.layouts, config, max_ranks)
+    trials = parse_trials(request.layouts, config.layout, max_ranks)
     return [prepared(trial, config) for trial in dict.fromkeys(trials)]
 
 

@@ -15,6 +15,8 @@ import torch
 from mtrain.base.errors import ConfigError, MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import TrainSection
 from mtrain.verify.core.activations import module_order, put_together
 from mtrain.verify.core.bisect import diagnosed, first_deviating, with_advice
 from mtrain.verify.core.compare import Expected, compared
@@ -67,9 +69,9 @@ def verify_parity(
         MachineError: The device that was asked for does not exist.
     """
     refuse_without_reference(config, EXTRAS)
-    device, max_ranks = device_for(config, request.max_ranks)
+    device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
-    plan = _plan(shrunk, config, request, progress)
+    plan = _plan(shrunk, config.model, request, progress)
     check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
     layouts = check.run(progress)
     return ParityReport(
@@ -117,10 +119,10 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
     own_objective(config, drawn_extras)  # refused here, since an error of a rank counts as a failed run
 
 
-def device_for(config: Config, max_ranks: int) -> tuple[str, int]:
+def device_for(train: TrainSection, max_ranks: int) -> tuple[str, int]:
     """Returns the device of the ranks, and their largest number."""
-    if config.train.device == "cpu" or not torch.cuda.is_available():
-        if config.train.device == "cuda":
+    if train.device == "cpu" or not torch.cuda.is_available():
+        if train.device == "cuda":
             raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use auto")
         return "cpu", max_ranks
     return "cuda", min(max_ranks, torch.cuda.device_count())
@@ -130,7 +132,7 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
     """Returns the shrunk configuration and its layouts; the first is one process with one microbatch."""
     base = Trial(micro_batch_size=None)
     if request.layouts is not None:
-        named = parse_trials(request.layouts, config, max_ranks)
+        named = parse_trials(request.layouts, config.layout, max_ranks)
         shrunk = _shrunk(config, [base, *named], batch_size)
         return shrunk, _distinct(prepared(trial, shrunk.config) for trial in [base, *named])
     derived = derived_trials(config, max_ranks)
@@ -153,10 +155,10 @@ def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
     return with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
 
 
-def _plan(shrunk: Shrunk, config: Config, request: Request, progress: Progress) -> SamplePlan:
+def _plan(shrunk: Shrunk, model: ModelSection, request: Request, progress: Progress) -> SamplePlan:
     """Plans steps on the user's data, if available, then on hard batches, as many as a planted fault needs to show."""
     if shrunk.reads_files:
-        return SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size)
+        return SamplePlan(request.num_steps, NUM_HARD_KINDS, model.vocab_size)
     needed = next((each.shown_by for each in FAULTS if each.name == request.fault), 1)
     if request.num_steps < needed:
         progress(f"--steps {request.num_steps} is raised to {needed}: before, {request.fault} changes nothing here")

@@ -27,10 +27,6 @@ _M = TypeVar("_M", bound=nn.Module)
 _S = TypeVar("_S", bound=BaseModel)
 
 
-def _as_it_is(config: Config) -> Config:
-    return config
-
-
 def _unchanged(chunks: Sequence[nn.Module]) -> None:
     pass
 
@@ -43,7 +39,7 @@ def _sound_parts(groups: Groups) -> StepParts:
 class Collaborators:
     """Parts of a run that a fault can replace, in the order in which the run uses them; the reference uses none."""
 
-    config: Callable[[Config], Config] = _as_it_is
+    config: Callable[[Config], Config] = lambda config: config
     """Function that returns the configuration that the ranks use, from the user's."""
     loader: type[StepLoader] = StepLoader
     of_datum: Callable[[Datum, str, Config, Sequence[str]], Sample] = sample_of

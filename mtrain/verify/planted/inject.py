@@ -11,13 +11,8 @@ from collections.abc import Iterable, Sequence
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.plan import padded_vocab_size
-from mtrain.verify.planted.fault import Fault, isolates_documents, side_terms_differ
+from mtrain.verify.planted.fault import Fault, side_terms_differ
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
-
-
-def _orthogonalizes(config: Config) -> bool:
-    return config.optimizer.kind == "muon"
-
 
 LAYOUT_FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
@@ -47,7 +42,7 @@ LAYOUT_FAULTS = (
         "document-boundary-crossed",
         "lets attention see the documents packed before",
         None,
-        isolates_documents,
+        lambda config: config.data.isolate_documents,
         "data.isolate_documents=true or data.packing",
     ),
     Fault(
@@ -127,22 +122,18 @@ LAYOUT_FAULTS = (
         "matrices-by-tp-rank",
         "orthogonalizes the part of a matrix that a tensor-parallel rank holds by itself",
         "tp",
-        _orthogonalizes,
+        lambda config: config.optimizer.kind == "muon",
         "optimizer.kind=muon",
     ),
     Fault(
         "matrices-fused",
         "orthogonalizes queries, keys and values, or gate and up, as one matrix",
         None,
-        _orthogonalizes,
+        lambda config: config.optimizer.kind == "muon",
         "optimizer.kind=muon",
     ),
 )
 """Faults of layouts, in the order of loss, layout, data, engine."""
-
-
-def _adapts(config: Config) -> bool:
-    return config.adapter is not None
 
 
 ADAPTER_FAULTS = (
@@ -150,14 +141,14 @@ ADAPTER_FAULTS = (
         "adapter-gradient-times-tp",
         "sums the gradient of a replicated A's output tp times over the tensor-parallel ranks",
         "tp",
-        _adapts,
+        lambda config: config.adapter is not None,
         "adapter",
     ),
     Fault(
         "adapter-gradient-not-reduced",
         "does not sum gradients of an adapter's replicated matrices over the sequence-parallel ranks",
         "sp",
-        _adapts,
+        lambda config: config.adapter is not None,
         "adapter",
     ),
     Fault(
@@ -178,7 +169,13 @@ ADAPTER_FAULTS = (
         ),
         "adapter.kind=dora with proj or fc2 among its targets",
     ),
-    Fault("frozen-weights-decayed", "lets weight decay shrink the frozen model", None, _adapts, "adapter"),
+    Fault(
+        "frozen-weights-decayed",
+        "lets weight decay shrink the frozen model",
+        None,
+        lambda config: config.adapter is not None,
+        "adapter",
+    ),
 )
 
 FAULTS = (*LAYOUT_FAULTS, *ADAPTER_FAULTS, *SHARED_FAULTS)

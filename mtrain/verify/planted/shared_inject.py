@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mtrain.config import Config
 from mtrain.config.schema.loss import NORM_AGGREGATIONS
-from mtrain.verify.planted.fault import Fault, isolates_documents, packs, packs_sequences, side_terms_differ
+from mtrain.verify.planted.fault import Fault, side_terms_differ
 
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "kl")
 """Losses of `mtrain.verify.reference.policy`, repeated here because that module imports torch."""
@@ -23,14 +23,6 @@ def _aggregates(*names: str) -> Callable[[Config], bool]:
 
 def _reads_extras(config: Config) -> bool:
     return any(term.function in POLICY_LOSSES for term in (config.loss, *config.loss.side_terms.values()))
-
-
-def _has_warmup(config: Config) -> bool:
-    return config.optimizer.warmup_steps > 0
-
-
-def _balances(config: Config) -> bool:
-    return config.loss.router.sequence_balance_coefficient > 0
 
 
 _SEQUENCE_MEANS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -76,28 +68,31 @@ SHARED_FAULTS = (
         "positions-not-restarted",
         "counts positions over the row where documents are isolated",
         None,
-        isolates_documents,
+        lambda config: config.data.isolate_documents,
         "data.isolate_documents=true or data.packing",
     ),
     Fault(
         "row-counted-as-sequence",
         "aggregates packed rows as if each were one sequence",
         None,
-        packs_sequences,
+        lambda config: (
+            config.data.packing is not None
+            and any(term.aggregation.startswith("seq-mean") for term in (config.loss, *config.loss.side_terms.values()))
+        ),
         "data.packing, and a term that is a mean over sequences",
     ),
     Fault(
         "label-of-the-next-sample",
         "lets the last token of a packed sample predict the first one of the next",
         None,
-        packs,
+        lambda config: config.data.packing is not None,
         "data.packing",
     ),
     Fault(
         "router-balance-by-row",
         "balances the load of experts over packed rows, not over their sequences",
         None,
-        lambda config: packs(config) and _balances(config),
+        lambda config: config.data.packing is not None and config.loss.router.sequence_balance_coefficient > 0,
         "data.packing and loss.router.sequence_balance_coefficient > 0",
     ),
     Fault(
@@ -170,7 +165,7 @@ SHARED_FAULTS = (
         "router-losses-times-top-k",
         "multiplies the balancing loss by the number of choices",
         None,
-        _balances,
+        lambda config: config.loss.router.sequence_balance_coefficient > 0,
         "loss.router.sequence_balance_coefficient > 0",
     ),
     Fault(
@@ -192,7 +187,7 @@ SHARED_FAULTS = (
         "rate-one-step-late",
         "gives each update the learning rate of the one before",
         None,
-        lambda config: _has_warmup(config) or config.optimizer.decay != "none",
+        lambda config: config.optimizer.warmup_steps > 0 or config.optimizer.decay != "none",
         "a schedule other than constant, or a warm-up",
         shown_by=2,
     ),
@@ -200,7 +195,7 @@ SHARED_FAULTS = (
         "warmup-off-by-one",
         "warms up for one step more",
         None,
-        _has_warmup,
+        lambda config: config.optimizer.warmup_steps > 0,
         "optimizer.warmup_steps > 0",
         shown_by=2,
     ),

@@ -65,7 +65,7 @@ def verify_preempt(
     """
     if request.num_steps < LEAST_STEPS:
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
-    device, max_ranks = device_for(config, request.max_ranks)
+    device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, base = small_run(config, request, max_ranks)
     if request.fault is not None:
         chosen(request.fault, base.config, (), PREEMPT_FAULTS)
@@ -93,7 +93,7 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
     """Returns the small configuration, with the user's precision, dropout, schedule, vocabulary, and its layout."""
     trial = full_trial(config, max_ranks)
     if request.layouts is not None:
-        named = parse_trials(request.layouts, config, max_ranks)
+        named = parse_trials(request.layouts, config.layout, max_ranks)
         if len(named) != 1:
             raise ConfigError(f"--layouts names {len(named)} layouts, but a drill takes place on one; name one")
         (trial,) = named

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection, TermSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.losses import cross_entropy, known_losses
 from mtrain.verify.reference.model.adapters import is_trained, merged
@@ -90,7 +91,7 @@ def evaluated(
         teacher: Teacher; needed if a term compares with one.
         user_term: Function that evaluates losses that are not the package's own.
     """
-    learns = {name: is_trained(name, config) and not name.endswith(EXPERT_BIAS) for name in tensors}
+    learns = {name: is_trained(name, config.adapter) and not name.endswith(EXPERT_BIAS) for name in tensors}
     leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
     forward = Transformer(config.model, merged(config, leaves)).forward(rows)
     with torch.no_grad():
@@ -105,7 +106,7 @@ def evaluated(
         terms=terms,
         objective=float(objective.detach()),
         gradients=dict(zip(trained, found, strict=True)),
-        biases=_moved_biases(config, leaves, forward),
+        biases=_moved_biases(config.model, leaves, forward),
         forward=forward,
     )
 
@@ -119,7 +120,7 @@ def term_coefficients(loss: LossSection, mtp_depths: int) -> dict[str, float]:
 
 def _terms(config: Config, rows: Rows, forward: Forward, taught: Tensor | None, user_term: UserTerm) -> dict[str, Term]:
     sections: dict[str, TermSection] = {"main": config.loss, **config.loss.side_terms}
-    terms = {name: _term(section, config, rows, forward, taught, user_term) for name, section in sections.items()}
+    terms = {name: _term(section, config.loss, rows, forward, taught, user_term) for name, section in sections.items()}
     for depth, logits in enumerate(forward.ahead, start=1):
         ahead = rows.ahead(depth)
         weights = token_weights(ahead.weights, rows.sample_weights, config.loss)
@@ -133,7 +134,7 @@ def _terms(config: Config, rows: Rows, forward: Forward, taught: Tensor | None, 
 
 
 def _term(
-    section: TermSection, config: Config, rows: Rows, forward: Forward, taught: Tensor | None, user_term: UserTerm
+    section: TermSection, loss: LossSection, rows: Rows, forward: Forward, taught: Tensor | None, user_term: UserTerm
 ) -> Term:
     weights = token_weights(rows.weights, rows.sample_weights, section)
     planned = divisor(rows.weights, rows.sample_weights, section)
@@ -147,7 +148,7 @@ def _term(
     shares = token_shares(rows, section)
     scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught, rows.extras)
     numerator, measured = user_term(section, scene)
-    if config.loss.denominator == "measured":
+    if loss.denominator == "measured":
         return Term(numerator, measured, adds_exactly=False)  # only the function knows which numbers are summed
     return _planned(numerator, planned)
 
@@ -178,8 +179,8 @@ def token_shares(rows: Rows, section: TermSection) -> Tensor:
     return shares
 
 
-def _moved_biases(config: Config, tensors: Mapping[str, Tensor], forward: Forward) -> dict[str, Tensor]:
-    rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
+def _moved_biases(model: ModelSection, tensors: Mapping[str, Tensor], forward: Forward) -> dict[str, Tensor]:
+    rate = 0.0 if model.experts is None else model.experts.bias_update_rate
     if not rate:
         return {}
     names = {f"{seen.name}.expert_bias": seen for seen in forward.seen}

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import ConfigError, MtrainError, NumericError
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
-from mtrain.config.schema.data import MockSection
+from mtrain.config.schema.data import AnyData, MockSection
+from mtrain.config.schema.train import AnyOptimizer
 from mtrain.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
@@ -81,7 +82,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
             "save and something to go on with"
         )
     refuse_without_reference(config)
-    device, max_ranks = device_for(config, request.max_ranks)
+    device, max_ranks = device_for(config.train, request.max_ranks)
     plan = planned(config, request, max_ranks)
     if request.fault is not None:
         chosen(request.fault, plan.base.config, {CRASH}, RESUME_FAULTS)
@@ -131,14 +132,14 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
         DataError: The user's data cannot be read.
     """
     base = full_trial(config, max_ranks)
-    named = None if request.layouts is None else parse_trials(request.layouts, config, max_ranks)
+    named = None if request.layouts is None else parse_trials(request.layouts, config.layout, max_ranks)
     trials = other_trials(config, max_ranks) if named is None else named
-    also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config, request.num_steps)}
+    also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config.optimizer, request.num_steps)}
     also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
-    also |= {"data": _curriculum(config, request)}
+    also |= {"data": _curriculum(config.data, request)}
     shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, also, FEW_SAMPLES), config)
     model, train = shrunk.config.model, shrunk.config.train
-    changed = in_float32(config)
+    changed = in_float32(config.model)
     quiet = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {}))
     full = train.model_copy(update=changed["train"])
     comparable = shrunk.config.model_copy(update={"model": quiet, "train": full})
@@ -172,19 +173,18 @@ def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
         return None
 
 
-def _schedule(config: Config, num_steps: int) -> dict[str, Any]:
+def _schedule(optimizer: AnyOptimizer, num_steps: int) -> dict[str, Any]:
     """Returns changes that fit the user's schedule to the few steps, so that each of its phases has some."""
-    warmup = min(config.optimizer.warmup_steps, max(1, num_steps // 3))
+    warmup = min(optimizer.warmup_steps, max(1, num_steps // 3))
     # more than the one step that begins a decay
-    return small_schedule(config.optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
+    return small_schedule(optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
 
 
-def _curriculum(config: Config, request: ResumeRequest) -> dict[str, Any]:
+def _curriculum(data: AnyData, request: ResumeRequest) -> dict[str, Any]:
     """Returns a curriculum whose last blend begins a step after the stop, and the others one step each before it.
 
     So the resumed run reaches a change of blends.
     """
-    data = config.data
     if isinstance(data, MockSection) or not data.curriculum or not has_files(data):
         return {}
     last = min(request.at + 1, request.num_steps - 1)

@@ -15,6 +15,7 @@ from mtrain.plan.search import layer_cost as layers
 from mtrain.plan.search.candidates import candidates
 from mtrain.plan.search.cost import StepTime, step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster, memory_size
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.links import Group, exchanged, gathered, reduced, sent
 from mtrain.plan.search.search import with_layout
 from tests.config.samples import config
@@ -94,8 +95,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def ideal_mfu(given: Config, ranks: int) -> float:
     layout = Layout.from_config(given, ranks)
-    time = step_cost(given, layout, IDEAL).time
-    return step_mfu(given, layout, IDEAL, time.matrices + time.attention)
+    time = step_cost(Workload(given, layout, IDEAL)).time
+    return step_mfu(Workload(given, layout, IDEAL), time.matrices + time.attention)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,7 +124,7 @@ def test_arithmetic_is_divided_over_all_ranks(layout: dict[str, Any], monkeypatc
 
 
 def time_of(given: Config, ranks: int) -> StepTime:
-    return step_cost(given, Layout.from_config(given, ranks), Cluster(GPUS["h100"])).time
+    return step_cost(Workload(given, Layout.from_config(given, ranks), Cluster(GPUS["h100"]))).time
 
 
 def test_a_bubble_is_that_of_the_schedule() -> None:
@@ -182,7 +183,7 @@ def test_no_step_is_faster_than_its_bound(family: str) -> None:
             continue
         layout = Layout.from_config(changed, 8)
         tried += 1
-        assert step_cost(changed, layout, cluster).time.total >= each.least_seconds * (1 - 1e-9)
+        assert step_cost(Workload(changed, layout, cluster)).time.total >= each.least_seconds * (1 - 1e-9)
     assert tried > 20
 
 

@@ -9,6 +9,7 @@ import pytest
 from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster
+from mtrain.plan.search.layer_cost import Workload
 from tests.paths import DOCS
 from tests.plan.search.published import GROWING, MAXTEXT, RUNS, V6E, Published
 
@@ -19,7 +20,7 @@ TYPICAL = 1.15
 
 def predicted(run: Published) -> float:
     layout, cluster = Layout.from_config(run.config, run.num_gpus), Cluster(GPUS[run.gpu])
-    return step_mfu(run.config, layout, cluster, step_cost(run.config, layout, cluster).time.total)
+    return step_mfu(Workload(run.config, layout, cluster), step_cost(Workload(run.config, layout, cluster)).time.total)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} on {run.num_gpus}")
@@ -65,8 +66,8 @@ def test_the_documentation_shows_how_runs_grow() -> None:
     expected, shares = [], []
     for config, num in GROWING:
         layout, cluster = Layout.from_config(config, num), Cluster(GPUS["h100"])
-        cost = step_cost(config, layout, cluster)
-        shares.append(step_mfu(config, layout, cluster, cost.time.total))
+        cost = step_cost(Workload(config, layout, cluster))
+        shares.append(step_mfu(Workload(config, layout, cluster), cost.time.total))
         row = (f"{cost.time.total:.2f}", f"{100 * shares[-1]:.1f}", f"{100 * cost.bubble_share:.1f}")
         expected.append((str(num), str(layout), *row))
     assert found == expected
@@ -82,7 +83,7 @@ def test_maxtext_on_trillium_is_predicted_within_the_same_factor() -> None:
     expected = []
     for run in MAXTEXT:
         layout = Layout.from_config(run.config, run.num_gpus)
-        ours = step_mfu(run.config, layout, V6E, step_cost(run.config, layout, V6E).time.total)
+        ours = step_mfu(Workload(run.config, layout, V6E), step_cost(Workload(run.config, layout, V6E)).time.total)
         assert run.mfu / FACTOR < ours < run.mfu * FACTOR
         expected.append((run.name, f"{100 * run.mfu:.1f}", f"{100 * ours:.1f}"))
     assert found == expected

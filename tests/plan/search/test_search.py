@@ -15,6 +15,7 @@ from mtrain.plan.search.candidates import candidates, stage_split
 from mtrain.plan.search.changes import smallest_change, with_keys
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster
+from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.report import nothing_fits
 from mtrain.plan.search.search import heaviest, recomputations, search, with_layout
 from mtrain.plan.search.verdict import verdict
@@ -39,7 +40,7 @@ def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
         for tried in recomputations(changed):
             if heaviest(tried, layout).total_bytes <= usable:
                 key = (*each.shares, each.cp)
-                best[key] = min(best.get(key, 1e30), step_cost(tried, layout, H100).time.total)
+                best[key] = min(best.get(key, 1e30), step_cost(Workload(tried, layout, H100)).time.total)
                 break
     return sorted(best.values())
 

@@ -90,7 +90,7 @@ def test_uneven_stages_stay_uneven(layout: dict[str, object], expected: str) -> 
     ],
 )
 def test_names_are_understood(text: str, trial: Trial) -> None:
-    assert parse_trials(text, config(), 16) == [trial]
+    assert parse_trials(text, config().layout, 16) == [trial]
 
 
 def test_the_names_of_reports_name_their_layouts() -> None:
@@ -99,13 +99,13 @@ def test_the_names_of_reports_name_their_layouts() -> None:
     small = shrink(user, trials).config
     for trial in trials:
         name = prepared(trial, small).name
-        (parsed,) = parse_trials(name, user, 8)
+        (parsed,) = parse_trials(name, user.layout, 8)
         assert prepared(parsed, small).name == name
 
 
 def test_cp_comm_is_the_users_where_no_other_is_named() -> None:
     user = config(layout__cp=2, layout__cp_comm="ulysses")
-    assert [trial.cp_comm for trial in parse_trials("cp2,cp2allgather,tp2", user, 8)] == [
+    assert [trial.cp_comm for trial in parse_trials("cp2,cp2allgather,tp2", user.layout, 8)] == [
         "ulysses",
         "allgather",
         "allgather",
@@ -128,19 +128,19 @@ def test_cp_comm_is_the_users_where_no_other_is_named() -> None:
 )
 def test_what_is_no_layout_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_trials(text, config(), 8)
+        parse_trials(text, config().layout, 8)
     assert reason in str(caught.value)
 
 
 def test_all_wrong_names_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_trials("tp2,tp16,what", config(), 8)
+        parse_trials("tp2,tp16,what", config().layout, 8)
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_a_layout_that_the_model_cannot_take_is_refused_with_the_reason() -> None:
     user = config(model__num_query_groups=1)
-    trials = parse_trials("tp2", user, 8)
+    trials = parse_trials("tp2", user.layout, 8)
     with pytest.raises(ConfigError, match=r"tp2 does not fit the model: model.num_query_groups=1 must be a multiple"):
         prepared(trials[0], shrink(user, trials).config)
 

@@ -176,7 +176,7 @@ def test_other_structures_pass(pool: Pool, changes: dict[str, Any], layouts: str
 )
 def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str) -> None:
     user = rich_config()
-    (trial,) = parse_trials(layout, user, 8)
+    (trial,) = parse_trials(layout, user.layout, 8)
     shrunk = shrink(user, [trial], batch_size=NUM_SAMPLES).config
     plan, fitted = SamplePlan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.adapter import AdapterSection, AnyAdapter
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import KINDS, kind_of
 from mtrain.verify.reference.model.attention_kind import Shape
@@ -51,9 +51,9 @@ def all_shapes(config: Config) -> dict[str, Shape]:
     return found
 
 
-def is_trained(name: str, config: Config) -> bool:
+def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
     """Says whether a tensor is trained: in a model with adapters only these are."""
-    return config.adapter is None or "_adapter." in name
+    return adapter is None or "_adapter." in name
 
 
 def as_held(name: str, values: Tensor, config: Config) -> Tensor:
@@ -61,7 +61,7 @@ def as_held(name: str, values: Tensor, config: Config) -> Tensor:
 
     Routers, norms and biases are not rounded.
     """
-    if config.adapter is None or config.adapter.base_dtype != "bf16" or is_trained(name, config):
+    if config.adapter is None or config.adapter.base_dtype != "bf16" or is_trained(name, config.adapter):
         return values
     is_matrix = values.dim() == 2 and ".router." not in name
     return values.to(torch.bfloat16).to(values.dtype) if is_matrix else values
