@@ -1,4 +1,4 @@
-"""What an adapter cannot be combined with."""
+"""Rules on what an adapter can be combined with."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
 
 
 def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
-    """A message for every broken rule: what was given, what is needed, what to change."""
+    """Yields a message for every broken rule: what was given, what is needed, what to change."""
     yield from _targets(config.model, adapter)
     yield from _run(config, adapter)
 
 
 def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
-    """Every target has to be there, and to be what PEFT makes of it."""
+    """Checks that every target exists, and that it can have the form that PEFT gives it."""
     if missing := [target for target in adapter.targets if target in _ATTENTION - model.query_projections]:
         yield (
             f"adapter.targets={', '.join(missing)}: the attention of this model has no such projection; name "
@@ -62,7 +62,7 @@ def _has_networks(model: ModelSection) -> bool:
 
 
 def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
-    """Whether there is a model without adapters that computes the same: not where one table gets two values."""
+    """Says whether a model without adapters can compute the same: not where one table gets two values."""
     return not (model.tied_embeddings and "embedding" in adapter.parts)
 
 

@@ -1,7 +1,7 @@
-"""`checkpoint.allow_changed`: which keys a run that goes on may change with consent, and which never.
+"""Rules of `checkpoint.allow_changed`: keys that a resumed run may change with consent, and keys that never change.
 
-What decides which samples a step reads, or what the numbers in a checkpoint mean, cannot change under a run: it would
-no longer be the run of its steps so far. Keys of NEUTRAL_KEYS may change without being asked for.
+Keys that decide which samples a step reads, or what the numbers in a checkpoint mean, cannot change under a run: it
+would no longer be the run of its steps so far. Keys of NEUTRAL_KEYS may change without consent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NEUTRAL_KEYS = (
     "data.prefetch_steps",
     "data.packing",
     "data.ignore_keys",
-    "data.on_bad",  # which samples there are, the fingerprint of the data says
+    "data.on_bad",  # the fingerprint of the data identifies the samples
     "data.max_bad",
     "data.cache_dir",
     "data.cache_check",
@@ -79,21 +79,22 @@ _OTHER_MODEL = "the weights in the checkpoint are those of this model"
 
 
 def lies_in(key: str, sections: Iterable[str]) -> bool:
-    """Whether a dotted key is one of `sections`, or below one."""
+    """Says whether a dotted key is one of `sections`, or below one."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def is_permitted(key: str, allow_changed: Sequence[str]) -> bool:
-    """Whether `checkpoint.allow_changed` lets a key change; naming a section lets what may change in it."""
+    """Says whether `checkpoint.allow_changed` lets a key change; a section permits the keys in it that can change at
+    all."""
     return lies_in(key, allow_changed) and key not in _NEVER and lies_in(key, _WITH_CONSENT)
 
 
 def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[str]:
-    """Says of each entry that cannot be allowed why.
+    """Explains, for each entry that cannot be allowed, why.
 
     Args:
-        root: The class of a whole configuration.
-        allow_changed: Dotted keys.
+        root: Class of a whole configuration.
+        allow_changed: Dotted keys that the configuration allows to change.
     """
     for key in allow_changed:
         entry = f"checkpoint.allow_changed names {key!r}"
@@ -109,14 +110,14 @@ def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[
 
 
 def _of_length(key: str) -> str:
-    """What a person means who names the run's length."""
+    """Returns a hint for a person who names the run's length."""
     if key != "train.num_steps":
         return ""
     return " (a learning rate that follows from it is optimizer.decay_steps)"
 
 
 def _exists(root: type[Section], parts: Sequence[str]) -> bool:
-    """Whether a configuration can have the key; below a mapping of plain values any name can be one."""
+    """Says whether a configuration can have the key; below a mapping of plain values any name is possible."""
     found: tuple[type[Section], ...] = (root,)
     rest = iter(parts)
     for part in rest:

@@ -1,4 +1,4 @@
-"""What follows from several sections of a configuration together: asked by rules and by the rest of the program."""
+"""Values that follow from several sections of a configuration together; rules and the rest of the program use them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -12,28 +12,30 @@ from mtrain.config.schema.train import TrainSection
 
 
 def row_width(train: TrainSection, data: AnyData) -> int:
-    """Positions of a row."""
+    """Returns the number of positions in a row."""
     return data.seq_length if train.tokens_per_micro_batch is None else train.tokens_per_micro_batch
 
 
 PREFERENCE_FORMATS: dict[str, Literal["pairs", "answers"]] = {"preference": "pairs", "unpaired_preference": "answers"}
-"""What records of a data.format are."""
+"""Form of the records, for each data.format of preferences."""
 
 
 def compared(loss: LossSection, data: AnyData) -> Literal["pairs", "answers"] | None:
-    """What a run compares, as its loss says, or where that is the user's own, as data.format does; None: nothing."""
+    """Returns what a run compares, according to its loss or, for a loss function of the user's own, to data.format;
+    None where it compares nothing."""
     if loss.preference is not None:
         return loss.preference.compares
     return PREFERENCE_FORMATS.get(data.format) if isinstance(data, SftSection) else None
 
 
 def sequences_per_sample(loss: LossSection, data: AnyData) -> int:
-    """A pair is two sequences; an answer that is judged alone comes with one that KTO measures by."""
+    """Counts the sequences of a sample: two in a pair; also two where answers are judged separately, as KTO adds a
+    mismatched one; else one."""
     return 1 if compared(loss, data) is None else 2
 
 
 def label_columns(loss: LossSection) -> tuple[str, ...]:
-    """Extras that hold the label of a record, where that is no class."""
+    """Returns the names of the extras that hold the label of a record, where the label is no class."""
     return (LABEL,) if loss.function in NUMBER_LOSSES else ()
 
 
@@ -42,18 +44,19 @@ LAYOUT_DEPENDENT_KEYS = (
     "loss.router.microbatch_balance_coefficient",
     "loss.router.global_balance_coefficient",
 )
-"""Knobs whose effect changes with the layout by definition, when they are above 0."""
+"""Keys whose effect changes with the layout by definition, when they are above 0."""
 DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout", "adapter.dropout")
-"""Above 0 they draw other numbers under another layout or micro-batch size, so that no two of them are the same run."""
+"""Keys that, above 0, draw other numbers under another layout or micro-batch size, so that no two of these are the same
+run."""
 
 
 def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
-    """Those of LAYOUT_DEPENDENT_KEYS that are in use."""
+    """Returns the keys of LAYOUT_DEPENDENT_KEYS that are above 0."""
     return _above_zero(LAYOUT_DEPENDENT_KEYS, {"model": model, "loss": loss})
 
 
 def dropout_keys(model: ModelSection, adapter: AdapterSection | None) -> list[str]:
-    """Those of DROPOUT_KEYS that are in use."""
+    """Returns the keys of DROPOUT_KEYS that are above 0."""
     return _above_zero(DROPOUT_KEYS, {"model": model, "adapter": adapter})
 
 

@@ -1,4 +1,4 @@
-"""Rules of `train.fp8`: TransformerEngine's products in 8 bits, on what their kernels take."""
+"""Rules of `train.fp8`: TransformerEngine's products in 8 bits need sizes that their kernels accept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtrain.config.schema.train import Fp8Recipe
 
 
 def broken_rules(config: Sections) -> Iterator[str]:
-    """What was given, what is needed, what to change; nothing where `train.fp8` is off."""
+    """Yields a message for every broken rule; none where `train.fp8` is off."""
     train, model = config.train, config.model
     if train.fp8 is None:
         if train.fp8_recipe is not None:
@@ -45,7 +45,7 @@ def broken_rules(config: Sections) -> Iterator[str]:
 
 
 def _unaligned(config: Sections, key: str) -> Iterator[str]:
-    """Sizes on a rank that a product in 8 bits cannot have."""
+    """Yields a message for each size on a rank that a product in 8 bits cannot have."""
     model, layout, train = config.model, config.layout, config.train
     columns, rows = _multiples(train.fp8_recipe or "tensorwise")
     heads = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
@@ -70,7 +70,7 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
 
 
 def _multiples(recipe: Fp8Recipe) -> tuple[int, int]:
-    """Of columns and of tokens.
+    """Returns the numbers that columns and tokens have to be multiples of.
 
     Source: TransformerEngine 2.9, assert_dim_for_fp8_exec and the blocks of its recipes.
     """

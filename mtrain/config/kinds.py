@@ -9,11 +9,13 @@ from mtrain.config.schema.root import Config
 _DATA_OF_0_1_0 = frozenset(
     {"kind", "seq_length", "train", "valid", "test", "split", "tokenizer", "isolate_documents", "too_long"}
 )
-"""Version 0.1.0 had one section for all kinds of data, and wrote all its keys into config.yaml."""
+"""Keys of the data section in version 0.1.0, which had one section for all kinds of data and wrote every key into
+config.yaml."""
 
 
 def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
-    """The sections of one source, without the keys that 0.1.0 wrote of other kinds of data: they said nothing."""
+    """Returns the sections of one source without the keys that 0.1.0 wrote of other kinds of data, as these had no
+    effect."""
     data = content.get("data")
     if not isinstance(data, dict) or not data.keys() >= _DATA_OF_0_1_0:
         return content
@@ -21,12 +23,13 @@ def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What stays of earlier sources where a later one changes a section's kind: the keys that the new kind has, too.
+    """Returns the keys of earlier sources that remain where a later source changes a section's kind: those that the new
+    kind has, too.
 
     So `data.kind=mock` on the command line turns any configuration into one of random tokens.
 
     Args:
-        under: Sections of the sources before, merged.
+        under: Sections of the earlier sources, merged.
         over: Sections of the next source.
     """
     kept = dict(under)
@@ -38,7 +41,8 @@ def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[
 
 
 def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
-    """Without the keys that sections of this name have, but not those of this kind; all keys where no kind is meant."""
+    """Removes the keys that sections of this name have, but not those of this kind; none where no known kind is
+    given."""
     choices = sections_at((name,))
     own = [key for each in choices if kind in kinds_of(each) for key in each.model_fields]
     others = {key for each in choices for key in each.model_fields} - set(own) if own else set()

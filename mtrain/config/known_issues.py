@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 accepts and silently gets wrong: the combinations that are refused, and what the run says.
+"""Combinations that megatron-core 0.16.1 accepts and silently gets wrong: refusals, and notes for the run's output.
 
 The table of all its faults, with those that are absent by construction, is `tests/known_issues/rows`; it takes the
 conditions that need no torch from here, so that `mtrain check` reports them.
@@ -16,9 +16,10 @@ from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.sections import Sections
 
 CLIP_EPSILON = 1e-6
-"""megatron-core and torch multiply gradients by clip_grad / (norm + CLIP_EPSILON)."""
+"""Term in the division by which megatron-core and torch clip: gradients are multiplied by clip_grad / (norm +
+CLIP_EPSILON)."""
 _SMALL_CLIP = 1e3 * CLIP_EPSILON
-"""Below this limit the epsilon can take more than 0.1 % off a clipped gradient."""
+"""Limit of clip_grad below which the epsilon can take more than 0.1 % off a clipped gradient."""
 
 
 def _is_on(value: Any, config: Sections) -> bool:
@@ -26,23 +27,23 @@ def _is_on(value: Any, config: Sections) -> bool:
 
 
 def _overlaps(config: Sections) -> bool:
-    """Whether an interleaved schedule computes while it transfers."""
+    """Says whether an interleaved schedule computes while it transfers."""
     return config.model.megatron.get("overlap_p2p_comm") is not False
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A fault that fields of `model.megatron` would let in."""
+    """Fields of `model.megatron` that would let a fault in."""
 
     fields: tuple[str, ...]
     reason: str
-    """Completes "model.megatron.<field>=<value> ..."."""
+    """Text that completes "model.megatron.<field>=<value> ..."."""
     remedy: str = "remove it"
     breaks: Callable[[Any, Sections], bool] = _is_on
-    """Whether a field of this value lets the fault in."""
+    """Function that says whether a field of this value lets the fault in."""
 
     def messages(self, config: Sections) -> Iterator[str]:
-        """What was given, why it cannot be, what to change; one for each field."""
+        """Yields a message for each field: what was given, why it cannot be, what to change."""
         given = config.model.megatron
         for field in self.fields:
             if field in given and self.breaks(given[field], config):
@@ -146,13 +147,14 @@ REFUSALS = (
 
 
 def refusals(config: Sections) -> Iterator[str]:
-    """A message for every field that would let a silent fault in."""
+    """Yields a message for every field that would let a silent fault in."""
     for refusal in REFUSALS:
         yield from refusal.messages(config)
 
 
 def documents_need_torch_layers(config: Sections) -> Iterator[str]:
-    """TransformerEngine's attention does not see the documents of a row."""
+    """Checks that documents have layers that keep them apart: TransformerEngine's attention does not see the documents
+    of a row."""
     match config.model.backend:
         case "te" if config.data.isolate_documents:
             key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
@@ -167,7 +169,8 @@ def documents_need_torch_layers(config: Sections) -> Iterator[str]:
 
 
 def beyond_transformer_engine(config: Sections) -> Iterator[str]:
-    """What a run asks for that TransformerEngine's kernels do not do, whatever the model: the keys, and why."""
+    """Yields the keys that ask for what TransformerEngine's kernels cannot do, whatever the model, each with the
+    reason."""
     model, layout = config.model, config.layout
     if config.train.precision == "fp32":
         yield (
@@ -189,19 +192,20 @@ def beyond_transformer_engine(config: Sections) -> Iterator[str]:
 
 
 def context_kinds(config: Sections) -> tuple[CpComm, ...]:
-    """Kinds of context parallelism that go with the model and its rows; whether heads divide, each layout says."""
+    """Returns the kinds of context parallelism that the model and its rows allow; whether heads divide depends on the
+    layout."""
     return tuple(kind for kind in get_args(CpComm) if kind != "ring" or not any(unknown_to_a_ring(config)))
 
 
 def beyond_a_ring(config: Sections) -> Iterator[str]:
-    """A message for each thing that a ring does not know, where one is asked for; whatever cp is."""
+    """Yields a message for each feature that ring attention does not support, where it is asked for; whatever cp is."""
     if config.layout.cp_comm == "ring":
         for key, why in unknown_to_a_ring(config):
             yield f"layout.cp_comm=ring does not know {why} ({key}); set layout.cp_comm to allgather or ulysses"
 
 
 def unknown_to_a_ring(config: Sections) -> Iterator[tuple[str, str]]:
-    """Keys, and what kernels that attend to the keys of one hop, without a mask, cannot do."""
+    """Yields keys, and why kernels that attend to the keys of one hop, without a mask, do not support them."""
     model = config.model
     reasons = {
         "model.sliding_window": (model.sliding_window is not None, "windows that end within a hop"),
@@ -219,7 +223,7 @@ def unknown_to_a_ring(config: Sections) -> Iterator[tuple[str, str]]:
 
 
 def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
-    """A message for each of these where its layers were asked for by name."""
+    """Yields a message for each feature that TransformerEngine's layers lack, where they were asked for by name."""
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
             yield f"model.backend=te is not enough for {reason}; use model.backend=auto"
@@ -227,7 +231,7 @@ def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that cannot be fixed and is said once."""
+    """A property of a run that cannot be fixed and is reported once."""
 
     applies: Callable[[Sections], bool]
     text: str
@@ -272,5 +276,5 @@ NOTES = (DROPOUT, FP8, CLIPPING, TORCH_LAYERS, ADAPTER_LAYERS, LAYOUT_DEPENDENT,
 
 
 def notes(config: Sections) -> list[str]:
-    """What the run says once about itself."""
+    """Returns the notes that the run prints once about itself."""
     return [note.text for note in NOTES if note.applies(config)]

@@ -1,4 +1,4 @@
-"""YAML files and `key=value` overrides -> Config, and back.
+"""Conversion of YAML files and `key=value` overrides to a Config, and back.
 
 Files are merged left to right, then the overrides; sections are merged key by key, lists are replaced. Relative paths
 inside a configuration are relative to the working directory. Nothing is read from the environment, so the saved
@@ -33,33 +33,33 @@ COMMAND_LINE = "the command line"
 
 @dataclass(frozen=True)
 class Source:
-    """What one file or one override says."""
+    """Content of one file or one override."""
 
     name: str
     content: dict[Any, Any]
     lines: Mapping[Location, int] = field(default_factory=dict)
-    """Of a file, where its keys stand, counted from 1."""
+    """Line number, counted from 1, of each key in a file; empty for an override."""
 
     def place(self, location: Location) -> str:
-        """`FILE:LINE` of a value, or of the nearest section around it where the key was renamed."""
+        """Returns `FILE:LINE` of a value, or of the nearest section around it where the key was renamed."""
         known = (location[:size] for size in range(len(location), 0, -1) if location[:size] in self.lines)
         return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What files and overrides say, merged; nothing is filled in."""
+    """Merged content of files and overrides; no defaults are filled in."""
 
     content: dict[Any, Any]
-    """Sections, as YAML has them."""
+    """Sections as the YAML texts give them."""
     sources: tuple[Source, ...]
-    """The files and overrides, for messages."""
+    """Files and overrides, for messages."""
 
     def config(self) -> Config:
-        """The configuration that this describes.
+        """Builds the configuration that the content describes.
 
         Raises:
-            ConfigError: Something is wrong, or missing; one line for each fault.
+            ConfigError: A value is wrong or missing; one line for each fault.
             DataError: The folder that model.hf names cannot be understood.
         """
         content = self.content
@@ -74,11 +74,12 @@ class Given:
 
 
 def read_given(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Given:
-    """What `paths`, merged left to right, and then `overrides` say.
+    """Reads `paths`, merges them left to right, and then applies `overrides`.
 
     Args:
-        paths: YAML files.
-        overrides: `section.key=value`; the value is YAML, so numbers, lists and mappings are possible.
+        paths: Paths of YAML files.
+        overrides: Texts of the form `section.key=value`; the value is YAML, so numbers, lists and mappings are
+            possible.
 
     Raises:
         ConfigError: A file or an override cannot be read; one line for each fault.
@@ -98,24 +99,25 @@ def read_given(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Gi
 
 
 def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `paths`, merged left to right, and then `overrides` describe.
+    """Builds the configuration that `paths`, merged left to right, and then `overrides` describe.
 
     Args:
-        paths: YAML files.
-        overrides: The overrides, as `read_given` takes them.
+        paths: Paths of YAML files.
+        overrides: Texts of the form `section.key=value`, as `read_given` takes them.
 
     Raises:
-        ConfigError: with everything that is wrong, one line each, starting with the dotted key or the file.
-        DataError: the folder that model.hf names cannot be understood.
+        ConfigError: A value is wrong; the message has one line for each fault, starting with the dotted key or the
+            file.
+        DataError: The folder that model.hf names cannot be understood.
     """
     return read_given(paths, overrides).config()
 
 
 def config_yaml(config: Config) -> str:
-    """Every knob as YAML text, from which `load_config` makes an equal configuration.
+    """Writes every key as YAML text, from which `load_config` makes an equal configuration.
 
     Raises:
-        ConfigError: a text holds `${` or is `???`, which could not be read back.
+        ConfigError: A text holds `${` or is `???`, which could not be read back.
     """
     content = config.model_dump()
     if faults := list(_placeholders(Source("the configuration", content))):
@@ -125,12 +127,13 @@ def config_yaml(config: Config) -> str:
 
 @lru_cache(maxsize=8)
 def _yaml_of(content: str) -> str:
-    """JSON as YAML. A run asks for the same text at several places, and making it takes a tenth of a second."""
+    """Converts JSON to YAML. A run asks for the same text at several places, and making it takes a tenth of a
+    second."""
     return yaml_text(json.loads(content))
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256 of `config_yaml`, in hexadecimal digits."""
+    """Computes the SHA-256 of `config_yaml`, in hexadecimal digits."""
     return hashlib.sha256(config_yaml(config).encode()).hexdigest()
 
 
@@ -138,17 +141,17 @@ def save_config(config: Config, path: Path) -> None:
     """Writes `config_yaml` to a file.
 
     Raises:
-        ConfigError: as `config_yaml`.
-        MachineError: the file cannot be written.
+        ConfigError: A text holds `${` or is `???`, which could not be read back.
+        MachineError: The file cannot be written.
     """
     write_atomically(path, config_yaml(config))
 
 
 def read_file(path: Path) -> Source:
-    """One YAML file.
+    """Reads one YAML file.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, is empty or is not a mapping.
+        ConfigError: The file cannot be read, is no YAML, is empty or is not a mapping.
     """
     text = _text_of(path)
     try:
@@ -173,7 +176,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _text_of(path: Path) -> str:
-    """The text of a file of a size that a person writes; neither a pipe nor a device, which may never end."""
+    """Returns the text of a file of a size that a person writes; refuses pipes and devices, which may never end."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -196,10 +199,10 @@ def _text_of(path: Path) -> str:
 
 
 def read_override(text: str) -> Source:
-    """One `section.key=value`.
+    """Reads one `section.key=value`.
 
     Raises:
-        ConfigError: it has another form, or the value is no YAML.
+        ConfigError: The text has another form, or the value is no YAML.
     """
     key, separator, value = text.partition("=")
     parts = key.strip().replace("[", ".").replace("]", "").split(".")
@@ -226,7 +229,7 @@ def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
 
 
 def _over(under: Mapping[Any, Any], over: Mapping[Any, Any], source: Source, location: Location) -> dict[Any, Any]:
-    """Both, section by section; `over`, of `source`, is the stronger one."""
+    """Merges two mappings section by section; `over`, the content of `source`, takes precedence."""
     both = dict(under)
     for key, new in over.items():
         old, here = under.get(key), (*location, key)
@@ -264,8 +267,8 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 def _placeholders(source: Source) -> Iterator[str]:
     """Yields a message for every text that stands for another, or that no file can hold.
 
-    Nothing is replaced here, but who writes `${...}` or `???` means what OmegaConf and Hydra make of it, and would get
-    a folder of this name.
+    Nothing is replaced here, but a user who writes `${...}` or `???` expects what OmegaConf and Hydra make of it, and
+    would get a folder of this name.
     """
     for location, text in _texts(source.content, ()):
         if "${" in text:

@@ -1,4 +1,4 @@
-"""The fields of megatron-core's TransformerConfig, read from the source of the installed package.
+"""Fields of megatron-core's TransformerConfig, read from the source of the installed package.
 
 Importing it would load torch.
 """
@@ -16,12 +16,12 @@ _CLASSES = {
 }
 
 UNREADABLE = object()
-"""Stands for a default that is no plain value, such as a member of an enumeration."""
+"""Marker for a default that is no plain value, such as a member of an enumeration."""
 
 
 @cache
 def field_defaults() -> dict[str, Any]:
-    """The default of every public field, inherited ones included.
+    """Returns the default of every public field, inherited ones included.
 
     Raises:
         ValueError: megatron-core is not installed.

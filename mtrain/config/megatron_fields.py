@@ -1,6 +1,6 @@
-"""What becomes of each field of megatron-core's TransformerConfig that `model.megatron` names.
+"""Treatment of each field of megatron-core's TransformerConfig that `model.megatron` names.
 
-Only what a parity test runs against the oracle may pass (PROVEN). Every other field has its reason here.
+Only fields that a parity test compares with the oracle may pass (PROVEN). Every other field has its reason here.
 """
 
 import difflib
@@ -85,7 +85,7 @@ TYPED_KNOBS = {
     "cpu_offloading_num_layers": "train.offload_layers",
     "fine_grained_activation_offloading": "train.offload_layers",
 }
-"""Field of megatron-core -> the knob that sets it."""
+"""Field of megatron-core -> the key that sets it."""
 
 OURS = {
     "calculate_per_token_loss": "losses are sums here, divided once",
@@ -285,9 +285,9 @@ class Proven(NamedTuple):
 
     is_legal: Callable[[Any], bool]
     needed: str
-    """What a legal value is, in words."""
+    """Description of legal values, in words."""
     changes_the_function: bool = False
-    """Whether the same weights mean another model with it."""
+    """Whether the same weights mean another model with the field."""
 
 
 def _is_count(value: object) -> bool:
@@ -338,13 +338,13 @@ def broken_rules(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Whether megatron-core would do the same without the field."""
+    """Says whether megatron-core would do the same without the field."""
     default = field_defaults().get(name, UNREADABLE)
     return type(value) is type(default) and bool(value == default)
 
 
 def changing_the_function(given: Mapping[str, Any]) -> list[str]:
-    """The given fields with which the same weights mean another model."""
+    """Returns the given fields with which the same weights mean another model."""
     return [
         name
         for name, value in given.items()

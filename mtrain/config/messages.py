@@ -1,4 +1,4 @@
-"""pydantic's findings in words: dotted key, what was given, what is needed, what to change."""
+"""Findings of pydantic in words: dotted key, what was given, what is needed, what to change."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -11,19 +11,19 @@ from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
 _LONGEST_VALUE = 80
-"""Characters of a value that are shown."""
+"""Largest number of characters of a value that are shown."""
 _LONGEST_LINE = 1000
 _LONGEST_END = 200
-"""Of a longer line, characters that are shown of its end, which says what to change."""
+"""Number of characters that are shown of the end of a long line, which says what to change."""
 _MOST_LINES = 50
 
 Location = tuple[int | str, ...]
 
 
 def joined(lines: Iterable[str]) -> str:
-    """One message of several lines, as a person can read it: long lines lose their middle, many their rest.
+    """Joins lines to one message that a person can read: long lines lose their middle, many lines their rest.
 
-    What no terminal should get, such as an escape sequence in a key, is spelled out.
+    Characters that no terminal should get, such as an escape sequence in a key, are spelled out.
     """
     shown = [_printable(line) for line in lines]
     if len(shown) > _MOST_LINES:
@@ -40,7 +40,7 @@ def _printable(line: str) -> str:
 
 
 def dotted(location: Location) -> str:
-    """`data.train[0].path` for ("data", "train", 0, "path")."""
+    """Returns `data.train[0].path` for ("data", "train", 0, "path")."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -48,7 +48,7 @@ def dotted(location: Location) -> str:
 
 
 def readable(detail: ErrorDetails) -> Iterator[str]:
-    """Yields one line for each thing that a finding of pydantic says is wrong."""
+    """Yields one line for each fault that a finding of pydantic names."""
     key = dotted(without_kinds(detail["loc"]))
     error = detail.get("ctx", {}).get("error")
     match detail["type"]:
@@ -71,12 +71,13 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
 
 
 def without_kinds(location: Location) -> Location:
-    """A location of pydantic as the user writes it: pydantic adds the kind of a section behind the section's name."""
+    """Returns a location of pydantic as the user writes it: pydantic adds the kind of a section after the section's
+    name."""
     return _resolved(location)[0]
 
 
 def _required(location: Location) -> str:
-    """The keys that a section at `location` cannot do without; empty where there is a value."""
+    """Lists the keys that a section at `location` cannot do without; empty where there is a value."""
     written, section = _resolved(location)
     fields = section.model_fields.items() if section else ()
     return ", ".join(dotted((*written, name)) for name, field in fields if field.is_required())
@@ -88,7 +89,7 @@ def _shown(value: object) -> str:
 
 
 def _unknown_key(location: Location) -> str:
-    """What to do about a key that its section has not."""
+    """Explains a key that its section does not have, and what to do about it."""
     *parents, name = location
     place, section = _resolved(tuple(parents))
     if section and (kinds := _kinds_with(place, str(name))):
@@ -101,7 +102,7 @@ def _unknown_key(location: Location) -> str:
 
 
 def _kinds_with(place: Location, name: str) -> list[str]:
-    """The kinds of a section that have a key."""
+    """Returns the kinds of a section that have a key."""
     return [kind for each in sections_at(place) if name in each.model_fields for kind in kinds_of(each)]
 
 
@@ -121,7 +122,8 @@ def _keys_of(top: str) -> list[str]:
 
 
 def sections_at(place: Location) -> tuple[type[Section], ...]:
-    """The classes of a section by its keys as the user writes them, one for each kind; none where a value stands."""
+    """Returns the classes of a section by its keys as the user writes them, one for each kind; none where a value
+    stands."""
     found: tuple[type[Section], ...] = (Config,)
     parts = iter(place)
     for part in parts:
@@ -135,13 +137,14 @@ def sections_at(place: Location) -> tuple[type[Section], ...]:
 
 
 def kinds_of(section: type[Section]) -> tuple[str, ...]:
-    """The kind of a section that is one of several; none of others."""
+    """Returns the kind of a section that is one of several; empty for other sections."""
     field = section.model_fields.get("kind")
     return get_args(field.annotation) if field else ()
 
 
 def _resolved(location: Location) -> tuple[Location, type[Section] | None]:
-    """A location of pydantic as the user writes it, and the section class there, where None stands for no section."""
+    """Returns a location of pydantic as the user writes it, and the section class there; None where there is no
+    section."""
     written: list[int | str] = []
     section: type[Section] | None = Config
     parts = iter(location)

@@ -1,4 +1,4 @@
-"""Names of version 0.1.0 that have become others. Both are understood; the old ones up to version 0.2."""
+"""Names of version 0.1.0 that have changed. Both names are understood; the old ones up to version 0.2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mtrain.base.errors import ConfigError
 
 LAST_VERSION = "0.2"
-"""The last one that understands the old names."""
+"""Last version that understands the old names."""
 
 KEYS = {
     "model.mla.q_rank": "model.mla.q_lora_rank",
@@ -26,7 +26,7 @@ VALUES = {
     "data.kind": {"jsonl": "sft"},
     "data.too_long": {"truncate": "end"},
 }
-"""Dotted key -> old value -> what it is called now."""
+"""Dotted key -> old value -> its new name."""
 
 LOSS_FUNCTIONS = {
     "mtrain.loss.next_token:next_token_loss": "next_token",
@@ -34,15 +34,16 @@ LOSS_FUNCTIONS = {
     "mtrain.loss.entropy:entropy_loss": "entropy",
     "mtrain.loss.distillation:distillation_loss": "distillation",
 }
-"""Path by which version 0.1.0 named a loss of its own -> its name."""
+"""Path by which version 0.1.0 named one of its loss functions -> its new name."""
 
 
 class RenamedKeyWarning(FutureWarning):
-    """An old name was given."""
+    """Warning that an old name was given."""
 
 
 def with_current_names(content: Mapping[Any, Any], origin: str) -> dict[Any, Any]:
-    """As `current_names`, for what a person wrote: warns of each old name (`RenamedKeyWarning`)."""
+    """Replaces old names in a person's configuration as `current_names` does; warns of each one
+    (`RenamedKeyWarning`)."""
     current, notes = current_names(content, origin)
     for note in notes:
         warnings.warn(note, RenamedKeyWarning, stacklevel=2)
@@ -50,14 +51,14 @@ def with_current_names(content: Mapping[Any, Any], origin: str) -> dict[Any, Any
 
 
 def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, Any], list[str]]:
-    """A configuration, or a part of one from its root on, in which every old name has become the new one.
+    """Replaces every old name in a configuration, or in a part of one from its root on.
 
     Args:
-        content: Nested sections; not changed.
-        origin: Where it comes from, for messages.
+        content: Nested sections; they are not changed.
+        origin: Name of the source, for messages.
 
     Returns:
-        The configuration, and a sentence for each old name.
+        Content with new names, and a sentence for each old name.
 
     Raises:
         ConfigError: A key is given under both names.
@@ -79,7 +80,7 @@ def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, An
             section[name] = names[value]
             notes.append(_note(f"{key}={value} is called {names[value]} now", origin))
             if value == "jsonl" and "chat_template" not in section:
-                # what the old name meant: it applied no template, and the new one does
+                # the old name had a meaning: it applied no template, and the new one does
                 section["chat_template"] = "plain"
                 notes.append(f"{origin}: data.kind=jsonl knew no chat template, so data.chat_template=plain is set")
     for key, term in _terms(current):
@@ -95,7 +96,7 @@ def _note(change: str, origin: str) -> str:
 
 
 def _copied(content: Any) -> Any:
-    """Mappings are copied at every depth; what they hold is not."""
+    """Copies mappings at every depth, but not the values in them."""
     return {key: _copied(value) for key, value in content.items()} if isinstance(content, Mapping) else content
 
 
@@ -106,7 +107,7 @@ def _section(content: Any, path: list[str]) -> dict[Any, Any] | None:
 
 
 def _terms(content: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """(dotted key, section) of every term of the objective."""
+    """Yields (dotted key, section) of every term of the objective."""
     loss = _section(content, ["loss"])
     if loss is None:
         return

@@ -1,4 +1,5 @@
-"""Rules that span sections and hold for every world size; what depends on the world size is in `mtrain/plan/layout.py`.
+"""Rules that span sections and hold for every world size; those that depend on the world size are in
+`mtrain/plan/layout.py`.
 
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
@@ -23,7 +24,7 @@ from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSect
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
-    """The warm-up, and the decay of wsd, must fit into the run."""
+    """Checks that the warm-up, and the decay of wsd, fit into the run."""
     if optimizer.warmup_steps >= train.num_steps:
         yield (
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.num_steps={train.num_steps}; "
@@ -37,7 +38,7 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
 
 
 def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
-    """Validation that was asked for needs samples."""
+    """Checks that there are samples for validation where it is asked for."""
     asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
     if asked and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
         yield (
@@ -47,7 +48,7 @@ def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
 
 
 def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Prompts need a time, a tokenizer and layers that generate."""
+    """Checks that prompts have a time, a tokenizer and layers that generate."""
     if not asked.is_on:
         return
     if asked.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
@@ -66,7 +67,7 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
 
 
 def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Heads and FFN columns are divided over tp; Ulysses divides a rank's heads again over cp."""
+    """Checks that tp divides heads and FFN columns; Ulysses divides a rank's heads again over cp."""
     for key, size in model.sizes_over_tp.items():
         if size % layout.tp:
             yield f"{key}={size} must be a multiple of layout.tp={layout.tp}; change one of them"
@@ -78,7 +79,7 @@ def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]
 
 
 def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Every stage needs a layer, and without a list of stages the layers divide evenly."""
+    """Checks that every stage has a layer, and that without a list of stages the layers divide evenly."""
     if layout.pp == 1:
         return
     stages = f"layout.pp={layout.pp} x layout.vpp={layout.vpp} stages"
@@ -106,7 +107,7 @@ def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
 
 
 def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
-    """Packed rows may be wider than the longest sample."""
+    """Checks the width of packed rows, which may exceed the longest sample."""
     width = train.tokens_per_micro_batch
     if width is None:
         return
@@ -128,7 +129,8 @@ def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
 
 
 def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Iterator[str]:
-    """Context parallelism cuts a row into 2 x cp chunks; sequence parallelism cuts a rank's part over tp."""
+    """Checks that context parallelism can cut a row into 2 x cp chunks, and sequence parallelism a rank's part over
+    tp."""
     factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
     divisor = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     width = row_width(train, data)
@@ -141,7 +143,8 @@ def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Itera
 
 
 def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Experts are divided over ep, each of them over etp; their router needs sequence parallelism beside tp."""
+    """Checks that experts divide over ep, and each of them over etp; with tp their router needs sequence
+    parallelism."""
     if model.experts is None:
         if layout.ep > 1 or layout.etp > 1:
             yield f"layout.ep={layout.ep} and layout.etp={layout.etp} need model.experts; set both to 1"
@@ -181,7 +184,7 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
 
 
 def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
-    """What is computed again must be there, and megatron-core must be able to."""
+    """Checks that recomputed parts exist, and that megatron-core can recompute them."""
     layers = [model.has_experts(layer) for layer in range(model.num_layers)]
     modules, key = train.recompute_modules or (), "train.recompute_modules"
     if "mlp" in modules and all(layers):
@@ -200,12 +203,12 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
 
 
 def compiled(config: Sections) -> Iterator[str]:
-    """What torch.compile would do otherwise than the layers as they are written."""
+    """Checks that torch.compile would do the same as the layers as they are written."""
     if config.train.compile == "none":
         return
     key = f"train.compile={config.train.compile}"
     for name in config.dropout_keys:
-        if name != "model.attention_dropout":  # stands outside of the graphs
+        if name != "model.attention_dropout":  # attention dropout stays outside of the graphs
             yield f"{key} does not go with {name}, as a compiled layer draws other numbers; turn one of the two off"
     if config.train.offload_layers is not None:
         yield f"{key} does not go with train.offload_layers, as graphs hide what a layer keeps; turn one of the two off"
@@ -217,7 +220,7 @@ def compiled(config: Sections) -> Iterator[str]:
 
 
 def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterator[str]:
-    """Each depth is a term beside the main one, and needs a token to predict."""
+    """Checks that each depth has a term of its own and a token to predict."""
     if model.mtp_depths == 0:
         return
     if loss.denominator == "measured":
@@ -234,7 +237,7 @@ def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterat
 
 
 def preferences(config: Sections) -> Iterator[str]:
-    """Two passes have to see the same model, and pairs have to be there."""
+    """Checks that two passes see the same model, and that pairs are there."""
     loss, data, name = config.loss, config.data, f"loss.function={config.loss.function}"
     if isinstance(data, SftSection) and loss.function in LOSS_FUNCTIONS:
         given, needed = PREFERENCE_FORMATS.get(data.format), compared(loss, data)
@@ -278,7 +281,7 @@ def preferences(config: Sections) -> Iterator[str]:
 
 
 def heads(config: Sections) -> Iterator[str]:
-    """A head and a loss that reads it go together, and nothing else that asks for tokens."""
+    """Checks that a head comes with a loss that reads it, and that nothing else asks for tokens."""
     loss, labels, name = config.loss, config.model.num_labels, f"loss.function={config.loss.function}"
     if labels is None:
         if loss.function in HEAD_LOSSES:
@@ -314,7 +317,7 @@ def _functions_of(compares: Literal["pairs", "answers"]) -> list[str]:
 
 
 def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
-    """What changes with the layout by its definition has to be permitted."""
+    """Checks that keys whose effect depends on the layout by definition are permitted."""
     if loss.allow_layout_dependent:
         return
     for key in layout_dependent_keys(model, loss):
@@ -326,7 +329,7 @@ def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
 
 
 def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:
-    """Losses on routers need routers."""
+    """Checks that losses on routers have routers."""
     asked = [name for name, value in loss.router.model_dump().items() if value > 0]
     if asked and model.experts is None:
         yield f"loss.router.{asked[0]} is set, but the model has no experts; remove it or set model.experts"

@@ -1,4 +1,4 @@
-"""`adapter.*`: low-rank adapters beside a frozen model, in the words of PEFT."""
+"""`adapter.*`: low-rank adapters of a frozen model, in the words of PEFT."""
 
 import math
 from collections.abc import Mapping
@@ -28,12 +28,13 @@ Target = Literal[
     "output",
 ]
 LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
-"""Of latent attention: down to the latents of queries, and of keys and values, and up from them."""
+"""Projections of latent attention: down to the latents of queries, and of keys and values, and up from them."""
 PARTS: tuple[Target, ...] = (
     *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, "proj", "gate_proj", "up_proj", "fc2"),
     *("experts", "embedding", "output"),
 )
-"""What has a pair of matrices of its own; experts: one for each of the two projections of every expert."""
+"""Targets that have a pair of matrices of their own; experts: one pair for each of the two projections of every
+expert."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
     "fc1": ("gate_proj", "up_proj"),
@@ -55,35 +56,39 @@ SYNONYMS: Mapping[str, Target] = {
     "lm_head": "output",
     "output_layer": "output",
 }
-"""Names of PEFT's (modules of Llama and DeepSeek) and of Megatron-Bridge's -> ours."""
+"""Names of PEFT (modules of Llama and DeepSeek) and of Megatron-Bridge -> ours."""
 
 
 class AdapterSection(Section):
-    """Matrices A [rank, inputs] and B [outputs, rank] beside frozen ones: W x + scale B A x."""
+    """Pairs of matrices A [rank, inputs] and B [outputs, rank] that are added to frozen ones: W x + scale B A x."""
 
     kind: str
+    """Kind of the adapter: lora (the default) or dora."""
     rank: Annotated[int, bounds.WIDTH] = Field(8, gt=0)
+    """Number of rows of A and of columns of B."""
     alpha: float = Field(16.0, gt=0)
     """Numerator of the scale."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of what A reads. Above 0 it draws other numbers under another layout or micro-batch size."""
+    """Probability with which an input of A is dropped; 0 turns dropout off. Above 0 it draws other numbers under
+    another layout or micro-batch size."""
     scaling: Literal["standard", "rslora"] = "standard"
-    """The scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+    """Rule of the scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
-    """What is adapted: docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
+    """Modules that get adapters: docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
 
     base_dtype: Literal["bf16"] | None = None
-    """bf16: the frozen projections and tables are held in bfloat16 below a run in float32, half of their bytes, and
-    widened where something is multiplied by them. None: as train.precision says."""
+    """Precision of frozen weights. bf16: frozen projections and tables are held in bfloat16 in a run in float32, half
+    of their bytes, and widened for each product. null: as train.precision says."""
 
     path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """A folder of PEFT (adapter_config.json and adapter_model.safetensors) whose values the run starts from.
-    Losses that compare with a reference model compare with this adapter as the first start found it."""
+    """Path of a folder of PEFT (adapter_config.json and adapter_model.safetensors) from whose values the run starts;
+    null: adapters start anew. Losses that compare with a reference model compare with this adapter as the first start
+    found it."""
 
     @field_validator("targets", mode="before")
     @classmethod
     def other_programs_names_are_understood(cls, value: object) -> object:
-        """PEFT's and Megatron-Bridge's names become ours; what is no name stays, to be refused."""
+        """Replaces names of PEFT and Megatron-Bridge by ours; a text that is no name stays, to be refused."""
         if not isinstance(value, list | tuple):
             return value
         named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]
@@ -95,7 +100,7 @@ class AdapterSection(Section):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Returns the factor of B A."""
         match self.scaling:
             case "standard":
                 return self.alpha / self.rank
@@ -106,12 +111,12 @@ class AdapterSection(Section):
 
     @property
     def parts(self) -> frozenset[str]:
-        """The targets with groups spelled out; of a group those that a model has are adapted."""
+        """Returns the targets with groups spelled out; of a group, the parts that a model has are adapted."""
         return frozenset(part for target in self.targets for part in GROUPS.get(target, (target,)))
 
     @property
     def has_magnitudes(self) -> bool:
-        """Whether a trained vector replaces the norms of the rows of each adapted matrix."""
+        """Says whether a trained vector replaces the norms of the rows of each adapted matrix."""
         return False
 
 

@@ -1,6 +1,6 @@
-"""The largest values of knobs, each with its reason; a message says both.
+"""Largest values of keys, each with its reason; a message says both.
 
-Without them a slip of the finger (10^12 for 10^2) goes through the checks and ends in a traceback, or never.
+Without them a typing error (10^12 for 10^2) would pass the checks and end in a traceback, or never.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pydantic import AfterValidator
 
 FLOAT32_LARGEST = (2 - 2**-23) * 2.0**127
 FLOAT32_SMALLEST = 2.0**-126
-"""Without loss of digits."""
+"""Smallest positive float32 without loss of digits."""
 INT64_LARGEST = 2**63 - 1
 
 
 def at_most(limit: int, reason: str) -> AfterValidator:
-    """A bound of an integer knob; None passes, where the knob allows it."""
+    """Builds an upper bound for an integer key; None passes, where the key allows it."""
 
     def check(value: Any) -> Any:
         if value is not None and value > limit:
@@ -42,11 +42,11 @@ BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 3000
-"""Bytes; systems take 4096, and what a run writes below its folder has names too."""
+"""Longest path in bytes; systems take 4096, and the names of files below a run folder come on top."""
 
 
 def can_be_a_path(text: str) -> bool:
-    """Whether a file or folder may have this name on common systems."""
+    """Says whether a file or folder may have this name on common systems."""
     sizes = [len(name.encode(errors="replace")) for name in text.split("/")]
     return "\0" not in text and max(sizes) <= _LONGEST_NAME and sum(sizes) + len(sizes) <= _LONGEST_PATH
 
@@ -64,10 +64,10 @@ PATH = AfterValidator(_check_path)
 
 
 def fits_the_machine(value: Any) -> Any:
-    """Refuses what the arithmetic of a run cannot hold: floats beyond float32, integers beyond 64 bits.
+    """Refuses numbers that the arithmetic of a run cannot hold: floats beyond float32, integers beyond 64 bits.
 
     Raises:
-        ValueError: the value, or one in a list, is out of range.
+        ValueError: The value, or one in a list, is out of range.
     """
     match value:
         case float() if not (
@@ -86,7 +86,7 @@ def fits_the_machine(value: Any) -> Any:
 
 
 def shown(number: int) -> str:
-    """An integer as a message shows it: long ones by their first digits and their magnitude."""
+    """Writes an integer for a message: long ones by their magnitude."""
     if abs(number) < 10**20:
         return str(number)
     return f"about {'-' if number < 0 else ''}2^{abs(number).bit_length() - 1}"

@@ -1,4 +1,4 @@
-"""`data.*`: where samples come from."""
+"""`data.*`: sources of samples."""
 
 import datetime
 import re
@@ -19,43 +19,45 @@ class SourceSection(Section):
     """One corpus of a blend."""
 
     path: Annotated[str, bounds.PATH] = Field(min_length=1)
-    """indexed: the prefix of the .bin/.idx pair. sft: a file, a pattern such as `data/*.jsonl.zst`, a folder, or a
-    dataset that Hugging Face's `datasets` saved to disk."""
+    """Location of the corpus. indexed: the prefix of the .bin/.idx pair. sft: a file, a pattern such as
+    `data/*.jsonl.zst`, a folder, or a dataset that Hugging Face's `datasets` saved to disk."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
 
 
 class BlendSection(Section):
-    """What is trained from a step on, in place of what was trained before."""
+    """A blend that replaces the previous one from some step on."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Updates completed before it: its first step is from_step + 1 in metrics.jsonl."""
+    """Number of updates completed before the blend begins: its first step is from_step + 1 in metrics.jsonl."""
     sources: tuple[SourceSection, ...] = Field(min_length=1)
-    """The whole blend. A path that was named before is the same source, and goes on where it was in its epoch."""
+    """Sources of the whole blend. A path that was named before is the same source, and continues where it was in its
+    epoch."""
 
 
 class WindowChange(Section):
-    """Another window, from a step on."""
+    """Another window size, from some step on."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Updates completed before it, as of `CurriculumSection`: windows that a later step begins have this size; one that
-    was begun is trained to its end as it was packed."""
+    """Number of updates completed before it. Windows that begin in a later step have this size; a window that was begun
+    is trained to its end as it was packed."""
     window: Annotated[int, bounds.BATCH] = Field(gt=0)
-    """Samples that are packed together."""
+    """Number of samples that are packed together."""
 
 
 class PackingSection(Section):
-    """Several samples in a row; attention and positions begin again at each, and the loss counts samples, not rows."""
+    """Several samples in a row; attention and positions begin again at each sample, and the loss counts samples, not
+    rows."""
 
     batch: Literal["sequences", "rows"] = "sequences"
-    """What train.global_batch_size counts. sequences: samples, so that a step holds those that it holds without
-    packing, whatever the width of rows. rows: packed rows, from windows of the order of samples, so that all are full;
-    what a step holds then follows from the width of rows, but not from the number of ranks."""
+    """Unit of train.global_batch_size. sequences: samples, so that a step holds the same samples as without packing,
+    whatever the width of rows. rows: packed rows, from windows of the order of samples, so that all are full; the
+    samples of a step then depend on the width of rows, but not on the number of ranks."""
     window: Annotated[int, bounds.BATCH] = Field(65536, gt=0)
-    """batch=rows: samples that are packed together."""
+    """Number of samples that are packed together; batch=rows only."""
     later: tuple[WindowChange, ...] = ()
-    """batch=rows: other windows, by ascending steps. A run that goes on may name them for steps to come: no sample is
-    repeated or left out."""
+    """Other window sizes, by ascending steps; batch=rows only. A resumed run may name them for steps to come: no sample
+    is repeated or left out."""
 
     @rule
     def later_windows_follow_each_other(self) -> str | None:
@@ -75,38 +77,41 @@ HeldOutSources = Annotated[
     Annotated[tuple[SourceSection, ...], Tag(AS_LIST)] | Annotated[dict[str, tuple[SourceSection, ...]], Tag(BY_NAME)],
     Discriminator(_form),
 ]
-"""One set, as a list of its sources; or several, each under its name."""
+"""One held-out set, as a list of its sources; or several, each under its name."""
 
 
 class DataSection(Section):
-    """What all kinds of data have."""
+    """Keys that all kinds of data share."""
 
     kind: str
-    """Where samples come from; each kind is a section of its own with the keys that only it has."""
+    """Kind of the data; each kind is a section of its own with additional keys."""
     seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
-    """Tokens in a sample."""
+    """Number of tokens in a sample."""
     tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """A sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
+    """Path of a sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
     allow_other_tokenizer: bool = False
     """Whether the tokenizer may give other ids than the one that came with the weights (`model.hf`, an import)."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
-    """Global batches read ahead by a thread; 0 reads in the training loop."""
+    """Number of global batches that a thread reads ahead; 0 reads in the training loop."""
     packing: PackingSection | None = None
-    """Where it is given, as in `packing: {batch: sequences}`, samples share rows; else each has a row of its own."""
+    """Packing of several samples into a row, as in `packing: {batch: sequences}`; null: each sample has a row of its
+    own."""
 
     extras: tuple[str, ...] = ()
-    """sft: keys of a record that loss functions read beside the weights, such as [advantages, old_logprobs]
-    (docs/policy-losses.md). Each is one number for the sample, or a list of one number a token; `topk_ids:8` is a key
-    `topk_ids` with a list of 8 numbers a token (docs/objective.md)."""
+    """Keys of a record whose values loss functions read in addition to the weights, such as [advantages, old_logprobs]
+    (docs/policy-losses.md); sft only. Each is one number for the sample, or a list of one number a token; `topk_ids:8`
+    is a key `topk_ids` with a list of 8 numbers a token (docs/objective.md)."""
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """The names under which extras travel, one number a token each: `topk_ids:2` is topk_ids[0] and topk_ids[1]."""
+        """Returns the names under which extras travel, one number a token each: `topk_ids:2` is topk_ids[0] and
+        topk_ids[1]."""
         return tuple(name for extra in self.extras for name in columns(*key_and_width(extra)))
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Of sources whose losses are reported apart, by number; none where there are not several."""
+        """Returns the names of the sources whose losses are reported separately, by number; empty where there is only
+        one."""
         return ()
 
     @rule
@@ -130,38 +135,41 @@ class DataSection(Section):
 
 
 class FilesSection(DataSection):
-    """What is read from files: a blend of sources, and what is held out of them."""
+    """Keys of data that are read from files: a blend of sources, and held-out sets."""
 
     train: tuple[SourceSection, ...] = ()
-    """The blend that is trained, from the start."""
+    """Sources of the blend that is trained from the start."""
     curriculum: tuple[BlendSection, ...] = ()
-    """Blends that take its place, each from a step on."""
+    """Blends that replace it, each from some step on."""
     valid: HeldOutSources = ()
-    """A list of sources, or several validation sets as `{name: [sources]}`. Each set has a loss of its own; that of the
+    """Sources of a validation set, or several sets as `{name: [sources]}`. Each set has a loss of its own; that of the
     first one is `valid_loss`, by which the best checkpoints are kept."""
     test: tuple[SourceSection, ...] = ()
+    """Sources of the test set."""
     split: tuple[float, float, float] | None = None
-    """Instead of valid and test: the shares of train, valid and test, by documents in file order, as in
-    [0.9, 0.1, 0]."""
+    """Shares of train, valid and test, by documents in file order, as in [0.9, 0.1, 0]; replaces valid and test. null:
+    train is used whole."""
 
     @property
     def valid_sets(self) -> dict[str, tuple[SourceSection, ...]]:
-        """Validation sets by name, in their order; a lone one is called valid."""
+        """Returns the validation sets by name, in their order; a lone set is called valid."""
         if isinstance(self.valid, dict):
             return self.valid
         return {"valid": self.valid} if self.valid else {}
 
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
-        """Those of train, then those that the curriculum brings, each once; a source's number is its place here."""
-        # later blends add behind the others, so that changing them leaves the numbers of all before as they were
+        """Returns the sources of train, then those that the curriculum adds, each once; a source's number is its place
+        here."""
+        # later blends add their sources at the end, so that changing them leaves earlier numbers as they were
         known = {source.path for source in self.train}
         new = {each.path: each for blend in self.curriculum for each in blend.sources if each.path not in known}
         return (*self.train, *new.values())
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """As of `DataSection`: the ends of the paths that tell the sources apart."""
+        """Returns the ends of the paths that tell the sources apart, by number; empty where there is only one
+        source."""
         paths = [source.path for source in self.all_sources]
         return _short_names(paths) if len(paths) > 1 else ()
 
@@ -234,7 +242,7 @@ class IndexedSection(FilesSection):
 
     kind: Literal["indexed"] = "indexed"
     isolate_documents: bool = False
-    """Attention and positions start again at each document, and no token is predicted across an edge."""
+    """Whether attention and positions start again at each document, and no token is predicted across an edge."""
 
     @rule
     def running_text_fills_its_rows(self) -> str | None:
@@ -251,18 +259,19 @@ class SftSection(FilesSection):
 
     kind: Literal["sft"]
     too_long: Literal["end", "start", "drop", "refuse", "split"] = "end"
-    """What happens to a sample of more than seq_length + 1 tokens, the last of which is only predicted: end and start
-    cut it there, drop leaves it out, refuse ends the run, split makes several samples of it."""
+    """Treatment of a sample of more than seq_length + 1 tokens, the last of which is only predicted: end and start cut
+    it there, drop leaves it out, refuse ends the run, split makes several samples of it."""
     on_bad: Literal["refuse", "skip"] = "refuse"
-    """What happens to a record that is no sample: refuse ends the run before its first step, skip leaves it out."""
+    """Treatment of a record that is no sample: refuse ends the run before its first step, skip leaves the record
+    out."""
     max_bad: float = Field(0.01, ge=0)
-    """Most bad records of a source that skip leaves out: a share below 1, or a whole number."""
+    """Largest amount of bad records in a source that skip leaves out: a share below 1, or a whole number."""
     cache_dir: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Where the tokens are kept, for all runs; null is `$XDG_CACHE_HOME/mtrain` or `~/.cache/mtrain`. Several nodes
-    share it best."""
+    """Folder of the tokens, for all runs; null is `$XDG_CACHE_HOME/mtrain` or `~/.cache/mtrain`. Several nodes should
+    share it."""
     cache_check: Literal["stat", "content"] = "stat"
-    """How a start finds that a file has not changed since it was tokenised: stat believes size, inode, mtime and ctime,
-    content reads it."""
+    """Way in which a start finds that a file has not changed since it was tokenised: stat trusts size, inode, mtime and
+    ctime, content reads the file."""
     format: Literal[
         "auto",
         "messages",
@@ -274,24 +283,25 @@ class SftSection(FilesSection):
         "preference",
         "unpaired_preference",
     ] = "auto"
-    """What a line holds (docs/finetuning.md). auto tells messages, prompt with response, and input_ids apart; where
-    loss.function compares answers, it is preference or unpaired_preference (docs/preference.md)."""
+    """Form of the records (docs/finetuning.md). auto distinguishes messages, prompt with response, and input_ids; where
+    loss.function compares answers, it means preference or unpaired_preference (docs/preference.md)."""
     chat_template: Annotated[str, bounds.PATH] = Field("auto", min_length=1)
-    """For conversations: auto takes the template beside the tokenizer and refuses them where there is none; plain
-    writes each message as "### role" and its content; else the name of one of several templates, or the path of a
-    .jinja file."""
+    """Template of conversations. auto takes the template in the tokenizer's folder and refuses conversations where
+    there is none; plain writes each message as "### role" and its content; else the name of one of several templates,
+    or the path of a .jinja file."""
     chat_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """The day, as in 2025-01-31, that a template writes as today's, so that a sample is the same on every day."""
+    """Date, as in 2025-01-31, that a template writes as today's, so that a sample is the same on every day; null
+    refuses a template that asks for it."""
     loss_on: Literal["all_answers", "last_answer"] = "all_answers"
-    """Which of the assistant's messages are in the loss."""
+    """Messages of the assistant that are in the loss."""
     special_tokens_in_text: bool = False
     """Whether the text of a special token inside a message, a prompt, a response or a text becomes that token."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown ones are refused."""
+    """Keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown keys are refused."""
 
     @property
     def isolate_documents(self) -> bool:
-        """Only packed rows have edges."""
+        """Says whether rows have edges between documents, which only packed rows have."""
         return self.packing is not None
 
     @rule
@@ -314,7 +324,7 @@ class SftSection(FilesSection):
 
 
 def _short_names(paths: Sequence[str]) -> tuple[str, ...]:
-    """As few of the last parts of each path as tell all of them apart; equal paths get their numbers."""
+    """Shortens each path to as few of its last parts as tell all paths apart; equal paths get their numbers."""
     parts = [PurePosixPath(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]).replace("//", "/") for each in parts]
@@ -336,7 +346,7 @@ class MockSection(DataSection):
 
     kind: Literal["mock"]
     isolate_documents: bool = False
-    """As with indexed; each sample is one document."""
+    """Whether attention and positions start again at each document; each sample is one document."""
 
     @rule
     def packed_samples_are_documents(self) -> str | None:

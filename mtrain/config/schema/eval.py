@@ -1,4 +1,4 @@
-"""`eval.*`: what a run is asked while it trains."""
+"""`eval.*`: prompts that a run answers while it trains."""
 
 from typing import Annotated
 
@@ -9,33 +9,34 @@ from mtrain.config.schema.section import Section, rule
 
 
 class EvalSection(Section):
-    """Prompts that the model continues while it trains; samples.jsonl in the run folder gets the answers.
+    """Prompts that the model continues while it trains; the answers go to samples.jsonl in the run folder.
 
-    The run stays the same, bit for bit.
+    Training is not affected, bit for bit.
     """
 
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
-    """Texts to continue, or what a user says."""
+    """Texts to continue, or messages of a user."""
     prompts_file: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Further ones: a line each; in a file that ends in .jsonl objects with `prompt`, or with `messages`."""
+    """Path of a file with further prompts: one a line; in a .jsonl file, objects with `prompt` or `messages`. null: no
+    file."""
     chat: bool | None = None
-    """Whether the run's chat template writes each text as what a user says; null: where the run has one."""
+    """Whether the run's chat template writes each text as a message of the user; null: where the run has a template."""
     interval_steps: Annotated[int | None, bounds.STEPS] = Field(None, gt=0)
-    """null: whenever the run validates, as `valid` says."""
+    """Number of steps between two answers; null: whenever the run validates, as `valid` says."""
     max_new_tokens: Annotated[int, bounds.POSITIONS] = Field(64, gt=0)
-    """Most tokens of an answer; it ends earlier at the end token."""
+    """Largest number of tokens in an answer; it ends earlier at the end token."""
     temperature: float = Field(0.0, ge=0)
-    """Logits are divided by it; 0 takes the likeliest token."""
+    """Number by which logits are divided; 0 takes the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Only the likeliest tokens that together reach this probability are drawn from."""
+    """Probability that the likeliest tokens to draw from reach together; 1 draws from all."""
     top_k: Annotated[int, bounds.VOCABULARY] = Field(0, ge=0)
-    """Only so many of the likeliest tokens are drawn from; 0: all."""
+    """Number of the likeliest tokens to draw from; 0 draws from all."""
     seed: Annotated[int, bounds.SEED] = Field(0, ge=0)
-    """Of the drawing; the same numbers at every step."""
+    """Seed of the drawing; the same numbers are drawn at every step."""
 
     @property
     def is_on(self) -> bool:
-        """Whether something is asked."""
+        """Says whether there are prompts."""
         return bool(self.prompts) or self.prompts_file is not None
 
     @rule

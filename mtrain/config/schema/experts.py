@@ -9,57 +9,63 @@ from mtrain.config.schema.section import Section, rule
 
 
 class ExpertsSection(Section):
-    """Layers whose feed-forward part is a router and experts; names of megatron-core's fields in the descriptions."""
+    """Layers whose feed-forward part is a router and experts; descriptions name the fields of megatron-core."""
 
     num_experts: Annotated[int, bounds.EXPERTS] = Field(gt=0)
+    """Number of experts in a layer, over all ranks (num_moe_experts)."""
     top_k: int = Field(gt=0)
-    """Experts that each token goes to (moe_router_topk)."""
+    """Number of experts to which each token goes (moe_router_topk)."""
     ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Of one expert (moe_ffn_hidden_size)."""
+    """Width of one expert (moe_ffn_hidden_size)."""
     shared_ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(0, ge=0)
-    """Of all shared experts together, which every token passes (moe_shared_expert_intermediate_size); 0: none."""
+    """Width of all shared experts together, which every token passes (moe_shared_expert_intermediate_size); 0: no
+    shared experts."""
     first_dense_layers: int = Field(0, ge=0)
-    """So many layers at the start are dense."""
+    """Number of layers at the start that are dense."""
     every: int = Field(1, gt=0)
-    """Behind them every n-th layer has experts: the first, the (n+1)-th and so on."""
+    """Distance of the following layers with experts: the first layer after the dense ones, the (every + 1)-th and so
+    on."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """sigmoid scores of the chosen experts are divided by their sum where top_k > 1."""
+    """Function that turns the router's logits into scores. sigmoid: the scores of the chosen experts are divided by
+    their sum where top_k > 1."""
     pre_softmax: bool = False
-    """Softmax over all experts before the choice, not over the chosen ones after it (moe_router_pre_softmax)."""
+    """Whether softmax runs over all experts before the choice, not over the chosen ones after it
+    (moe_router_pre_softmax)."""
     num_groups: int | None = Field(None, gt=0)
-    """Groups of experts for the group-limited choice (moe_router_num_groups)."""
+    """Number of groups of experts for the group-limited choice (moe_router_num_groups); null: no groups."""
     group_top_k: int | None = Field(None, gt=0)
-    """Groups that a token may choose from (moe_router_group_topk)."""
+    """Number of groups that a token may choose from (moe_router_group_topk)."""
     group_score_top_k: int | None = Field(None, gt=0)
-    """A group is ranked by the sum of so many of its best experts; DeepSeek-V3: 2. By default top_k / group_top_k, as
-    in megatron-core."""
+    """Number of best experts whose sum of scores ranks a group; 2 in DeepSeek-V3. null: top_k / group_top_k, as in
+    megatron-core."""
     scaling_factor: float = Field(1.0, gt=0)
     """Factor of the chosen scores (moe_router_topk_scaling_factor)."""
     router_bias: bool = False
-    """A learned bias of the router's logits."""
+    """Whether the router's logits have a learned bias."""
     bias_update_rate: float = Field(0.0, ge=0)
-    """Balancing without a loss: after each step an expert's bias for the choice moves by this much towards an even load
-    (moe_router_bias_update_rate); 0: no bias."""
+    """Step of balancing without a loss: after each step an expert's bias for the choice moves by this much towards an
+    even load (moe_router_bias_update_rate); 0: biases do not move."""
     expert_bias: bool = False
     """Whether there is a bias for the choice at all; with bias_update_rate=0 it stays as it was loaded."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
+    """Way in which tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
     implementation: Literal["auto", "grouped", "sequential"] = "auto"
-    """Experts of a rank in one grouped product or one after the other; auto: grouped where the device has it."""
+    """Computation of a rank's experts: in one grouped product or one after the other; auto: grouped where the device
+    has it."""
     capacity_factor: float | None = Field(None, gt=0)
-    """Drops tokens beyond this multiple of an even load. Which are dropped depends on the layout: needs
-    loss.allow_layout_dependent."""
+    """Multiple of an even load beyond which an expert's tokens are dropped; null: none are dropped. Which are dropped
+    depends on the layout: needs loss.allow_layout_dependent."""
 
     @property
     def num_scored(self) -> int:
-        """Experts of a group whose sum ranks it; there are groups."""
+        """Returns the number of a group's experts whose sum ranks it; there are groups."""
         if self.group_score_top_k is not None:
             return self.group_score_top_k
         assert self.group_top_k is not None, "asked only where there are groups"
         return self.top_k // self.group_top_k
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer `layer`, counted from 0, has experts."""
+        """Says whether layer `layer`, counted from 0, has experts."""
         behind = layer - self.first_dense_layers
         return behind >= 0 and behind % self.every == 0
 

@@ -1,4 +1,4 @@
-"""`layout.*`: how ranks share the work. The layout does not change the run."""
+"""`layout.*`: division of the work over ranks. The layout does not change the run."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from mtrain.config.schema.section import Section, rule
 
 CpComm = Literal["allgather", "ulysses", "ring"]
-"""How context-parallel ranks bring queries and keys together."""
+"""Ways in which context-parallel ranks bring queries and keys together."""
 _SPLITS = ("first_stage_layers", "last_stage_layers", "stage_layers")
 
 
@@ -15,25 +15,30 @@ class LayoutSection(Section):
     """Degrees of parallelism; dp follows from the world size."""
 
     tp: int = Field(1, gt=0)
+    """Tensor parallelism: number of ranks that divide each matrix."""
     sp: bool = False
-    """Sequence parallelism: norms and dropout of a TP group work on 1/tp of the sequence each."""
+    """Whether norms and dropout of a TP group work on 1/tp of the sequence each (sequence parallelism)."""
     pp: int = Field(1, gt=0)
+    """Pipeline parallelism: number of ranks that divide the layers."""
     vpp: int = Field(1, gt=0)
-    """Virtual pipeline stages a rank; above 1 the interleaved schedule runs."""
+    """Number of virtual pipeline stages a rank; above 1 the interleaved schedule runs."""
     cp: int = Field(1, gt=0)
+    """Context parallelism: number of ranks that divide the positions of each row."""
     cp_comm: CpComm = "allgather"
-    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all from
-    sequence to heads, or keys and values that go round from rank to rank while each attends to those it has."""
+    """Way in which context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all
+    from sequence to heads, or keys and values that go round from rank to rank while each attends to those it has."""
     ep: int = Field(1, gt=0)
-    """Expert parallelism: ranks of tp x cp x dp that share the experts of a layer."""
+    """Expert parallelism: number of ranks, out of tp x cp x dp, that share the experts of a layer."""
     etp: int = Field(1, gt=0)
-    """Tensor parallelism inside each expert, independent of tp."""
+    """Tensor parallelism inside each expert: number of ranks that divide it, independent of tp."""
     first_stage_layers: int | None = Field(None, gt=0)
-    """Layers of the first (virtual) stage where stages are uneven; the others share the rest evenly."""
+    """Number of layers in the first (virtual) stage where stages are uneven, while the others share the rest evenly;
+    null: like the others."""
     last_stage_layers: int | None = Field(None, gt=0)
-    """Layers of the last (virtual) stage."""
+    """Number of layers in the last (virtual) stage; null: like the others."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of every (virtual) stage in model order: pp x vpp numbers that add up to model.num_layers."""
+    """Number of layers in every (virtual) stage in model order: pp x vpp numbers that add up to model.num_layers; null:
+    even."""
 
     @rule
     def sequence_parallel_requires_tp(self) -> str | None:

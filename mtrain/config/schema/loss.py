@@ -1,4 +1,4 @@
-"""`loss.*`: what is minimised and by what it is divided."""
+"""`loss.*`: the quantity that is minimised, and what it is divided by."""
 
 import math
 import re
@@ -64,18 +64,20 @@ _LEGAL_OPTIONS = {
     "kl": "true or false",
     "center_rewards_coefficient": "a number of at least 0",
 }
-"""Options of this package's own loss functions; those of other functions are theirs to check."""
+"""Description of legal options of this package's own loss functions; other functions check their own options."""
 
 
 class PreferenceForm(NamedTuple):
-    """What a preference loss of this package compares, as far as a configuration has to know."""
+    """Properties of a preference loss of this package that a configuration needs."""
 
     path: str
-    """`package.module:name`."""
+    """Path of the function as `package.module:name`."""
     compares: Literal["pairs", "answers"]
-    """pairs: a chosen and a rejected answer. answers: each alone, wanted or not."""
+    """What is compared. pairs: a chosen and a rejected answer. answers: answers that are judged separately, wanted or
+    not."""
     aggregation: Aggregation
-    """How the log-probabilities of an answer's tokens make its score, where loss.aggregation is not given."""
+    """Aggregation that turns the log-probabilities of an answer's tokens into its score, where loss.aggregation is not
+    given."""
 
 
 PREFERENCE_LOSSES = {
@@ -90,7 +92,7 @@ PREFERENCE_LOSSES = {
 }
 """Losses of groups of sequences by their names in the configuration."""
 SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
-"""Those that a preference loss can have: a mean over groups, of scores that are sums or means over tokens."""
+"""Aggregations that a preference loss can have: a mean over groups, of scores that are sums or means over tokens."""
 
 LOSS_FUNCTIONS = {
     "next_token": "mtrain.loss.functions.next_token:next_token_loss",
@@ -107,22 +109,22 @@ LOSS_FUNCTIONS = {
     "regression": "mtrain.loss.functions.regression:regression_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
-"""This package's own loss functions: name in the configuration -> `package.module:name`. What is stored is the name,
-so a function may move to another module without becoming another run."""
+"""Loss functions of this package: name in the configuration -> `package.module:name`. The name is what is stored, so a
+function may move to another module and the run stays the same."""
 
 REFERENCE_LOSSES = frozenset({"dpo", "ipo", "kto"})
-"""Those of LOSS_FUNCTIONS that compare with a reference model."""
+"""Loss functions that compare with a reference model."""
 HEAD_LOSSES = frozenset({"reward_model", "classification", "regression"})
-"""Those of LOSS_FUNCTIONS that judge sequences by a head (`model.num_labels`); all others predict tokens."""
+"""Loss functions that judge sequences by a head (`model.num_labels`); all others predict tokens."""
 NUMBER_LOSSES = frozenset({"regression"})
-"""Those of HEAD_LOSSES whose labels are any numbers; they travel as the extra LABEL."""
+"""Loss functions with a head whose labels are any numbers; labels travel as the extra LABEL."""
 LABEL = "label"
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def depth_term(depth: int) -> str:
-    """Name of the term of one depth of multi-token prediction, counted from 1."""
+    """Returns the name of the term of one depth of multi-token prediction, counted from 1."""
     return f"mtp_{depth}"
 
 
@@ -131,7 +133,8 @@ def _is_number(value: object) -> bool:
 
 
 def _check_chunk_tokens(value: object) -> object:
-    """One message for both kinds of values; true would pass as 1."""
+    """Returns the value where it is legal; gives one message for both kinds of values, and refuses true, which would
+    pass as 1."""
     if value in ("auto", "whole") or (_is_number(value) and isinstance(value, int) and value > 0):
         return value
     given = bounds.shown(value) if isinstance(value, int) else repr(value)
@@ -145,20 +148,24 @@ class TermSection(Section):
     """One term of the objective: coefficient x numerator / denominator."""
 
     function: str = "next_token"
-    """One of LOSS_FUNCTIONS, or `package.module:name` of your own function (TermInputs, **options) -> LossPair."""
+    """Function that computes the term: one of LOSS_FUNCTIONS, or `package.module:name` of your own function
+    (TermInputs, **options) -> LossPair."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the function, by name."""
     aggregation: Aggregation = "token-mean"
+    """Rule by which tokens and sequences weigh in the term, and by which it is divided (docs/objective.md)."""
     norm_length: int | None = Field(None, gt=0)
-    """The constant L of the -norm aggregations, in tokens."""
+    """Constant L of the -norm aggregations, in tokens; null with any other aggregation."""
     length_power: float | None = Field(None, gt=0, lt=1)
-    """The constant p of seq-mean-token-power: near 0 it is token-mean, near 1 seq-mean-token-mean."""
+    """Constant p of seq-mean-token-power: near 0 it is token-mean, near 1 seq-mean-token-mean; null with any other
+    aggregation."""
     empty_sequences: Literal["exclude", "include"] = "exclude"
     """Whether a sequence without loss tokens counts in the denominator of the seq-mean aggregations."""
 
     @model_validator(mode="before")
     @classmethod
     def scores_have_a_usual_aggregation(cls, given: Any) -> Any:
-        """What the paper of a preference loss has, where nothing is given."""
+        """Sets the aggregation of a preference loss as in its paper, where none is given."""
         if not isinstance(given, Mapping) or given.get("aggregation") is not None:
             return given
         function = given.get("function")
@@ -217,27 +224,29 @@ class TermSection(Section):
 
 
 class SideTermSection(TermSection):
-    """A term beside the main one."""
+    """A term in addition to the main one."""
 
     coefficient: float = 1.0
+    """Factor of the term in the objective."""
 
 
 class TeacherSection(Section):
-    """A frozen model whose distribution the terms that ask for one compare with.
+    """A frozen model, with whose distribution the terms of distillation compare.
 
     It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its own run
-    folder, or model.yaml of an import, says what model it is; the vocabulary has to be the same. With layers that
-    divide unevenly (layout.stage_layers and the like) it needs as many as the model that is trained.
+    folder, or model.yaml of an import, describes the model; the vocabulary has to be the same. With layers that divide
+    unevenly (layout.stage_layers and the like) it needs as many layers as the model that is trained.
 
     Without a pipeline nothing of it is kept: it sees each microbatch just before the model does. With layout.pp > 1 it
     runs through the pipeline before the model, and the last stage holds its hidden states of all the step's
     microbatches until they are used: num_microbatches x micro_batch_size x seq_length / cp x its hidden_size numbers of
-    the run's precision, divided by tp with layout.sp. Fewer microbatches a step (more data parallelism) make that
-    smaller.
+    the run's precision, divided by tp with layout.sp. Fewer microbatches a step (more data parallelism) need less
+    memory.
     """
 
     checkpoint: Annotated[str, bounds.PATH] = Field(min_length=1)
-    """A run folder (its newest checkpoint), a checkpoint directory inside one, or an import from Hugging Face."""
+    """Path of a run folder (its newest checkpoint), a checkpoint directory inside one, or an import from Hugging
+    Face."""
 
 
 class RouterLossSection(Section):
@@ -247,51 +256,57 @@ class RouterLossSection(Section):
     """
 
     z_coefficient: float = Field(0.0, ge=0)
-    """Mean over all tokens of the squared log-sum-exp of a router's logits."""
+    """Coefficient of the mean over all tokens of the squared log-sum-exp of a router's logits."""
     sequence_balance_coefficient: float = Field(0.0, ge=0)
-    """Mean over sequences of the balancing loss of each sequence."""
+    """Coefficient of the mean over sequences of the balancing loss of each sequence."""
     microbatch_balance_coefficient: float = Field(0.0, ge=0)
-    """Balancing loss of each microbatch: depends on the layout by definition, needs loss.allow_layout_dependent."""
+    """Coefficient of the balancing loss of each microbatch: depends on the layout by definition, needs
+    loss.allow_layout_dependent."""
     global_balance_coefficient: float = Field(0.0, ge=0)
-    """Balancing loss on running counts: depends on the layout by definition, needs loss.allow_layout_dependent."""
+    """Coefficient of the balancing loss on running counts: depends on the layout by definition, needs
+    loss.allow_layout_dependent."""
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """By the name of the term (`router_z` and so on), of those that are on."""
+        """Returns the coefficients above 0 by the name of the term (`router_z` and so on)."""
         found = {f"router_{name.removesuffix('_coefficient')}": value for name, value in self.model_dump().items()}
         return {term: value for term, value in found.items() if value > 0}
 
 
 class LossSection(TermSection):
-    """The main term, and the side terms beside it by name."""
+    """The main term, and the side terms by name."""
 
     denominator: Literal["planned", "measured"] = "planned"
-    """planned: known from the masks before the forward pass, and checked against what was measured. measured: the loss
-    function decides it from model outputs; no side terms are possible then."""
+    """Time at which denominators are known. planned: from the masks before the forward pass, and checked against the
+    measured ones. measured: the loss function decides it from model outputs; no side terms are possible then."""
     side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
+    """Terms in addition to the main one, by name."""
     teacher: TeacherSection | None = None
+    """Teacher of the terms that ask for one; null: there is none."""
     reference: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """The model that dpo, ipo and kto compare with, of the run's architecture: a folder of Hugging Face, an import, a
-    run folder or a checkpoint; or an adapter: a folder of PEFT beside the run's frozen model, or a run of adapters
-    beside its own. null is the model that the run begins from, with the adapter of adapter.path. Its scores are
-    computed before the first step and kept beside the token cache, for all runs that compare with the same weights."""
+    """Model that dpo, ipo and kto compare with, of the run's architecture: a folder of Hugging Face, an import, a run
+    folder or a checkpoint; or an adapter: a folder of PEFT on the run's frozen model, or a run of adapters on its own
+    frozen model. null is the model from which the run starts, with the adapter of adapter.path. Its scores are computed
+    before the first step and kept in the folder of the token cache, for all runs that compare with the same weights."""
     router: RouterLossSection = RouterLossSection()
+    """Losses on the routers of a model with experts."""
     mtp_coefficient: float = Field(0.1, ge=0)
-    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). They are cross
-    entropies, aggregated as the main term, each divided by a denominator of its own."""
+    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). The losses are
+    cross entropies, aggregated as the main term, each divided by a denominator of its own."""
     chunk_tokens: ChunkTokens = "auto"
-    """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
-    tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
-    at a time (`mtrain.loss.pair.per_token`), as this package's own do. auto: where functions permit it, chunks of 1024
-    tokens, or of so many as have 2^26 logits on a rank (on a CPU 2^21, where that is 256 tokens or more); smaller
-    microbatches whose tokens all count are left whole.
-    whole: logits of all tokens at once."""
+    """Largest number of tokens of a microbatch whose logits exist at once; output layer and loss then run together, a
+    chunk of tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at
+    one token at a time (`mtrain.loss.pair.per_token`), as this package's own do. auto: where functions permit it,
+    chunks of 1024 tokens, or of as many as have 2^26 logits on a rank where that is more (on a CPU 2^21, where that is
+    256 tokens or more); smaller microbatches whose tokens all count are left whole. whole: logits of all tokens at
+    once."""
     allow_layout_dependent: bool = False
-    """Permits what changes with the layout by its definition; every report of the run then says so."""
+    """Whether keys whose effect changes with the layout by definition are permitted; every report of the run then says
+    so."""
 
     @property
     def preference(self) -> PreferenceForm | None:
-        """What the main term compares; None where it is no preference loss of this package."""
+        """Returns what the main term compares; None where it is no preference loss of this package."""
         return PREFERENCE_LOSSES.get(self.function)
 
     @rule
@@ -360,6 +375,6 @@ class LossSection(TermSection):
 
 
 def own_functions(section: LossSection) -> list[str]:
-    """Loss functions of the user's own, by their names in the configuration."""
+    """Returns the loss functions of the user's own, by their names in the configuration."""
     terms = [section, *section.side_terms.values()]
     return list(dict.fromkeys(term.function for term in terms if term.function not in LOSS_FUNCTIONS))

@@ -15,26 +15,26 @@ class LatentAttentionSection(Section):
     """
 
     q_lora_rank: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
-    """Rank of the queries; None: queries are projected directly."""
+    """Rank of the queries; null: queries are projected directly."""
     kv_lora_rank: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Rank that keys and values share."""
     qk_nope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Dimensions of a query or key head without a position."""
+    """Number of dimensions of a query or key head without a position."""
     qk_rope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Dimensions that are rotated."""
+    """Number of dimensions of a query or key head that are rotated."""
     v_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Dimensions of a value head."""
+    """Number of dimensions of a value head."""
     norm_epsilon: float | None = Field(None, gt=0)
-    """Of the norms of both latents; by default model.norm_epsilon. DeepSeek's are always 1e-6."""
+    """Epsilon of the norms of both latents; null: model.norm_epsilon. DeepSeek's is always 1e-6."""
 
     @property
     def query_head_dim(self) -> int:
-        """Dimensions of a query or key head."""
+        """Returns the number of dimensions of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def projections(self) -> frozenset[str]:
-        """Names in adapter.targets of the projections that queries, keys and values come from."""
+        """Returns the names in adapter.targets of the projections that queries, keys and values come from."""
         queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
         return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
 

@@ -16,51 +16,58 @@ from mtrain.config.schema.section import Section, rule
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """End of a model that predicts tokens."""
+    """Output of a model that predicts tokens."""
 
     is_tied: bool
-    """Whether the output layer has the table of the embeddings."""
+    """Whether the output layer shares the table of the embeddings."""
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """End of a model that judges sequences: one matrix without a bias, in the place of the output layer."""
+    """Output of a model that judges sequences: one matrix without a bias, in the place of the output layer."""
 
     num_labels: int
 
 
 AnyOutput: TypeAlias = TokenOutput | HeadOutput
-"""What ends a model; code that depends on it matches on these."""
+"""Output of a model; code that depends on it matches on these classes."""
 
 
 class RopeSection(Section):
     """Rotary position embedding; scaling as Hugging Face transformers defines it."""
 
     base: float = Field(10000.0, gt=0)
+    """Base of the rotation frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """Way in which frequencies are scaled for longer contexts."""
     factor: float = Field(1.0, ge=1)
+    """Factor by which the context is extended; 1 without scaling."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """llama3 only."""
+    """Factor of the lowest frequencies: longer wavelengths than original_max_positions / low_freq_factor are divided by
+    factor; llama3 only."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """llama3 only."""
+    """Factor of the highest frequencies: shorter wavelengths than original_max_positions / high_freq_factor stay;
+    llama3 only."""
     original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
-    """llama3 and yarn: the context length of the unscaled model, in tokens."""
+    """Context length of the unscaled model, in tokens; llama3 and yarn only."""
     beta_fast: float = Field(32.0, gt=0)
-    """yarn only."""
+    """Number of rotations within the original context above which a dimension is not scaled; yarn only."""
     beta_slow: float = Field(1.0, gt=0)
-    """yarn only."""
+    """Number of rotations within the original context below which a dimension is scaled fully; yarn only."""
     attention_factor: float | None = Field(None, gt=0)
-    """yarn only: multiplies cos and sin; by default 0.1 ln(factor) + 1."""
+    """Factor of cos and sin; null: 0.1 ln(factor) + 1; yarn only."""
     truncate: bool = True
-    """yarn only: round the correction range to whole dimensions."""
+    """Whether the correction range is rounded to whole dimensions; yarn only."""
     mscale: float | None = Field(None, gt=0)
-    """yarn only: the attention factor becomes (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    """Constant of the attention factor, which becomes (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) +
+    1); yarn only, with mscale_all_dim."""
     mscale_all_dim: float | None = Field(None, gt=0)
-    """yarn only: see mscale; latent attention also multiplies its scores by (0.1 mscale_all_dim ln(factor) + 1)^2."""
+    """Constant of the attention factor, see mscale; latent attention also multiplies its scores by (0.1 mscale_all_dim
+    ln(factor) + 1)^2; yarn only."""
     interleaved: bool = False
-    """Latent attention only: pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2)."""
+    """Whether pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2); latent attention only."""
     local_base: float | None = Field(None, gt=0)
-    """Base of layers with a sliding window, without scaling; by default they rotate as all others."""
+    """Base of layers with a sliding window, without scaling; null: they rotate as all others."""
 
     @rule
     def a_factor_needs_a_scaling(self) -> str | None:
@@ -105,89 +112,110 @@ class ModelSection(Section):
     """A decoder-only transformer."""
 
     hf: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """A folder of Hugging Face that gives the architecture and the weights to start from; the keys below that say what
-    its weights mean may be left out and must agree with it otherwise. A checkpoint of the run's own goes first."""
+    """Path of a folder of Hugging Face that gives the architecture and the weights to start from; keys that its
+    config.json decides may be left out here and must agree with it otherwise. A checkpoint of the run's own takes
+    precedence. null: weights begin at random, or from checkpoint.initialize_from."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
+    """Number of layers, without those of multi-token prediction."""
     hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Width of the residual stream."""
     ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Width of the feed-forward part between its projections, on all ranks together."""
     num_attention_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of query heads."""
     num_query_groups: int | None = Field(None, gt=0)
-    """Key/value heads; by default as many as query heads."""
+    """Number of key/value heads; null: as many as query heads."""
     head_dim: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
-    """By default hidden_size / num_attention_heads."""
+    """Number of dimensions of a head; null: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int, bounds.VOCABULARY] = Field(gt=0)
-    """Real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the softmax."""
+    """Number of real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the
+    softmax."""
     vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
+    """Number of which the rows of the table on each rank are a multiple."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of the norms."""
     norm_epsilon: float = Field(1e-5, gt=0)
+    """Number that is added to the variance in a norm."""
     zero_centered_norm: bool = False
-    """Norms multiply by 1 + weight, and weights start at 0."""
+    """Whether norms multiply by 1 + weight; their weights start at 0."""
     sandwich_norm: bool = False
-    """A norm behind attention and behind the feed-forward part as well, before the residual is added."""
+    """Whether there is also a norm after attention and after the feed-forward part, before the residual is added."""
     post_norm: bool = False
-    """Norms behind attention and the feed-forward part, before the residual is added, in the place of those in front
-    of them, as OLMo-2 has them."""
+    """Whether norms stand after attention and the feed-forward part, before the residual is added, and none before
+    them, as in OLMo-2."""
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
-    """swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and up within -7 and 7."""
+    """Activation of the feed-forward part. swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and
+    up within -7 and 7."""
     qkv_bias: bool = False
+    """Whether the projection to queries, keys and values has a bias."""
     linear_bias: bool = False
-    """Bias of the output projection and of both MLP projections (and of qkv)."""
+    """Whether the output projection and both MLP projections (and qkv) have a bias."""
     qk_norm: bool = False
-    """Queries and keys are normalised before they are rotated."""
+    """Whether queries and keys are normalised before they are rotated."""
     qk_norm_width: Literal["head", "full"] = "head"
-    """What a norm of queries or keys runs over: each head with one weight for all of them, or the whole projection, as
-    OLMo-2 has it."""
+    """Elements that a norm of queries or keys runs over: each head with one weight for all of them, or the whole
+    projection, as in OLMo-2."""
     tied_embeddings: bool = False
+    """Whether the output layer shares the table of the embeddings."""
     scale_embeddings: bool = False
-    """Embeddings are multiplied by sqrt(hidden_size)."""
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
     attention_sinks: bool = False
-    """Each head has a learned logit that takes part in the softmax and belongs to no token."""
+    """Whether each head has a learned logit that takes part in the softmax and belongs to no token."""
     query_scalar: float | None = Field(None, gt=0)
-    """Attention scores are multiplied by query_scalar ** -0.5; by default by head_dim ** -0.5."""
+    """Number q by which attention scores are scaled, as q ** -0.5; null: head_dim ** -0.5."""
     rope: RopeSection = RopeSection()
+    """Rotary position embedding."""
     sliding_window: int | None = Field(None, gt=0)
-    """A token sees itself and the `sliding_window - 1` tokens before it."""
+    """Number of tokens that a token sees, itself included; null: it sees all before it."""
     global_attention_every: int | None = Field(None, gt=1)
-    """With a sliding window: every n-th layer (layers n, 2n, ...) sees everything."""
+    """Distance of layers that see everything despite a sliding window (layers n, 2n, ...); null: all layers have the
+    window."""
     mla: LatentAttentionSection | None = None
-    """Multi-head latent attention in the place of grouped-query attention."""
+    """Multi-head latent attention in the place of grouped-query attention; null: there is none."""
     experts: ExpertsSection | None = None
-    """Mixture of experts in all or some layers."""
+    """Mixture of experts in all or some layers; null: all layers are dense."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
-    """Numbers that a head makes of a sequence, in the place of logits of the vocabulary, from the hidden state of its
+    """Number of outputs of a head that replaces the logits of the vocabulary and reads the hidden state of a sequence's
     last token: 1 for a reward model, the classes of a classification (docs/heads.md). It begins at random where the
-    weights that a run begins from have none."""
+    weights from which a run starts have none. null: the model predicts tokens."""
     mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
-    """Extra tokens that are predicted ahead, each by a layer of its own behind the last one (mtp_num_layers)."""
+    """Number of extra tokens that are predicted ahead, each by a layer of its own after the last one
+    (mtp_num_layers)."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability with which an attention weight is dropped; 0 turns dropout off."""
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability with which an element of the embeddings, or of an output of attention or the feed-forward part, is
+    dropped; 0 turns dropout off."""
     init_std: float = Field(0.02, gt=0)
+    """Standard deviation of initial weights; projections back into the residual stream have init_std /
+    sqrt(2 x num_layers)."""
     backend: Literal["auto", "torch", "te"] = "auto"
     """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it works, a GPU is present,
     and it can do what the run asks for (not float32, documents of a row, adapters or experts, for instance)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of megatron.core.transformer.TransformerConfig: those that a parity test covers are passed on
-    (mtrain/config/megatron_fields.py)."""
+    """Values of further fields of megatron.core.transformer.TransformerConfig, by name: fields that a parity test
+    covers are passed on (mtrain/config/megatron_fields.py)."""
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads; in latent attention each head has its own."""
+        """Returns the number of key/value heads; in latent attention each head has its own."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:
-        """Dimensions of a query and of a key head."""
+        """Returns the number of dimensions of a query and of a key head."""
         if self.mla is not None:
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     def attention(self, layer: int) -> Literal["grouped", "latent"]:
-        """Kind of attention of layer `layer`, counted from 0: decided here, and asked by whatever builds on it."""
+        """Returns the kind of attention of layer `layer`, counted from 0; all code that depends on it asks this
+        method."""
         return "grouped" if self.mla is None else "latent"
 
     @property
     def sizes_over_tp(self) -> dict[str, int]:
-        """Key -> number that layout.tp must divide."""
+        """Returns the numbers that layout.tp must divide, by key."""
         return {
             "model.num_attention_heads": self.num_attention_heads,
             "model.num_query_groups": self.query_groups,
@@ -196,27 +224,27 @@ class ModelSection(Section):
 
     @property
     def query_projections(self) -> frozenset[str]:
-        """Names in adapter.targets of the projections that queries, keys and values come from."""
+        """Returns the names in adapter.targets of the projections that queries, keys and values come from."""
         return frozenset(("q_proj", "k_proj", "v_proj")) if self.mla is None else self.mla.projections
 
     @property
     def rotary_size(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Returns the number of dimensions of a head that are rotated."""
         return self.head_size if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def output(self) -> AnyOutput:
-        """What ends the model."""
+        """Returns the output of the model."""
         return TokenOutput(self.tied_embeddings) if self.num_labels is None else HeadOutput(self.num_labels)
 
     @property
     def ties_output(self) -> bool:
-        """Whether the output layer has the table of the embeddings; a head never has."""
+        """Says whether the output layer shares the table of the embeddings; a head never does."""
         return self.output == TokenOutput(is_tied=True)
 
     @property
     def output_rows(self) -> int:
-        """Numbers that the output layer makes of a token, without padding."""
+        """Returns the number of outputs a token, without padding."""
         match self.output:
             case TokenOutput():
                 return self.vocab_size
@@ -227,11 +255,11 @@ class ModelSection(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward part multiplies two projections."""
+        """Says whether the feed-forward part multiplies two projections."""
         return self.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer `layer`, counted from 0, has experts."""
+        """Says whether layer `layer`, counted from 0, has experts."""
         return self.experts is not None and self.experts.has_experts(layer)
 
     @rule
@@ -290,7 +318,7 @@ class ModelSection(Section):
                 f"mtp_depths={self.mtp_depths} predicts tokens, which a model with num_labels={self.num_labels} does "
                 "not; set it to 0"
             )
-        if self.num_labels > self.vocab_size:  # labels travel as the tokens that they stand in the place of
+        if self.num_labels > self.vocab_size:  # labels travel in the place of tokens
             return f"num_labels={self.num_labels} is more than vocab_size={self.vocab_size}; lower it"
         return None
 
@@ -324,7 +352,7 @@ _NOT_LATENT = {
     "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
     "sliding_window": "it sees the whole row",
 }
-"""Knobs of grouped-query attention -> why they are refused beside model.mla."""
+"""Keys of grouped-query attention -> why they are refused together with model.mla."""
 
 
 def _refused_beside_latents(model: ModelSection) -> Iterator[str]:

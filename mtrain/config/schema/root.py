@@ -8,7 +8,7 @@ from mtrain.config.schema.sections import Sections
 
 
 class Config(Sections):
-    """Sufficient to repeat the run."""
+    """Configuration that is sufficient to repeat a run."""
 
     @rule
     def what_is_allowed_to_change_can_change(self) -> str | None:

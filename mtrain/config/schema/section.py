@@ -1,4 +1,4 @@
-"""The base of every configuration section, and how sections keep their rules."""
+"""The base class of every configuration section, and the rules that sections keep."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
@@ -19,7 +19,7 @@ Rule = TypeVar("Rule", bound=Callable[[Any], str | None])
 
 
 class BrokenRulesError(ValueError):
-    """Every broken rule of one section; pydantic itself would stop at the first."""
+    """Error with every broken rule of one section; pydantic itself would stop at the first."""
 
     def __init__(self, messages: tuple[str, ...]) -> None:
         super().__init__("\n".join(messages))
@@ -37,7 +37,7 @@ def rule(method: Rule) -> Rule:
 
 
 class Section(BaseModel):
-    """A frozen group of knobs; unknown keys are refused and all broken rules are reported together."""
+    """A frozen group of keys; unknown keys are refused and all broken rules are reported together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -48,7 +48,7 @@ class Section(BaseModel):
     ) -> object:
         """Refuses `layout.tp=yes`, which pydantic would read as 1, and numbers that no arithmetic of a run can hold.
 
-        One validator for both: each of a field costs time whenever the program starts.
+        One validator does both, since each validator of a field costs time whenever the program starts.
         """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
@@ -72,7 +72,8 @@ class Section(BaseModel):
 
 
 def by_kind(where_absent: str) -> Discriminator:
-    """Chooses among a union of sections, each with the tag of its `kind`, and takes `where_absent` where none is named.
+    """Builds the choice in a union of sections, each with the tag of its `kind`; `where_absent` is taken where none is
+    named.
 
     A function, since pydantic does not choose by a field that has validators, as all fields of a section have.
     """
@@ -86,16 +87,16 @@ def by_kind(where_absent: str) -> Discriminator:
 
 
 AS_LIST, BY_NAME = "list", "mapping"
-"""Tags of a field that may be a list of sections, or such lists by name: pydantic puts one behind the field's name."""
+"""Tags of a field that may be a list of sections, or such lists by name: pydantic puts one after the field's name."""
 
 
 def is_list_or_mapping(annotation: Any) -> bool:
-    """Whether a field of sections has the two forms."""
+    """Says whether a field of sections has the two forms."""
     return any(get_origin(each) is Annotated and get_origin(get_args(each)[0]) is dict for each in get_args(annotation))
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections that a field's annotation allows: one for each kind; none where it holds plain values."""
+    """Returns the sections that a field's annotation allows: one for each kind; none where it holds plain values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     # each once, though a field may allow it in two places

@@ -1,4 +1,4 @@
-"""The sections of a configuration, and what follows from several of them."""
+"""All sections of a configuration, and values that follow from several of them."""
 
 from mtrain.config import derived
 from mtrain.config.schema.adapter import AnyAdapter
@@ -13,12 +13,12 @@ from mtrain.config.schema.train import AnyOptimizer, TrainSection, ValidSection
 
 
 class Sections(Section):
-    """The values of a configuration; `Config` is these and the rules between them, which read them."""
+    """The values of a configuration; `Config` adds the rules between them."""
 
     run: RunSection
     model: ModelSection
     adapter: AnyAdapter | None = None
-    """Where it is there, the model is frozen and its adapters learn."""
+    """Adapters that are trained while the model is frozen; null: the model itself is trained."""
     layout: LayoutSection = LayoutSection()
     train: TrainSection
     optimizer: AnyOptimizer
@@ -32,8 +32,8 @@ class Sections(Section):
 
     @property
     def is_layout_dependent(self) -> bool:
-        """Whether the run is that of its layout and micro-batch size only: by definition of something in use, by the
-        draws of dropout, or by the scales of fp8."""
+        """Says whether the results hold for one layout and micro-batch size only: by the definition of something in
+        use, by the draws of dropout, or by the scales of fp8."""
         keys = derived.layout_dependent_keys(self.model, self.loss) or self.dropout_keys
         return bool(keys) or self.train.fp8 is not None
 
@@ -44,20 +44,20 @@ class Sections(Section):
 
     @property
     def row_width(self) -> int:
-        """Positions of a row: of one sample, or of several that are packed."""
+        """Returns the number of positions in a row: of one sample, or of several that are packed."""
         return derived.row_width(self.train, self.data)
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences that a sample of the data is made of: two where answers are compared, else one."""
+        """Returns the number of sequences in a sample: two where answers are compared, else one."""
         return derived.sequences_per_sample(self.loss, self.data)
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of a step, where it does not count packed rows."""
+        """Returns the number of sequences in a step, where it does not count packed rows."""
         return self.train.global_batch_size * self.sequences_per_sample
 
     @property
     def steps_count_rows(self) -> bool:
-        """Whether train.global_batch_size is a number of packed rows, not of samples."""
+        """Says whether train.global_batch_size is a number of packed rows, not of samples."""
         return self.data.packing is not None and self.data.packing.batch == "rows"

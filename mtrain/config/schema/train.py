@@ -1,4 +1,4 @@
-"""`train.*`, `optimizer.*` and `valid.*`: how long, how large, how fast."""
+"""`train.*`, `optimizer.*` and `valid.*`: length, batch, precision and schedule of a run."""
 
 from typing import Annotated, Literal, assert_never
 
@@ -8,21 +8,22 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, by_kind, rule
 
 Device = Literal["auto", "cpu", "cuda"]
-"""auto: this rank's GPU where there is one, else the CPU."""
+"""Device of a rank. auto: this rank's GPU where there is one, else the CPU."""
 Precision = Literal["fp32", "bf16", "fp16"]
-"""What weights and activations are held in; gradients are summed in fp32."""
+"""Precision of weights and activations; gradients are summed in fp32."""
 Fp8Format = Literal["hybrid", "e4m3"]
-"""hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
+"""Formats of fp8. hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""What shares a scale: a tensor (by its elements now, or by those of earlier steps), or blocks of it."""
+"""Recipes by which elements share a scale: a tensor (by its elements now, or by those of earlier steps), or blocks of
+it."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-"""How the learning rate goes on after the warm-up."""
+"""Shape of the learning rate after the warm-up."""
 BadStepAction = Literal["stop", "skip", "rollback"]
-"""What becomes of a step whose gradient must not be applied."""
+"""Treatment of a step whose gradient must not be applied."""
 
 
 class SpikeSection(Section):
-    """When a loss or a gradient norm is far above those before it, and what follows.
+    """Detection of a loss or a gradient norm far above those before it, and the reaction.
 
     Of the latest `window_steps` updates the median m and the spread s = 1.4826 x the median distance from m are taken
     (for normally distributed values s is the standard deviation), s being at least 1 % of m. A step spikes where its
@@ -31,13 +32,14 @@ class SpikeSection(Section):
     """
 
     action: BadStepAction
-    """As train.on_nonfinite."""
+    """Treatment of a step that spikes: stop, skip or rollback, as for train.on_nonfinite."""
     window_steps: int = Field(64, ge=8, le=1024)
-    """Updates that a step is compared with."""
+    """Number of updates with which a step is compared."""
     loss_deviations: float | None = Field(12.0, gt=0)
-    """Of the main term's loss; null: it is not compared."""
+    """Number of spreads above the median at which the main term's loss spikes; null: the loss is not compared."""
     grad_norm_deviations: float | None = Field(50.0, gt=0)
-    """Of the gradient's norm before clipping, whose values spread more; null: it is not compared."""
+    """Number of spreads above the median at which the gradient's norm before clipping spikes, whose values spread more;
+    null: the norm is not compared."""
 
     @rule
     def something_is_compared(self) -> str | None:
@@ -50,61 +52,72 @@ class TrainSection(Section):
     """The run's length, batch, precision and schedule options."""
 
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
-    """Samples in one optimizer step, over all data-parallel ranks; packed rows with data.packing.batch=rows."""
+    """Number of samples in one optimizer step, over all data-parallel ranks; packed rows with
+    data.packing.batch=rows."""
     micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
-    """Samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
+    """Number of samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
     tokens_per_micro_batch: Annotated[int | None, bounds.POSITIONS] = Field(None, gt=1)
-    """With data.packing: positions of a row, and one row a forward pass. By default rows have data.seq_length."""
+    """Number of positions in a packed row, with one row a forward pass; data.packing only. null: rows have
+    data.seq_length."""
     num_steps: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Optimizer steps of the whole run, resumed ones included."""
+    """Number of optimizer steps in the whole run, resumed ones included."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
+    """Seed of initial weights, of the order of samples and of dropout."""
     device: Device = "auto"
+    """Device of each rank."""
     precision: Precision = "bf16"
-    """bf16 and fp16 keep fp32 main weights."""
+    """Precision of weights and activations; bf16 and fp16 keep fp32 main weights."""
     fp8: Fp8Format | None = None
-    """Products of TransformerEngine's layers in 8 bits, on GPUs that have them; layouts then agree to the rounding of
-    fp8 alone."""
+    """Format of products in 8 bits in TransformerEngine's layers, on GPUs that have them; layouts then agree only to
+    the rounding of fp8. null: no products in 8 bits."""
     fp8_recipe: Fp8Recipe | None = None
-    """tensorwise where it is not given; delayed is refused."""
+    """Rule by which products in fp8 are scaled; null: tensorwise. delayed is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward: none, those of recompute_modules, or whole layers."""
+    """Activations that backward computes again: none, those of recompute_modules, or whole layers."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None
-    """selective only: core_attn (scores and their product with the values), mlp (dense feed-forward parts), moe (router
-    and experts), shared_experts; core_attn alone where it is not given."""
+    """Modules that are recomputed: core_attn (scores and their product with the values), mlp (dense feed-forward
+    parts), moe (router and experts), shared_experts; null: core_attn alone. selective only."""
     recompute_layers: int | None = Field(None, gt=0)
-    """full only: so many layers of each virtual pipeline stage, from its first on, keep their input alone; the others
-    keep everything. All layers where it is not given."""
+    """Number of layers of each virtual pipeline stage, from its first on, that keep only their input; the others keep
+    everything. null: all layers. full only."""
     offload_layers: int | None = Field(None, gt=0)
-    """What backward needs of so many layers of each virtual pipeline stage, from its first on (of all where there are
-    fewer), lies in pinned memory of the host between their two passes. Of none where it is not given."""
+    """Number of layers of each virtual pipeline stage, from its first on (all where there are fewer), whose activations
+    lie in pinned memory of the host between forward and backward. null: none."""
     offload_optimizer: bool = False
-    """AdamW's moments lie in pinned memory of the host between updates; the device computes updates as it does without,
-    on some parameters after the other."""
+    """Whether AdamW's moments lie in pinned memory of the host between updates; the device computes updates as it does
+    without, on some parameters after the other."""
     compile: Literal["none", "layers"] = "none"
-    """layers: torch.compile of each transformer layer, without what the layout adds to it (collectives, pipelines,
-    recomputation, dispatch to experts, documents); where nothing can be compiled the run goes on as it is written."""
+    """Compilation by torch.compile. layers: each transformer layer, without what the layout adds to it (collectives,
+    pipelines, recomputation, dispatch to experts, documents); where nothing can be compiled the run goes on
+    uncompiled."""
     distributed_optimizer: bool = True
+    """Whether data-parallel ranks divide the optimizer's state among themselves."""
     overlap_grad_reduce: bool = False
+    """Whether sums of gradients overlap with the backward pass."""
     overlap_param_gather: bool = False
+    """Whether updated parameters are gathered during the next forward pass; needs the two keys above."""
     process_group_timeout_s: Annotated[int, bounds.SECONDS] = Field(600, gt=0)
+    """Time in seconds after which a collective that has not finished ends the run."""
     initial_loss_scale: float = Field(2.0**16, ge=1)
-    """fp16 only; dynamic from there."""
+    """Loss scale of the first step, dynamic from there; fp16 only."""
     max_skipped_steps: int = Field(100, gt=0)
-    """fp16 only: so many overflows in a row, or two at the smallest loss scale (1), end the run with exit code 4."""
+    """Number of overflows in a row, or 2 at the smallest loss scale (1), that end the run with exit code 4; fp16
+    only."""
 
     on_nonfinite: BadStepAction = "stop"
-    """A loss or gradient that is nan, inf or beyond float32: stop ends the run with exit code 4; skip leaves the step
-    out, as if its batch were not there; rollback goes back to the newest good checkpoint and leaves the batch out."""
+    """Treatment of a loss or gradient that is nan, inf or beyond float32: stop ends the run with exit code 4; skip
+    leaves the step out, as if its batch were not there; rollback goes back to the newest good checkpoint and leaves the
+    batch out."""
     on_spike: SpikeSection | None = None
-    """What to do where a loss or gradient norm jumps; by default it is not looked for."""
+    """Treatment of a loss or gradient norm that jumps; null: jumps are not looked for."""
     rollback_margin_steps: int = Field(0, ge=0, le=10_000)
-    """rollback: so many batches before and behind the bad one are left out, too."""
+    """Number of batches before and after the bad one that are left out, too; rollback only."""
     max_bad_steps: int = Field(10, gt=0, le=1000)
-    """skip, rollback: more bad steps than this in 1000 end the run with exit code 4; batches of the margin not
-    counted."""
+    """Number of bad steps in 1000 above which the run ends with exit code 4; batches of the margin do not count. skip
+    and rollback only."""
     check_replicas_every_steps: int = Field(100, ge=0)
-    """Ranks that hold the same weights or optimizer state compare their bits every so many steps, and before every
-    save; a difference ends the run with exit code 4. 0: never."""
+    """Number of steps between comparisons of the bits of ranks that hold the same weights or optimizer state; they are
+    also compared before every save. A difference ends the run with exit code 4. 0: never."""
 
     @rule
     def gathering_parameters_needs_its_conditions(self) -> str | None:
@@ -143,24 +156,30 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """What all optimizers have: decoupled weight decay, and the learning rate as a pure function of the step."""
+    """Keys that all optimizers share: decoupled weight decay, and the learning rate as a pure function of the step."""
 
     kind: str
-    """Which optimizer; each kind is a section of its own with the keys that only it has."""
+    """Kind of the optimizer; each kind is a section of its own with additional keys."""
     lr: float = Field(gt=0)
+    """Largest learning rate, which the warm-up ends with."""
     min_lr: float = Field(0.0, ge=0)
+    """Learning rate that the decay ends with."""
     weight_decay: float = Field(0.1, ge=0)
+    """Coefficient of the decoupled weight decay."""
     decay_norms_and_biases: bool = False
+    """Whether norms and biases decay, too."""
     clip_grad: float = Field(1.0, ge=0)
     """Largest global norm of the normalised gradient; 0 turns clipping off."""
     schedule: Schedule = "cosine"
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
+    """Number of updates of the warm-up; 0: none."""
     decay_steps: int | None = Field(None, gt=0)
-    """linear, cosine: the step at which min_lr is reached (by default train.num_steps). wsd: length of the final decay
-    (by default a tenth of train.num_steps)."""
+    """End or length of the decay. linear, cosine: the step at which min_lr is reached (null: train.num_steps). wsd:
+    number of steps in the final decay (null: a tenth of train.num_steps)."""
     schedule_convention: Literal["megatron", "one_ahead"] = "megatron"
-    """megatron: an update's rate follows from the updates completed before it, as in Megatron-LM and transformers.
-    one_ahead: from those completed with it, as runs begun before this key was there keep it."""
+    """Count of updates from which a rate follows. megatron: updates completed before it, as in Megatron-LM and
+    transformers. one_ahead: updates completed with it, as runs begun before this key existed keep it."""
 
     @rule
     def the_rate_falls(self) -> str | None:
@@ -170,8 +189,9 @@ class OptimizerSection(Section):
 
     @property
     def decay(self) -> Literal["none", "from_warmup", "at_end"]:
-        """Where in the run the schedule lowers the rate. from_warmup: up to the step decay_steps; at_end: in the last
-        decay_steps updates. Whatever depends on the schedule's shape asks this, so a new one says it here alone."""
+        """Returns the part of the run in which the schedule lowers the rate. from_warmup: up to the step decay_steps;
+        at_end: in the last decay_steps updates. All code that depends on the schedule's shape asks this, so a new
+        schedule states it only here."""
         match self.schedule:
             case "constant":
                 return "none"
@@ -193,15 +213,19 @@ class OptimizerSection(Section):
 
 
 class AdamWConstants(OptimizerSection):
-    """Of kinds that update all parameters, or some, by AdamW."""
+    """Constants of kinds that update all parameters, or some, by AdamW."""
 
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay rate of the moving mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of the moving mean of squared gradients."""
     epsilon: float = Field(1e-8, gt=0)
+    """Number that is added to the root of the second moment."""
 
     @rule
     def updates_are_in_float32(self) -> str | None:
-        """AdamW hands torch lr / (1 - beta1), in the first step, and lr x weight_decay as float32."""
+        """Checks that lr / (1 - beta1), in the first step, and lr x weight_decay fit float32, in which AdamW hands them
+        to torch."""
         if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
             return None
         return (
@@ -221,13 +245,15 @@ class MuonSection(AdamWConstants):
 
     kind: Literal["muon"]
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Of the moving mean of a matrix's gradients."""
+    """Decay rate of the moving mean of a matrix's gradients."""
     nesterov: bool = True
+    """Whether the momentum looks one step ahead (Nesterov)."""
     newton_schulz_steps: int = Field(5, ge=1, le=20)
-    """Iterations that bring all singular values of an update near 1."""
+    """Number of iterations that bring all singular values of an update near 1."""
     update_rms: float = Field(0.2, gt=0, le=100)
-    """A matrix moves by lr x update_rms x sqrt(max(rows, columns)) in each singular direction: its elements by about
-    lr x update_rms, as under AdamW, so that learning rates carry over."""
+    """Root mean square of an update's elements, as a share of lr: a matrix moves by lr x update_rms x sqrt(max(rows,
+    columns)) in each singular direction, so its elements move by about lr x update_rms, as under AdamW, and learning
+    rates carry over."""
 
 
 AnyOptimizer = Annotated[
@@ -240,8 +266,10 @@ class ValidSection(Section):
     """Validation over exactly the samples of the set."""
 
     interval_steps: int = Field(0, ge=0)
-    """0: only as asked for by at_start and at_end."""
+    """Number of steps between two validations; 0: only where at_start and at_end ask for it."""
     at_start: bool = False
+    """Whether the run validates before its first step."""
     at_end: bool = False
+    """Whether the run validates after its last step."""
     max_samples: Annotated[int | None, bounds.SAMPLES] = Field(None, gt=0)
-    """Only the first so many samples of the set."""
+    """Number of samples that are used, from the first on; null: all of the set."""
