@@ -1,8 +1,8 @@
-"""Which rank a nan or inf comes from: its weights, its optimizer state, or a gradient of its own.
+"""Finds the rank that a nan or inf comes from: its weights, its optimizer state, or a gradient of its own.
 
-Losses and reduced gradients are sums, so one such number on one rank is everywhere a moment later. What each rank holds
-alone is therefore looked at: its state where a step has failed, and what its own backward pass gave, of which each step
-notes one number a parameter before the ranks add their gradients up.
+Losses and reduced gradients are sums, so one such number on one rank is on every rank a moment later. The check
+therefore reads what each rank holds alone: its state when a step has failed, and the gradients of its own backward
+pass, of which each step keeps one number per parameter before the ranks add them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mtrain.mcore.state.local_state import local_state
 
 
 class Cause(NamedTuple):
-    """Where numbers that are not finite come from."""
+    """The source of numbers that are not finite."""
 
     text: str
-    """Names rank and tensor; empty where no rank holds such a number."""
+    """Names of rank and tensor; empty where no rank holds such a number."""
     is_state: bool
-    """Whether weights or optimizer state are spoiled: no other batch will do better."""
+    """Whether weights or optimizer state are damaged, so that no other batch would do better."""
 
 
 class _Seen(NamedTuple):
-    """By one rank."""
+    """Findings of one rank."""
 
     state: Finding | None
     gradient: Finding | None
@@ -41,20 +41,20 @@ class _Seen(NamedTuple):
 
 @torch.no_grad()
 def largest_local_gradients(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
-    """The largest absolute value of each parameter's gradient, before ranks add theirs up.
+    """Returns the largest absolute value of each parameter's gradient, before ranks add theirs.
 
-    One pass over the gradients, no communication, no host synchronisation.
+    Costs one pass over the gradients; no communication, no host synchronization.
 
     Args:
         chunks: This rank's model chunks in DDP, after the last backward pass.
 
     Returns:
-        [parameters with gradients], on the device; None where there are none.
+            [parameters with gradients], on the device; None where there are none.
     """
     gradients = [gradient for _, gradient in _gradients(chunks)]
     if not gradients:
         return None
-    if gradients[0].device.type == "cpu":  # three times as fast there as norms; both keep nan
+    if gradients[0].device.type == "cpu":  # three times as fast as norms there; both keep nan
         least, most = zip(*(torch.aminmax(gradient) for gradient in gradients))
         return torch.maximum(torch.stack(most), -torch.stack(least))
     return torch.stack(torch._foreach_norm(gradients, float("inf")))
@@ -64,14 +64,14 @@ def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cau
     """Names the rank and its first tensor, the same on all ranks. One all-gather of short objects over the world.
 
     Args:
-        model: Its parameters complete.
-        local_gradients: From `largest_local_gradients` in the step that failed; None where it was not taken.
+        model: Model with its parameters complete.
+        local_gradients: Result of `largest_local_gradients` in the step that failed; None where it was not computed.
     """
     parts = [held.shard for held in local_state(model)]
     own = _Seen(non_finite(parts), _in_gradients(model.chunks, model.groups, local_gradients))
     everyone: list[_Seen] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    # weights first: one that is nan makes every gradient behind it nan, also on ranks whose own state is sound
+    # weights first: a nan in one makes every later gradient nan, also on ranks whose own state is fine
     state = described([each.state for each in everyone])
     if state is not None:
         return Cause(state, is_state=True)
@@ -80,7 +80,7 @@ def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cau
 
 
 def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters with the float32 buffers that their gradients are added up in."""
+    """Yields parameters with the float32 buffers in which their gradients are summed."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             if parameter.requires_grad and parameter.numel():

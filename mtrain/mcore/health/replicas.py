@@ -1,12 +1,12 @@
-"""Whether ranks that hold the same numbers hold the same bits.
+"""Checks that ranks with the same numbers hold the same bits.
 
 Data- and context-parallel ranks hold the same weights, tensor-parallel ranks the same norms, and where the optimizer
 is not distributed its state has replicas, too. They stay equal because all of them apply the same sum; a flipped bit in
-one of them would never show in a loss and never heal.
+one of them would never show in a loss and never be corrected.
 
-What is a replica of what, names and places say, as in a checkpoint: two ranks that hold the same slice of the same
-tensor. They exchange these once. From then on a check is a pass over what has replicas, and one number that all ranks
-add up: each multiplies its digests by coefficients that add up to 0 over the replicas of a slice.
+Names and places say which tensors are replicas, as in a checkpoint: two ranks that hold the same slice of the same
+tensor. Ranks exchange these once. Each later check is one pass over what has replicas, and one number that all ranks
+add: each multiplies its digests by coefficients that add up to 0 over the replicas of a slice.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
 
 _MOST_RANKS = 8
-"""Named in a message."""
+"""Most ranks that a message names."""
 _BITS = 1 << 64
 _STEP = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio, odd: its multiples are spread evenly."""
+"""Step of the coefficients, 2^64 / golden ratio, odd: its multiples are spread evenly."""
 
 
 class _Digest(NamedTuple):
-    """Of one slice that has replicas."""
+    """Digest of one slice that has replicas."""
 
     what: str
     value: int
@@ -56,14 +56,14 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, model: RankModel) -> None:
-        """One all-reduce of one number; where replicas differ, two all-gathers of short objects.
+        """Compares all replicas. One all-reduce of one number; where replicas differ, two all-gathers of short objects.
 
         Args:
-            model: Whose replicas.
+            model: Model whose replicas are compared.
 
         Raises:
-            NumericError: Replicas differ; names the first tensor and the ranks, the same on all ranks.
-            SpoiledStateError: One of them is not finite.
+            NumericError: Replicas differ; the message names the first tensor and the ranks, the same on all ranks.
+            SpoiledStateError: A replica is not finite.
         """
         model.optimizer.gather_parameters()
         held = self._held(model)
@@ -71,7 +71,7 @@ class ReplicaCheck:
         digests: list[tuple[Held, Tensor]] = []
         for each, coefficient in held:
             count = each.shard.data.numel()
-            # as if it were a whole of its own: the identity has its place, and one axis needs no division
+            # as if it were a tensor of its own: the identity contains its place, and one axis needs no division
             digest = hash_of(each.shard.key, each.shard.data, TensorSlice((0,), (count,)), (count,))
             total += digest * coefficient  # wraps around, as digests do
             digests.append((each, digest))
@@ -80,17 +80,17 @@ class ReplicaCheck:
             return
         found: list[Finding | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, non_finite([each.shard for each, _ in digests]))
-        # nan on one replica says more than that it differs
+        # nan in a replica says more than a difference
         if (not_finite := described(found)) is not None:
             raise SpoiledStateError(not_finite)
         raise NumericError(_difference(digests))
 
     def compared_bytes(self, model: RankModel) -> int:
-        """What a check reads on this rank."""
+        """Returns the bytes that a check reads on this rank."""
         return sum(each.shard.data.nbytes for each, _ in self._held(model))
 
     def _held(self, model: RankModel) -> list[tuple[Held, int]]:
-        """What has replicas, each with its coefficient."""
+        """Returns what has replicas, each with its coefficient."""
         held = {_identity(each): each for each in local_state(model)}
         if self._coefficients is None:
             self._coefficients = _coefficients(list(held), self._groups)
@@ -98,16 +98,16 @@ class ReplicaCheck:
 
 
 def _identity(held: Held) -> int:
-    """Of a slice of a tensor, whoever holds it."""
+    """Returns the identity of a slice, the same on every rank that holds it."""
     at = held.shard.at
     text = f"{held.shard.key}:{tuple(at.offset)}:{tuple(at.shape)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def _coefficients(own: Sequence[int], groups: Groups) -> dict[int, int]:
-    """Identity -> what its digest is multiplied by, of the slices that other ranks hold, too; in the order given.
+    """Returns identity -> factor of its digest, of the slices that other ranks hold, too; in the given order.
 
-    Two all-gathers, of a number and of the identities.
+    Costs two all-gathers, of a number and of the identities.
     """
     size = dist.get_world_size()
     counts = [torch.zeros(1, dtype=torch.int64, device=groups.device) for _ in range(size)]
@@ -118,7 +118,7 @@ def _coefficients(own: Sequence[int], groups: Groups) -> dict[int, int]:
     dist.all_gather(rows, padded)
     everyone = [row[: int(count)].cpu().numpy() for row, count in zip(rows, counts)]
     mine = np.array(own, np.int64)
-    # how many ranks hold it, and how many of lower number: this rank's turn among them
+    # how many ranks hold the slice, and how many of these have a lower number: this rank's turn
     holders, turns = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
     for rank, theirs in enumerate(everyone):
         holds = np.isin(mine, theirs)
@@ -130,8 +130,8 @@ def _coefficients(own: Sequence[int], groups: Groups) -> dict[int, int]:
 
 
 def _coefficient(turn: int, count: int) -> int:
-    """The one of this turn of `count` numbers that add up to 0 modulo 2^64."""
-    # odd, so that no digest is lost, but for the last one, which makes up the sum
+    """Returns number `turn` of `count` numbers that add up to 0 modulo 2^64."""
+    # odd, so that no digest is lost; only the last one may be even, as it completes the sum
     value = _odd(turn) if turn < count - 1 else -sum(map(_odd, range(count - 1)))
     value %= _BITS
     return value - _BITS if value >= _BITS // 2 else value  # as torch's int64 holds it
@@ -142,7 +142,7 @@ def _odd(turn: int) -> int:
 
 
 def _difference(digests: Sequence[tuple[Held, Tensor]]) -> str:
-    """What differs where; the same text on all ranks."""
+    """Says what differs where; the same text on all ranks."""
     own = {_identity(each): _Digest(_named(each), int(digest)) for each, digest in digests}
     everyone: list[dict[int, _Digest]] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -157,7 +157,7 @@ def _difference(digests: Sequence[tuple[Held, Tensor]]) -> str:
     (most, number), *others = counts.most_common()
     what = next(iter(found.values())).what
     more = f"; {len(wrong) - 1} more such tensors" if len(wrong) > 1 else ""
-    if others and others[0][1] == number:  # as many say this as that
+    if others and others[0][1] == number:  # no majority
         return f"{what} has other bits on each of {_ranks(list(found))}, which hold the same{more}"
     odd = [rank for rank, digest in found.items() if digest.value != most]
     sound = [rank for rank in found if rank not in odd]

@@ -1,1 +1,1 @@
-"""This rank's part of the model, of megatron-core's layers and of ours where theirs are wrong."""
+"""This rank's part of the model, from megatron-core's layers and from ours where theirs are wrong."""

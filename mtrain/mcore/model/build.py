@@ -39,16 +39,16 @@ from mtrain.plan.layout import Layout
 
 
 class LanguageModel(GPTModel):
-    """GPTModel that takes positions from the batch and computes neither logits nor losses; both are done outside."""
+    """GPTModel with positions from the batch; it computes neither logits nor losses, which happens outside."""
 
     looks_ahead = True
-    """Whether tokens ahead are predicted where the model has depths for them and the batch has the tokens."""
+    """Whether tokens ahead are predicted, if the model has depths for them and the batch has the tokens."""
     has_adapters = False
-    """Whether adapters learn and all else is frozen; here or on other stages."""
+    """Whether only adapters (and a head) learn, here or on other stages."""
     learned_whole: frozenset[str] = frozenset()
-    """Global names of what learns as it is where adapters do; here or on other stages."""
+    """Global names of parameters that learn themselves although adapters do, here or on other stages."""
     base_fingerprint: str | None = None
-    """Of the frozen weights, once they are loaded (mtrain/mcore/state/base.py)."""
+    """Fingerprint of the frozen weights, once they are loaded (mtrain/mcore/state/base.py)."""
     _ahead: tuple[MtpTargets, ...] = ()
     _sequence_ids: Tensor | None = None
 
@@ -68,39 +68,39 @@ class LanguageModel(GPTModel):
             document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
             sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
                 there is no text; None where there is no router.
-            ahead: By depth; empty where only the next token is predicted.
+            ahead: Tokens and labels ahead, by depth; empty where only the next token is predicted.
 
         Returns:
             Last stage: logits, not yet computed, of all depths where `ahead` is given. Other stages: hidden states.
         """
-        # GPTModel asks its embedding for angles by length alone; positions of this batch have to be there before.
+        # GPTModel asks its embedding for angles by length alone; the positions of this batch must be set before
         self.rotary_pos_emb.set_positions(position_ids, rows_agree=document_starts is None)
-        # For `_postprocess`, which GPTModel.forward calls without it.
+        # for `_postprocess`, which GPTModel.forward calls without it
         self._ahead = ahead if self.mtp_process and self.looks_ahead else ()
         self._sequence_ids = sequence_ids
-        # GPTModel cuts its padding mask, in whose place they travel, on the first stage.
+        # GPTModel cuts its padding mask, which carries the sequence ids, on the first stage only
         own = sequence_ids if self.pre_process else self._own_part(sequence_ids)
         output: Tensor | Logits = super().forward(input_ids, position_ids, document_starts, padding_mask=own)
         return output
 
     def _own_part(self, sequence_ids: Tensor | None) -> Tensor | None:
-        """The positions of this sequence-parallel rank."""
+        """Returns the positions of this sequence-parallel rank."""
         if sequence_ids is None or not self.config.sequence_parallel:
             return sequence_ids
-        # Sequence parallelism gives rank r the r-th part of what its CP rank holds.
+        # sequence parallelism gives rank r the r-th part of what its CP rank holds
         return sequence_ids.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
 
     def _postprocess(
         self, hidden_states: Tensor, *, attention_mask: Tensor | None, rotary_pos_emb: Tensor | None, **others: object
     ) -> Tensor | Logits:
-        """In the place of megatron-core's losses: what logits of the last stage follow from."""
-        if not self.post_process:  # goes to the next stage as it is
+        """Replaces megatron-core's losses: returns what the logits of the last stage are computed from."""
+        if not self.post_process:  # goes to the next stage unchanged
             return hidden_states
-        # Before the output layer: where parameters arrive during the forward pass, the wait for a table that it shares
-        # stands at the embedding.
+        # Before the output layer: where parameters arrive during the forward pass, the wait for a table shared with the
+        # embedding happens at the embedding.
         embedded = [self.embedding(input_ids=ahead.tokens, position_ids=None) for ahead in self._ahead]
         main, further = self._logits(hidden_states), []
-        # In turn: a depth reads the hidden states of the one before.
+        # one after the other: a depth reads the hidden states of the one before
         for number, ahead in enumerate(self._ahead):
             own = self._own_part(_of_text(self._sequence_ids, ahead.is_padding))
             layer = self.mtp.layers[number]
@@ -111,10 +111,10 @@ class LanguageModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As megatron-core's; a head has as many rows under any layout."""
+        """Returns megatron-core's places; a head has equally many rows under any layout."""
         places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.post_process and isinstance(self.output_layer, ScoreHead):
-            # megatron-core marks it as a table that is padded for tp: one of a vocabulary would be read in its place
+            # megatron-core marks it as a table that is padded for tp: one of a vocabulary would be read instead
             places[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
         return places
 
@@ -125,22 +125,22 @@ class LanguageModel(GPTModel):
 
 
 def build_model(config: Config, groups: Groups, weights_follow: bool = False) -> list[DistributedDataParallel]:
-    """This rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
+    """Builds this rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
 
     Collective over the world where `train.compile` asks for compiled layers.
 
     Args:
-        config: The configuration.
+        config: Configuration of the run.
         groups: The process groups.
-        weights_follow: The caller loads weights, or draws them when it knows that there are none to load: until then
-            they are nan.
+        weights_follow: Whether the caller loads weights, or draws them once it knows that there are none to load: until
+            then they are nan.
 
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
     """
     translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
-        # Before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those.
+        # before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those
         draw_weights(chunk, config, groups, others_follow=weights_follow)
     wrapped = [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
     compile_layers(wrapped, config, groups)
@@ -150,20 +150,21 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False) ->
 
 
 def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
-    """This rank's chunks of a model that only runs forward: no gradients, no dropout, weights still to be loaded.
+    """Builds this rank's chunks of a model that only runs forward: no gradients, no dropout, weights still to be
+    loaded.
 
     Raises:
-        ConfigError: As `build_model`.
+        ConfigError: See `build_model`.
     """
     translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
         chunk.looks_ahead = False  # a teacher's depths are loaded with the rest and never run
-    # Without DDP, whose gradient buffers would cost four bytes a parameter.
+    # without DDP, whose gradient buffers would cost four bytes per parameter
     return [_in_precision(config, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
 
 def unwrap(chunk: torch.nn.Module) -> LanguageModel:
-    """The LanguageModel inside DDP and the half-precision wrapper."""
+    """Returns the LanguageModel inside DDP and the half-precision wrapper."""
     inner: Any = chunk
     while not isinstance(inner, LanguageModel):  # which wrappers there are depends on precision and on DDP
         inner = inner.module
@@ -178,7 +179,7 @@ def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, li
 
 def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
     layout: Layout = groups.layout
-    stage = groups.pp_rank + (vp_stage or 0) * layout.pp  # virtual stages go round the ranks
+    stage = groups.pp_rank + (vp_stage or 0) * layout.pp  # virtual stages cycle through the ranks
     layers = layout.layers(config.model.num_layers, groups.pp_rank, vp_stage or 0)
     backend = chosen_backend(config, groups.device)
     is_last = stage == layout.num_stages - 1
@@ -193,14 +194,14 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
             max_sequence_length=config.data.seq_length,
             pre_process=stage == 0,
             post_process=is_last,
-            parallel_output=True,  # else logits would be gathered: vocab numbers a token on every rank of TP
+            parallel_output=True,  # else logits would be gathered on every rank of TP: large
             share_embeddings_and_output_weights=config.model.ties_output,
             position_embedding_type="rope",  # makes GPTModel ask `rotary_pos_emb`, which is replaced below
             mtp_block_spec=depths_spec(config.model, backend) if is_last else None,
             pg_collection=groups.collection,
             vp_stage=vp_stage,
         )
-    # Before anything lists parameters: buckets, optimizer and checkpoints must not know it.
+    # before anything lists parameters: buckets, optimizer and checkpoints must not know it
     drop_unused_table(model)
     if is_last:
         match config.model.output:
@@ -249,7 +250,7 @@ def _wrap(
         config=translated,
         ddp_config=ddp_config(config, groups.layout),
         module=_in_precision(config, translated, chunk),
-        disable_bucketing=index > 0,  # as Megatron-LM: only the first chunk's gradients are reduced in buckets
+        disable_bucketing=index > 0,  # as in Megatron-LM: only the first chunk's gradients are reduced in buckets
         pg_collection=groups.collection,
     )
 
@@ -265,10 +266,10 @@ def _in_precision(config: Config, translated: TransformerConfig, chunk: Language
 
 
 def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
-    """One stage on one microbatch, sliced for context parallelism; outputs stay in the precision of the run.
+    """Runs one stage on one microbatch, sliced for context parallelism; outputs stay in the precision of the run.
 
     Returns:
-        As `LanguageModel.forward`.
+            The result of `LanguageModel.forward`.
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
@@ -278,7 +279,7 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
 
 
 def _sequence_ids(batch: Microbatch) -> Tensor | None:
-    """[batch, seq_local] int64: the sequence of each position, -1 where there is no text; None where nobody asks."""
+    """Returns [batch, seq_local] int64: the sequence of each position, -1 where there is no text; None if unused."""
     if batch.is_padding is None:
         return None
     rows = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1).expand_as(batch.tokens)
@@ -286,7 +287,7 @@ def _sequence_ids(batch: Microbatch) -> Tensor | None:
 
 
 def _of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | None:
-    """-1 where there is no text."""
+    """Sets -1 where there is no text."""
     if sequence_ids is None or is_padding is None:
         return None
     return torch.where(is_padding, -1, sequence_ids)

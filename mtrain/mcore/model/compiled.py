@@ -1,8 +1,8 @@
-"""Transformer layers compiled by torch.compile, each on its own.
+"""Transformer layers compiled by torch.compile, each separately.
 
-Whatever has to do with the layout stays outside of the graphs and runs as it is written: collectives, the schedules,
-recomputation, the dispatch of tokens to experts, the cutting of rows into documents. So a layer is one graph where
-nothing of this is in it, and else what lies between. Layers of a kind share their graphs.
+Everything that depends on the layout stays outside of the graphs and runs uncompiled: collectives, the schedules,
+recomputation, the dispatch of tokens to experts, cutting rows into documents. So a layer without any of these is one
+graph, and others have graphs between them. Layers of a kind share their graphs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
 
 BACKEND: str | Callable[..., Any] = "inductor"
-"""As torch.compile takes it."""
+"""Backend for torch.compile."""
 
 _GRAPHS_OF_A_FUNCTION = 64
-"""Kinds of layers, training and validation; above it torch runs further ones as they are written."""
+"""Most graphs per function, for kinds of layers, training and validation; torch runs further ones uncompiled."""
 
 
 def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
-    """Lets the layers of a rank's chunks compile in their first forward pass, as `train.compile` says.
+    """Makes the layers of a rank's chunks compile in their first forward pass, as `train.compile` says.
 
-    On all ranks or on none: compiled and plain sums round differently, and ranks of TP hold copies of activations that
-    have to stay the same bits. Where a rank has no compiler that works, a note says so and nothing is compiled. What
-    later turns out not to be compiled runs as it is written, with one note. Collective over the world.
+    All ranks compile or none: compiled and plain sums round differently, and ranks of TP hold copies of activations
+    that have to stay the same bits. If a rank has no working compiler, a note says so and nothing is compiled. A part
+    that later turns out not to be compilable runs uncompiled, with one note. Collective over the world.
     """
     match config.train.compile:
         case "none":
@@ -64,21 +64,21 @@ def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) 
 
 
 def as_written() -> contextlib.AbstractContextManager[object]:
-    """Inside the block nothing is compiled: for passes whose rows all have other lengths."""
-    if "torch._dynamo" not in sys.modules:  # seconds that a run saves which compiles nothing
+    """Turns compilation off inside the block: for passes whose rows all have different lengths."""
+    if "torch._dynamo" not in sys.modules:  # saves seconds in runs that compile nothing
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def _kept_out(layer: TransformerLayer, config: Config, groups: Groups) -> list[tuple[nn.Module, str]]:
-    """Methods inside of a layer that run as they are written."""
+    """Lists methods inside a layer that run uncompiled."""
     layout, attention, feed_forward = groups.layout, layer.self_attention, layer.mlp
-    # what is checkpointed runs a second time in backward, outside of the graphs: both times in the same way
+    # checkpointed parts run a second time in backward, outside of the graphs: they must run the same way both times
     kept: list[tuple[nn.Module, str]] = [(attention, "_checkpointed_attention_forward")]
     if layer.recompute_mlp:
         kept.append((layer, "_forward_mlp"))
-    elif isinstance(feed_forward, ExpertsLayer):  # how many tokens an expert gets decides on shapes
+    elif isinstance(feed_forward, ExpertsLayer):  # the number of an expert's tokens decides on shapes
         kept.append((feed_forward, "forward"))
     is_divided = layout.tp > 1 or layout.cp > 1
     # latent attention, norms over the heads of all ranks
@@ -117,28 +117,28 @@ def _small(given: Tensor) -> Tensor:
 
 
 def _settle(groups: Groups) -> None:
-    """torch's settings for the whole process."""
+    """Changes torch's settings for the whole process."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_FUNCTION)
-    # megatron-core warns in the middle of a layer, where that would end a graph
+    # megatron-core warns in the middle of a layer, which would end a graph
     dynamo.ignore_logging_functions.add(warnings.warn)
-    # A part that cannot be compiled runs as it is written, and torch knows so before any of it has run; for backward,
+    # A part that cannot be compiled runs uncompiled, and torch knows so before any of it has run; for backward,
     # too, if that is compiled along with forward.
     dynamo.suppress_errors = functorch.force_non_lazy_backward_lowering = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_NoteInPlaceOfTracebacks(groups))
 
 
 class _NoteInPlaceOfTracebacks(logging.Filter):
-    """Says once that a part of a layer is not compiled; torch logs the traceback of each."""
+    """Reports once that a part of a layer is not compiled; torch would log the traceback of each."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__()
         self._groups, self._has_said = groups, False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Lets everything else pass."""
+        """Lets all other records pass."""
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         if error is None or record.levelno != logging.WARNING:
             return True
@@ -153,7 +153,7 @@ class _NoteInPlaceOfTracebacks(logging.Filter):
 
 
 def _reason(error: BaseException) -> str:
-    cause = getattr(error, "inner_exception", error)  # what a backend raised, torch wraps
+    cause = getattr(error, "inner_exception", error)  # torch wraps what a backend raised
     line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no message")
     return f"{type(cause).__name__}: {line}"
 

@@ -1,6 +1,6 @@
 """Initial weights that do not depend on the layout.
 
-Every weight is drawn by its global name and position: a block of rows of the global tensor has its own generator,
+Every weight is drawn by its global name and position: each block of rows of the global tensor has its own generator,
 seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out, so TP, PP, VPP and
 vocabulary padding all start from the same model.
 """
@@ -26,27 +26,27 @@ from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 
-# Part of what defines the initial weights: another size draws another model from the same seed. A rank draws at most
-# two blocks that it needs in part only, whatever the size of the tensor.
+# This defines the initial weights: another size draws another model from the same seed. A rank draws at most two
+# blocks of which it needs only a part, whatever the size of the tensor.
 _ROWS_PER_BLOCK = 256
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 _EMBEDDING_B = f"embedding_{LORA_B}"
-# Of an embedding A and not B, as in PEFT: A has a row for each token.
+# Of an embedding's adapter, A is zero and B drawn, as in PEFT: A has a row for each token.
 _ZERO = (f"proj_{LORA_B}", f"fc2_{LORA_B}", f"output_{LORA_B}", f".{LORA_B}", f"embedding_{LORA_A}")
-"""Endings of names of what begins at zero."""
+"""Endings of the names of parameters that start at zero."""
 
 
 def sharded_tensors(
     module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[ShardedTensor]:
-    """This rank's parameters and buffers with their global name, shape and offset, fused ones split into their parts.
+    """Yields this rank's parameters and buffers with their global name, shape and offset, fused ones split into parts.
 
     Args:
         module: An unwrapped model chunk.
         groups: The process groups.
-        value_of: What stands in `data` for each parameter; something of the same shape, such as its gradient. None
-            leaves it out.
+        value_of: Returns the `data` of a parameter's shard: a tensor of the same shape, such as its gradient; None
+            leaves the parameter out.
     """
     for place in sharded_parameters([module], groups):
         values = value_of(place.data)
@@ -64,10 +64,10 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
 
     Args:
         module: An unwrapped model chunk.
-        config: The configuration.
+        config: Configuration of the run.
         groups: The process groups.
-        others_follow: Draws what files of weights may lack: heads and adapters. All else is nan until it is loaded or
-            drawn, so that what is forgotten does not pass for a weight.
+        others_follow: Whether to draw only what files of weights may lack: heads and adapters. All else is nan until it
+            is loaded or drawn, so that forgotten values do not pass for weights.
     """
     num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups):
@@ -79,25 +79,25 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         if name.endswith(_ZERO):
             continue
         if name == "output_layer.weight" and config.model.ties_output:
-            # The last stage's copy of a tied table: drawn as the first stage draws it, so the two begin alike without a
+            # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
             # broadcast.
             name = _EMBEDDING
         if others_follow and not _is_beside(name, config):
             shard.data.fill_(math.nan)
         else:
-            # on the host, in the parameter's dtype: of a GPU's one copy for the whole shard
+            # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
             deviation = _deviation(name, shape, config)
             draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
             if host is not shard.data:
                 shard.data.copy_(host)
         if name in _VOCABULARY:
-            # How many rows only pad depends on tp: zeros, which no layout can tell from each other.
+            # tp decides how many rows are padding: zeros, so that layouts do not differ
             shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
 
 
 def _is_beside(name: str, config: Config) -> bool:
-    """Whether files of a model of tokens lack it."""
+    """Says whether files of a language model lack the parameter."""
     is_head = isinstance(config.model.output, HeadOutput) and name == "output_layer.weight"
     return is_head or name.endswith((LORA_A, _EMBEDDING_B))
 
@@ -106,36 +106,36 @@ def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:
     if name.endswith(_EMBEDDING_B):
         return 1.0
     if name.endswith(LORA_A):
-        return 1 / math.sqrt(3 * shape[-1])  # of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
+        return 1 / math.sqrt(3 * shape[-1])  # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
     into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-    # 2 for a layer's two additions to the residual: its variance then does not grow with the depth.
+    # 2 for a layer's two additions to the residual: its variance then does not grow with the depth
     return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std
 
 
 def draw(
     target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, ...], deviation: float, num_threads: int
 ) -> None:
-    """Fills a part of a tensor, block by block, each from a generator of its own: threads change no bit.
+    """Fills a part of a tensor, block by block, each from its own generator: the number of threads changes no bit.
 
     A block is drawn in float32, rounded once, and cut while it lies in the processor's cache: the whole tensor never
     exists in float32. Blocks are drawn whole, since a generator cannot skip: a cut along columns (RowParallelLinear)
-    draws the columns of others, too, and gets the same numbers under any tp.
+    also draws the columns of other ranks, and gets the same numbers under any tp.
 
     Args:
-        target: On the CPU, of any dtype.
-        name: With the seed, says which numbers.
-        shape: Of the global tensor.
-        offset: Of the target in it.
-        deviation: Standard deviation.
-        num_threads: At work at once, each with one block in memory. torch lets others run while it draws.
+        target: Tensor to fill, on the CPU, of any dtype.
+        name: Name that, with the seed, selects the numbers.
+        shape: Shape of the global tensor.
+        offset: Offset of the target in the global tensor.
+        deviation: Standard deviation of the numbers.
+        num_threads: Number of threads, each with one block in memory; torch lets others run while it draws.
     """
     first, end = offset[0], offset[0] + target.shape[0]
     columns = [slice(start, start + size) for start, size in zip(offset[1:], target.shape[1:])]
 
-    @torch.no_grad()  # holds for one thread
+    @torch.no_grad()  # applies to this thread only
     def fill(block: int) -> None:
         digest = hashlib.sha256(f"{name}:{block}".encode()).digest()
-        # Of the CPU, on GPUs too: both draw the same numbers.
+        # a generator of the CPU, also for GPUs: both get the same numbers
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = torch.empty(_ROWS_PER_BLOCK, *shape[1:]).normal_(0.0, deviation, generator=generator)
         start = block * _ROWS_PER_BLOCK

@@ -34,23 +34,23 @@ from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
 
 Backend = Literal["torch", "te"]
-"""Whose modules a layer is made of."""
+"""Library whose modules make up a layer."""
 
 
 @dataclass
 class LayerDraft:
-    """A layer while its parts are put together."""
+    """A layer while its parts are assembled."""
 
     module: type[TransformerLayer] = TransformerLayer
-    input_norm: type[Norm | IdentityOp] = IdentityOp  # what stays where the layer has no norm in front
+    input_norm: type[Norm | IdentityOp] = IdentityOp  # stays where the layer has no norm before it
     feed_forward_norm: type[Norm | IdentityOp] = IdentityOp
     attention: ModuleSpec | None = None
     feed_forward: ModuleSpec | None = None
     checkpoint_names: dict[str, str] = field(default_factory=dict)
-    """Beginning of a name inside the layer -> what a checkpoint has in its place."""
+    """Beginning of a name inside the layer -> its replacement in checkpoints."""
 
     def spec(self) -> ModuleSpec:
-        """The layer, which has all its parts."""
+        """Returns the spec of the layer, once it has all its parts."""
         assert self.attention is not None
         assert self.feed_forward is not None
         return ModuleSpec(
@@ -62,14 +62,14 @@ class LayerDraft:
                 pre_mlp_layernorm=self.feed_forward_norm,
                 mlp=self.feed_forward,
                 mlp_bda=get_bias_dropout_add,
-                # TransformerLayer renames by it when it describes a checkpoint.
+                # TransformerLayer renames with this map when it describes a checkpoint
                 sharded_state_dict_keys_map=self.checkpoint_names,
             ),
         )
 
 
 def _nothing(draft: LayerDraft, model: ModelSection) -> None:
-    """Of a part that other modules build."""
+    """Adds nothing, for a part that other modules build."""
 
 
 def _input_norms(draft: LayerDraft, model: ModelSection) -> None:
@@ -88,7 +88,7 @@ def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            # Bound here, because megatron-core passes softmax_scale alone, the same to every layer.
+            # bound here, because megatron-core passes only softmax_scale, the same to every layer
             core_attention=partial(CoreAttention, windowed_scale=windowed_softmax_scale(model)),
             linear_proj=RowParallelLinear,
             q_layernorm=IdentityOp,  # not None: `_qk_norm` puts Norm in their place
@@ -104,7 +104,7 @@ def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
 
 def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
     assert draft.attention is not None
-    # The class and not q_layernorm: megatron-core would call that head by head.
+    # the class and not q_layernorm: megatron-core would call that head by head
     draft.attention.module = FullWidthNormAttention
     draft.checkpoint_names |= full_width_norm.CHECKPOINT_NAMES
 
@@ -112,7 +112,7 @@ def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
 def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
     latent = {"latent": model.mla, "rope": model.rope}
     draft.attention = ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal, **latent})
-    # TransformerEngine has nothing to fuse the input norm into: two projections read it
+    # TransformerEngine has nothing to fuse the input norm into, as two projections read it
     draft.checkpoint_names.pop("input_layernorm.", None)
     draft.checkpoint_names |= _LATENT_NORM_NAMES
 
@@ -130,7 +130,7 @@ def _dense(draft: LayerDraft, model: ModelSection) -> None:
 def _experts(draft: LayerDraft, model: ModelSection) -> None:
     assert model.experts is not None
     draft.feed_forward = experts_spec(model.experts)
-    draft.checkpoint_names.pop("pre_mlp_layernorm.", None)  # the router and the experts read it: not fused either
+    draft.checkpoint_names.pop("pre_mlp_layernorm.", None)  # read by the router and the experts: not fused either
 
 
 def _no_fields(model: ModelSection) -> dict[str, Any]:
@@ -138,11 +138,11 @@ def _no_fields(model: ModelSection) -> dict[str, Any]:
 
 
 class Modules(NamedTuple):
-    """What megatron-core builds for one part of a layer."""
+    """Modules that megatron-core builds for one part of a layer."""
 
     put_into: Callable[[LayerDraft, ModelSection], None] = _nothing
     fields: Callable[[ModelSection], dict[str, Any]] = _no_fields
-    """Fields of TransformerConfig, of a model in which some layer has the part."""
+    """Fields of TransformerConfig for a model in which some layer has the part."""
 
 
 _INPUT_NORM_NAMES = {
@@ -154,11 +154,11 @@ _LATENT_NORM_NAMES = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **output_norms.CHECKPOINT_NAMES, **_LATENT_NORM_NAMES}
-"""Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection behind them,
-and Megatron-Bridge's, where they belong to the one in front of them."""
+"""Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection after them,
+and Megatron-Bridge's, where they belong to the projection before them."""
 
 MODULES: Mapping[type[LayerPart], Modules] = {
-    features.Residual: Modules(),  # TransformerLayer adds it
+    features.Residual: Modules(),  # TransformerLayer itself adds it
     features.InputNorms: Modules(_input_norms),
     features.OutputNorms: Modules(_output_norms),
     features.GroupedQueryAttention: Modules(
@@ -166,17 +166,17 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     ),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
     features.FullWidthQkNorm: Modules(_full_width_qk_norm),
-    # core attention builds them where this asks for them
+    # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields),
 }
-"""One entry for each of LAYER_PARTS; a test keeps the two alike."""
+"""Modules of each of LAYER_PARTS; a test keeps the two in step."""
 
 
 def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
-    """Layer `layer`, counted from 0, on torch operations alone: our modules and megatron-core's parallel linears."""
+    """Builds the spec of layer `layer`, counted from 0: our modules on torch and megatron-core's parallel linears."""
     draft = LayerDraft()
     for part in LAYER_PARTS:
         if part.is_in(model, layer):
@@ -185,7 +185,7 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
 
 
 def transformer_fields(model: ModelSection) -> dict[str, Any]:
-    """Fields of TransformerConfig that the parts of the model's layers ask for."""
+    """Returns the fields of TransformerConfig that the parts of the model's layers ask for."""
     return {
         name: value for part in features.present(model) for name, value in MODULES[type(part)].fields(model).items()
     }

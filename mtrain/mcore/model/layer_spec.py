@@ -1,4 +1,4 @@
-"""Layer specs: which module stands in each place of megatron-core's transformer."""
+"""Layer specs: the module in each place of megatron-core's transformer."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from mtrain.mcore.model.norm import Norm
 from mtrain.plan.features import FEATURES
 
 _STACKED_EXPERTS = "mlp.experts.experts."
-"""In keys of tensors with an axis of all experts."""
+"""Part of the keys of tensors with an axis of all experts."""
 
 
 def global_name(key: str, places: tuple[int, ...]) -> str:
-    """The name of a parameter in the whole model, the same for every layout and both backends.
+    """Returns the name of a parameter in the whole model, the same for every layout and both backends.
 
     Args:
-        key: Its checkpoint key: TransformerEngine's names, layers stacked without a number or spelled out.
-        places: Its indices along the stacked axes: the layer, then the expert; empty where the key is complete.
+        key: Checkpoint key: TransformerEngine's names, with layers stacked (no number) or spelled out.
+        places: Indices along the stacked axes: the layer, then the expert; empty where the key is complete.
     """
     key = canonical_name(key)
     if _STACKED_EXPERTS in key:
-        # The expert's axis is the last of the stacked ones; a key with its layer spelled out has no other.
+        # the expert's axis is the last of the stacked ones; a key with its layer spelled out has no other
         key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
     return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
 
 
 def canonical_name(key: str) -> str:
-    """A checkpoint key with norms named as the modules of the local spec."""
+    """Returns a checkpoint key with norms named like the modules of the local spec."""
     for ours, theirs in FUSED_NAMES.items():
         key = key.replace(theirs, ours)
     return key
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported, by megatron-core's own finding."""
+    """Says whether TransformerEngine can be imported, by megatron-core's own check."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return bool(gpt_layer_specs.HAVE_TE)
 
 
 def chosen_backend(config: Config, device: torch.device) -> Backend:
-    """`model.backend` with auto resolved: te where it is importable, a GPU is present and it can do the work.
+    """Resolves `model.backend`: `auto` means te where it is importable, a GPU is present and it supports the work.
 
-    TransformerEngine cuts packed rows by document, ours by row, so rows of documents need the torch spec. It also
-    fuses norms into the projections behind them, whose inputs an adapter has to read.
+    TransformerEngine cuts packed rows by document, ours by row, so rows of documents need the torch spec. It also fuses
+    norms into the projections after them, whose inputs an adapter has to read.
 
     Raises:
-        ConfigError: te, or fp8, was asked for where it cannot run.
+        ConfigError: `te`, or fp8, was asked for where it cannot run.
     """
     model = config.model
     fault = faulty_gpu_packages().get("transformer_engine")
@@ -90,11 +90,11 @@ def chosen_backend(config: Config, device: torch.device) -> Backend:
 
 
 def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
-    """The spec of a stage's transformer block.
+    """Builds the spec of a stage's transformer block.
 
     Args:
-        model: The architecture.
-        backend: As `chosen_backend` says.
+        model: Section of the architecture.
+        backend: Backend from `chosen_backend`.
         layers: Global numbers, from 0, of the layers that the stage holds.
     """
     match backend:

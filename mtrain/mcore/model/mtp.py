@@ -1,9 +1,9 @@
-"""Multi-token prediction: layers behind the last one, each predicting a token further ahead.
+"""Multi-token prediction: layers after the last one, each predicting a token further ahead.
 
 Depth k joins the hidden states of depth k - 1 (of the model itself for k = 1) with the embedding of the token k ahead:
-both are normalised, their concatenation is projected to the hidden size, and a transformer layer, a final norm and the
+both are normalized, their concatenation is projected to the hidden size, and a transformer layer, a final norm and the
 model's own output layer follow. Tokens and labels come with the batch, cut from whole rows, and the losses are terms of
-the objective: megatron-core's own rolling, masking and dividing play no part.
+the objective: megatron-core's own rolling, masking and dividing are not used.
 
 Source: DeepSeek-V3 report (2024), section 2.2; megatron-core 0.16.1, transformer/multi_token_prediction.py.
 """
@@ -32,7 +32,7 @@ from mtrain.mcore.model.norm import Norm
 
 
 class MultiTokenLayer(MultiTokenPredictionLayer):
-    """One depth; takes embeddings of the tokens ahead instead of rolling a rank's part of the row."""
+    """One depth; it takes embeddings of the tokens ahead instead of rolling a rank's part of the row."""
 
     def forward(
         self,
@@ -42,19 +42,19 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
         rotary_pos_emb: Tensor | None,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """Hidden states of this depth, under its final norm.
+        """Computes the hidden states of this depth, under its final norm.
 
         Args:
             embeddings: [seq_local, batch, hidden] of the token k ahead of each position.
             hidden_states: [seq_local, batch, hidden] of the depth before, under its final norm.
-            attention_mask: As the model's layers get it.
-            rotary_pos_emb: As the model's layers get it: positions are those of the row, not of the tokens ahead.
-            padding_mask: [batch, seq_local of sequence parallelism] int64, for routers: the sequence of each position,
+            attention_mask: Mask that the model's layers get.
+            rotary_pos_emb: Angles that the model's layers get: positions are those of the row, not of the tokens ahead.
+            padding_mask: Sequence of each position for routers, [batch, seq_local of sequence parallelism] int64;
                 negative where no token lies so far ahead.
         """
         given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
         if self.config.recompute_granularity == "full" and self.training:
-            # By hand: this forward replaces the one of megatron-core that would recompute.
+            # by hand: this forward replaces megatron-core's, which would recompute
             output: Tensor = tensor_parallel.checkpoint(self._joined, False, *given)
         else:
             output = self._joined(*given)
@@ -68,10 +68,10 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
         rotary_pos_emb: Tensor | None,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        # As TransformerBlock does: under sp ranks of TP hold other tokens and draw dropout from states of their own.
+        # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw dropout from states of their own
         with tensor_parallel.get_cuda_rng_tracker().fork() if self.sequence_parallel else nullcontext():
             hidden_states, _ = self.transformer_layer(
-                # [seq_local, batch, hidden]; all-gathers over TP the columns of eh_proj.
+                # [seq_local, batch, hidden]; all-gathers over TP the columns of eh_proj
                 hidden_states=self._concat_embeddings(hidden_states, embeddings),
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
@@ -82,11 +82,11 @@ class MultiTokenLayer(MultiTokenPredictionLayer):
 
 
 def depths_spec(model: ModelSection, backend: Backend) -> MultiTokenPredictionBlockSubmodules | None:
-    """The spec of all depths, whose layers are of the kind of the model's last one; None where there are none.
+    """Builds the spec of all depths, whose layers are of the kind of the model's last one; None without depths.
 
     Args:
-        model: The architecture.
-        backend: torch or te.
+        model: Section of the architecture.
+        backend: Backend of the layers, torch or te.
     """
     if model.mtp_depths == 0:
         return None
@@ -105,7 +105,7 @@ def depths_spec(model: ModelSection, backend: Backend) -> MultiTokenPredictionBl
         case _:
             assert_never(backend)
     depth = ModuleSpec(module=MultiTokenLayer, submodules=submodules)
-    # One spec, but weights of its own for each depth.
+    # one spec, but separate weights for each depth
     return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * model.mtp_depths)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension as `config.normalization` says.
+    """Normalizes the last dimension as `config.normalization` says.
 
     Shapes: [..., size] -> [..., size], any float dtype; statistics are taken in float32 by torch. Where weights are
     centred on zero, 1 + weight and the product are float32 too: in bfloat16 the sum would lose the weight's last bits.
@@ -41,12 +41,12 @@ class Norm(nn.Module):
     def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = nn.Parameter(value.to(device))
-        # Under sp each rank of TP sees its own tokens: finalize_model_grads sums what carries this mark.
+        # under sp each rank of TP sees its own tokens: finalize_model_grads sums gradients with this mark
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalises, scales and, for LayerNorm, shifts."""
+        """Normalizes, scales and, for LayerNorm, shifts."""
         if self.is_zero_centered:
             wide = torch.promote_types(hidden.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(wide)
@@ -57,7 +57,7 @@ class Norm(nn.Module):
         if self.is_layer_norm:
             return functional.layer_norm(hidden, self.size, weight, bias, self.epsilon)
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
-        # a compiler fuses torch's own formula by itself
+        # a compiler fuses torch's own formula itself
         if hidden.device.type == "cpu" and is_wide and not torch.compiler.is_compiling():
             normalised: Tensor = RmsNormOnCpu.apply(hidden, weight, self.epsilon)  # type: ignore[no-untyped-call]
             return normalised
@@ -65,10 +65,10 @@ class Norm(nn.Module):
 
 
 class RmsNormOnCpu(torch.autograd.Function):
-    """(hidden [..., size], weight [size], epsilon) -> [..., size], in float32 or float64.
+    """Maps (hidden [..., size], weight [size], epsilon) to [..., size], in float32 or float64.
 
-    Torch has no kernel of one piece for it on CPUs: autograd of the formula makes twice the passes over the tokens and
-    keeps the normalised ones.
+    Torch has no single kernel for it on CPUs: autograd of the formula makes twice the passes over the tokens and keeps
+    the normalized ones.
     """
 
     @staticmethod
@@ -89,6 +89,6 @@ class RmsNormOnCpu(torch.autograd.Function):
         of_weight = products.sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, of_weight, None
-        # inverse x (g w - y mean(g w y)), where y is the normalised token
+        # inverse x (g w - y mean(g w y)), where y is the normalized token
         mean = torch.mv(products, weight).div_(-size).view(inverse.shape)
         return normalised.mul_(mean).addcmul_(gradient, weight).mul_(inverse), of_weight, None

@@ -1,4 +1,4 @@
-"""A layer with a norm behind attention and one behind the feed-forward part, as Gemma and OLMo-2 have them."""
+"""A layer with a norm after attention and one after the feed-forward part, as in Gemma and OLMo-2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtrain.mcore.model.norm import Norm
 
 OutputWithBias: TypeAlias = tuple[Tensor, Tensor | None]
-"""[seq, batch, hidden] of a part of the layer, and the [hidden] bias that is still to be added."""
+"""[seq, batch, hidden] output of a part of the layer, and the [hidden] bias that is still to be added."""
 
 AddToResidual: TypeAlias = Callable[[OutputWithBias, Tensor, float], Tensor]
 """(output, residual, dropout probability) -> the next residual."""
@@ -22,37 +22,37 @@ CHECKPOINT_NAMES = {
     "post_self_attn_layernorm.": "self_attention.linear_proj.post_layernorm.",
     "post_mlp_layernorm.": "mlp.linear_fc2.post_layernorm.",
 }
-"""Checkpoints carry Megatron-Bridge's names, where these norms belong to the projections in front of them."""
+"""Names in checkpoints, which are Megatron-Bridge's: there these norms belong to the projections before them."""
 
 
 class OutputNormLayer(TransformerLayer):
-    """residual + norm(attention(x)), x the residual or its norm, and the same of the feed-forward part."""
+    """Computes residual + norm(attention(x)), with x the residual or its norm; likewise for the feed-forward part."""
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
         layer_number: int,
-        pg_collection: ProcessGroupCollection | None = None,  # layers that predict ahead get none
+        pg_collection: ProcessGroupCollection | None = None,  # depths of multi-token prediction get none
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        # TransformerLayer calls these where it adds a part to the residual: the one place between the two.
+        # TransformerLayer calls these where it adds a part to the residual: the only place between the two
         self.self_attn_bda = _normalised(self.post_self_attn_layernorm)
         self.mlp_bda = _normalised(self.post_mlp_layernorm)
 
 
 def _normalised(norm: nn.Module) -> Callable[[bool, bool], AddToResidual]:
-    """megatron-core's factory of functions that add bias and residual, with a norm between the two."""
+    """Wraps megatron-core's factory of functions that add bias and residual, with a norm between the two."""
 
     def build(training: bool, fused: bool) -> AddToResidual:
         add: AddToResidual = get_bias_dropout_add(training, fused)
 
         def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, probability: float) -> Tensor:
             output, bias = output_with_bias
-            # The bias goes in before the norm, which is of the whole output; hence None for the one still to be added.
+            # the bias is added before the norm, which is of the whole output; hence None for the one still to be added
             return add((norm(output if bias is None else output + bias), None), residual, probability)
 
         return normalise_and_add

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps the parameters of a module of ours that is divided over TP."""
+"""Places in a checkpoint of the parameters of our own modules that are divided over TP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 ShardedOffsets = tuple[tuple[int, int, int], ...]
-"""(axis, index, count) of the axes that stand before those of the parameters, such as layers; megatron-core's form."""
+"""(axis, index, count) of the axes before those of the parameters, such as layers; megatron-core's form."""
 
 
 def own_places(
@@ -22,15 +22,15 @@ def own_places(
     offsets: ShardedOffsets,
     metadata: Mapping[str, Any] | None,
 ) -> dict[str, ShardedTensor]:
-    """What `sharded_state_dict` of a module without submodules gives.
+    """Returns what `sharded_state_dict` of a module without submodules returns.
 
     Args:
-        module: Whose parameters they are.
-        divided_axes: Name -> the axis that is divided over TP; the others are the same on all ranks.
-        tp: The ranks that share them.
-        prefix: Of the keys.
-        offsets: As `sharded_state_dict` receives them.
-        metadata: As well; names the group of replicas.
+        module: Module that owns the parameters.
+        divided_axes: Name -> axis that is divided over TP; the others are the same on all ranks.
+        tp: Group of the ranks that share them.
+        prefix: Prefix of the keys.
+        offsets: Offsets that `sharded_state_dict` receives.
+        metadata: Metadata that `sharded_state_dict` receives; names the group of replicas.
     """
     assert metadata is not None, "megatron-core passes it to every layer"
     places: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(

@@ -23,20 +23,20 @@ ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Of `sharded_parameters`, what a checkpoint holds: of a model with adapters these alone, and a head."""
+    """Returns the places that a checkpoint holds: all, or of a model with adapters only these and a head."""
     models = list(modules)
-    # By the model and not by what this stage holds: it may have no adapter.
+    # by the model and not by what this stage holds: it may have no adapter
     adapts, whole = any(has_adapters(model) for model in models), _learned_whole(models)
     return sharded_parameters(models, groups, lambda key: not adapts or is_adapter_key(key) or key in whole)
 
 
 def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Of `sharded_parameters`, those of the model itself, without adapters."""
+    """Returns the places of the model itself, without adapters."""
     return sharded_parameters(modules, groups, lambda key: not is_adapter_key(key))
 
 
 def frozen_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Of `base_parameters`, those that do not learn where adapters do; of a model without adapters all."""
+    """Returns the places that do not learn where adapters do; all of them in a model without adapters."""
     models = list(modules)
     whole = _learned_whole(models)
     return sharded_parameters(models, groups, lambda key: not (is_adapter_key(key) or key in whole))
@@ -50,91 +50,91 @@ def _learned_whole(models: Iterable[MegatronModule]) -> frozenset[str]:
 def sharded_parameters(
     modules: Iterable[MegatronModule], groups: Groups, is_wanted: Callable[[str], bool] = lambda key: True
 ) -> list[ShardedParameter]:
-    """The places of all parameters, and of the buffers that belong to the model's state.
+    """Returns the places of all parameters, and of the buffers that belong to the model's state.
 
-    Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; of experts over the ranks
-    that hold the same ones. Each of these ranks has the main replica of every n-th parameter, so that all share the
-    writing.
+    Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; those of experts over the
+    ranks that hold the same ones. Each of these ranks has the main replica of every n-th parameter, so that all share
+    the writing.
 
     Args:
         modules: Unwrapped model chunks.
         groups: The process groups.
-        is_wanted: Which of them, by key.
+        is_wanted: Says by key which of them are returned.
     """
-    # Our own modules assert that it is there; megatron-core's would ask the global state.
+    # our own modules assert that it is there; megatron-core's would ask the global state
     metadata = {"dp_cp_group": groups.dp_cp}
     states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
-    # what TransformerEngine pickles beside the weights (_extra_state) is empty without fp8 and not kept
-    # ShardedObject is the rest.
+    # what TransformerEngine pickles with the weights (_extra_state) is empty without fp8 and not kept; all other
+    # entries are tensors
     places = [
         state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory) and is_wanted(state.key)
     ]
     return [
-        # (over stages, over TP, over replicas): the first two are megatron-core's, 0 on the main copy alone.
+        # (over stages, over TP, over replicas): the first two are megatron-core's, 0 only on the main copy
         replace(place, replica_id=(*place.replica_id[:2], _turn(groups.replicas_of(place.data), number)))
         for number, place in enumerate(places)
     ]
 
 
 def _turn(replicas: dist.ProcessGroup, number: int) -> int:
-    # In turn, so that the ranks write about as many bytes each; known to all of them without communication.
+    # in turn, so that the ranks write about equally many bytes; known to all of them without communication
     return int((replicas.rank() - number) % replicas.size())
 
 
 def is_written_here(place: ShardedParameter) -> bool:
-    """Whether this rank has the main replica."""
+    """Says whether this rank has the main replica."""
     return bool(is_main_replica(place.replica_id))  # all three entries are 0
 
 
 def has_own_shard(place: ShardedParameter) -> bool:
-    """Whether what lies in this place has no replica over TP and stages; over DP x CP it may be cut."""
+    """Says whether this place has no replica over TP and stages; over DP x CP it may be cut."""
     return not any(place.replica_id[:2])
 
 
 def optimizer_key(state: str, key: str) -> str:
-    """Name of a state of the parameter called `key`: `param`, `exp_avg` or `exp_avg_sq`; as megatron-core names it."""
+    """Returns megatron-core's name of a state of the parameter called `key`: `param`, `exp_avg` or `exp_avg_sq`."""
     return f"optimizer.state.{state}.{key}"
 
 
 def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[ShardedTensor]:
-    """A tensor in the place of a parameter, such as its moments; fused parameters come as their parts.
+    """Yields a tensor in the place of a parameter, such as its moments; fused parameters come as their parts.
 
     Args:
-        place: Of the parameter.
+        place: Place of the parameter.
         key: Global name of the tensor.
-        values: Of the parameter's shape; the shards are views of it.
+        values: Tensor of the parameter's shape; the shards are views of it.
     """
     if isinstance(place, ShardedTensorFactory):
-        # Gate and up of linear_fc1 are two slices of the global tensor, with other ranks' rows between them.
+        # gate and up of linear_fc1 are two slices of the global tensor, with other ranks' rows between them
         yield from nested_values(replace(place, key=key, data=values).build())
     else:
         yield replace(place, key=key, data=values, dtype=values.dtype)
 
 
 def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Shard]:
-    """The shards of a parameter, or of a tensor of its shape in its place; views of `values`."""
+    """Yields the shards of a parameter, or of a tensor of its shape in its place; views of `values`."""
     return run_of(place, key, values.view(-1), 0, values.numel())
 
 
 def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Shard]:
-    """The shards of elements [start, end) of a parameter, or of a tensor in its place.
+    """Yields the shards of elements [start, end) of a parameter, or of a tensor in its place.
 
     Args:
-        place: Of the parameter; fused parameters are several global slices.
+        place: Place of the parameter; fused parameters are several global slices.
         key: Global name of the tensor.
-        values: [end - start], the elements; the shards are views of it.
-        start: First element, counted in the flattened parameter of this rank.
-        end: One behind the last element.
+        values: Elements, [end - start]; the shards are views of it.
+        start: Index of the first element in the flattened parameter of this rank.
+        end: Index after the last element.
     """
     for shard in shards(place, key, place.data):
-        # slices_of_run counts elements in memory order, which a view with gaps does not have.
+        # slices_of_run counts elements in memory order, which a strided view does not have
         assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"
         first = shard.data.storage_offset() - place.data.storage_offset()
-        # What of this shard lies in the run, counted in the parameter.
+        # the part of this shard that lies in the run, counted in the parameter
         low, high = max(start, first), min(end, first + shard.data.numel())
         axes = shard.prepend_axis_num
         for within, inner in slices_of_run(shard.local_shape, low - first, high - first) if low < high else ():
-            # Where the slice lies in the global tensor, behind the stacked axes.
+            # place of the slice in the global tensor, after the stacked axes
             offset = [whole + more for whole, more in zip(shard.global_offset[axes:], inner.offset)]
             begin = first + within - start  # counted in `values`, which begin at `start`
             yield Shard(

@@ -1,7 +1,7 @@
-"""SwiGLU of a projection that has gates and ups side by side.
+"""SwiGLU of a projection with adjacent gates and ups.
 
-megatron-core adds its offset of the ups also where it is 0, and autograd puts the two gradients together in a further
-copy: here the gradient is written where the projection reads it.
+megatron-core adds its offset of the ups even if it is 0, and autograd joins the two gradients in a further copy: here
+the gradient is written where the projection reads it.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -19,13 +19,13 @@ from torch.nn import functional
 
 
 def swiglu(projected: Tensor) -> Tensor:
-    """silu(first half) x second half: [..., 2 f] -> [..., f], in every precision the same bits as of the formula."""
+    """Computes silu(first half) x second half: [..., 2 f] -> [..., f], in every precision the formula's bits."""
     activated: Tensor = _SwiGlu.apply(projected)  # type: ignore[no-untyped-call]
     return activated
 
 
 def is_swiglu(config: TransformerConfig) -> bool:
-    """Whether feed-forward parts of a model are what `swiglu` computes; a compiler fuses the formula by itself."""
+    """Says whether feed-forward parts of a model compute `swiglu`; a compiler fuses the formula itself."""
     is_plain = config.glu_linear_offset == 0 and config.activation_func_clamp_value is None
     is_gated = config.gated_linear_unit and config.activation_func is functional.silu
     return is_gated and is_plain and not torch.compiler.is_compiling()
@@ -53,12 +53,12 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class FeedForward(MLP):
-    """megatron-core's, of the same state."""
+    """megatron-core's feed-forward part, with the same state."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As megatron-core's."""
+        """Computes what megatron-core's module does."""
         if per_token_scale is not None or not is_swiglu(self.config):
             output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, per_token_scale, **options)
             return output
@@ -68,8 +68,8 @@ class FeedForward(MLP):
 
 
 def use_own_swiglu(model: nn.Module) -> None:
-    """Lets the dense feed-forward parts of a model take `swiglu`."""
+    """Makes the dense feed-forward parts of a model use `swiglu`."""
     for module in model.modules():
-        # The class changes and not the spec: TransformerLayer hands groups on to what is called MLP alone.
+        # the class changes and not the spec: TransformerLayer passes groups only to what is called MLP
         if type(module) is MLP:
             module.__class__ = FeedForward

@@ -1,4 +1,4 @@
-"""Our configuration in megatron-core's words."""
+"""Our configuration in megatron-core's terms."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mtrain.plan.layout import Layout
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SMALLEST_LOSS_SCALE = 1.0
-"""fp16; the numerator_scale (`mtrain/training/step.py`) keeps gradients near 1 without one below."""
+"""Smallest loss scale of fp16; the numerator_scale (`mtrain/training/step.py`) keeps gradients near 1 without less."""
 
 
 def gelu_tanh(hidden: Tensor) -> Tensor:
-    """GELU in its tanh approximation."""
+    """Computes GELU in its tanh approximation."""
     return functional.gelu(hidden, approximate="tanh")
 
 
 def as_it_is(weight: Tensor) -> Tensor:
-    """An initialiser that leaves a weight to be drawn later."""
+    """Returns the weight unchanged: an initializer that leaves it to be drawn later."""
     return weight
 
 
@@ -47,11 +47,11 @@ _ACTIVATIONS = {
 CP_COMM_TYPES: Mapping[CpComm, str] = {"allgather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 _CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
-"""GPT-OSS: bounds of both projections, and what is added to the one without a gate."""
+"""Fields of GPT-OSS: the bound of both projections, and what is added to the one without a gate."""
 
 
 def transformer_config(config: Config, layout: Layout, device: torch.device) -> TransformerConfig:
-    """The TransformerConfig of this model under this layout.
+    """Builds the TransformerConfig of this model under this layout.
 
     Raises:
         ConfigError: megatron-core refuses a combination, for instance of passed-through fields.
@@ -61,7 +61,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
         **transformer_fields(config.model),
         **_parallelism(config, layout),
         **_execution(config, device),
-        **_passed_through(config.model.megatron, layout),  # last: what is let through wins
+        **_passed_through(config.model.megatron, layout),  # last: passed-through fields win
     }
     try:
         return TransformerConfig(**fields)
@@ -70,7 +70,7 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
 
 
 def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The fields of `model.megatron`, but for those of transfers that `layout` does not make.
+    """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make.
 
     A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator
     shares its model and not its layout.
@@ -85,7 +85,7 @@ def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def _architecture(model: ModelSection) -> dict[str, Any]:
-    # megatron-core counts the keys in front of the query, here the query's own is counted too; none behind.
+    # megatron-core counts the keys before the query, ours includes the query's own; none after
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
     return {
         "num_layers": model.num_layers,
@@ -126,19 +126,20 @@ def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
         # rank, and batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        # It would wait for the whole GPU after each transfer, against a fault of torch before 1.13; streams wait as is.
+        # It would wait for the whole GPU after each transfer, against a fault of torch before 1.13; streams wait
+        # anyway.
         "batch_p2p_sync": False,
     }
 
 
 def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | None:
-    """What each (virtual) stage holds, in model order; None where the layers divide evenly."""
+    """Returns the contents of each (virtual) stage, in model order; None where the layers divide evenly."""
     layers = layout.layers_per_stage(model.num_layers)
     if len(set(layers)) == 1:  # megatron-core divides evenly by itself
         return None
     contents = [["decoder"] * count for count in layers]
     contents[0].insert(0, "embedding")
-    # Depths read the last layer's output and the logits' table: they stand between it and the loss.
+    # depths read the last layer's output and the logits' table: they come between it and the loss
     contents[-1] += ["mtp"] * model.mtp_depths + ["loss"]
     return contents
 
@@ -159,19 +160,19 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "output_layer_init_method": as_it_is,
         "embedding_init_method": as_it_is,
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.engine.finalize divides them once
-        # Freed while gloo may still be sending it; on a GPU the stream keeps the order.
+        # freed while gloo may still be sending it; on a GPU the stream keeps the order
         "deallocate_pipeline_outputs": not on_cpu,
         **_recomputed(config.train),
     }
 
 
 def _in_8_bits(train: TrainSection) -> dict[str, str]:
-    """Products alone: parameters, attention and what travels stay in bfloat16."""
+    """Returns fields for 8-bit products alone: parameters, attention and communication stay in bfloat16."""
     return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
 
 
 def _half_precision(precision: Precision) -> dict[str, bool]:
-    """Flags of the model's config and of the optimizer's; without either megatron-core computes in fp32."""
+    """Returns flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
     match precision:
         case "fp32":
             return {}
@@ -201,7 +202,7 @@ def _recomputed(train: TrainSection) -> dict[str, Any]:
 
 
 def _divides_optimizer(config: Config, layout: Layout) -> bool:
-    """Whether replicas share an optimizer's work; alone it would only copy gradients and weights to themselves."""
+    """Says whether replicas share the optimizer's work; a single one would only copy gradients and weights."""
     train = config.train
     # ranks of tp are replicas of each other for experts alone
     has_replicas = layout.dp * layout.cp > 1 or (config.model.experts is not None and layout.edp > 1)
@@ -209,7 +210,7 @@ def _divides_optimizer(config: Config, layout: Layout) -> bool:
 
 
 def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
-    """Gradient buckets: always summed in float32, never averaged."""
+    """Configures gradient buckets: always summed in float32, never averaged."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # sums over microbatches and ranks would lose bits in half precision
         overlap_grad_reduce=config.train.overlap_grad_reduce,
@@ -220,11 +221,11 @@ def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
-    """AdamW with decoupled weight decay; the learning rate is set at every step."""
+    """Configures AdamW with decoupled weight decay; the learning rate is set at every step."""
     section = config.optimizer
     return OptimizerConfig(
-        optimizer="adam",  # beside Muon too, which updates the matrices alone
-        lr=section.lr,  # replaced before every update, as is weight_decay
+        optimizer="adam",  # with Muon too, which updates only the matrices
+        lr=section.lr,  # replaced before every update, like weight_decay
         min_lr=section.min_lr,
         weight_decay=section.weight_decay,
         adam_beta1=section.beta1,

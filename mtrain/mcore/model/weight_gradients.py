@@ -1,8 +1,8 @@
-"""Weight gradients that the product which makes them adds to their float32 buffer, without a pass of its own.
+"""Weight gradients that matrix products add to their float32 buffer, without a pass of their own.
 
-megatron-core asks apex's extension for it (`gradient_accumulation_fusion`). torch has the same products: in float32
+megatron-core calls apex's extension for it (`gradient_accumulation_fusion`). torch has the same products: in float32
 everywhere, and on GPUs of half-precision factors into float32, so that a microbatch's gradient is never rounded. Other
-devices make the product and add it, as without.
+devices compute the product and add it, as without fusion.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 FIELD = "gradient_accumulation_fusion"
-"""Of `model.megatron`."""
+"""Field of `model.megatron` that turns fusion on."""
 
 
 def install() -> None:
-    """Puts torch's products in the place of apex's extension, for linear layers that are built from now on."""
+    """Replaces apex's extension by torch's products, for linear layers that are built from now on."""
     import megatron.core.tensor_parallel.layers as layers
 
     module: Any = layers
@@ -28,12 +28,12 @@ def install() -> None:
 
 @torch.no_grad()
 def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
-    """Adds the gradient of a weight.
+    """Adds the gradient of a weight to its total.
 
     Args:
-        inputs: [tokens, in] of the layer.
-        output_gradients: [tokens, out] of the same dtype.
-        total: [out, in] float32; changed in place.
+        inputs: Input of the layer, [tokens, in].
+        output_gradients: Gradient of the output, [tokens, out], of the same dtype.
+        total: Sum [out, in] float32; changed in place.
     """
     if inputs.dtype == torch.float32:
         total.addmm_(output_gradients.t(), inputs)

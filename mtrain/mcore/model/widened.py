@@ -1,4 +1,4 @@
-"""Products with frozen matrices that are held in less precision than what they multiply."""
+"""Products with frozen matrices in lower precision than the other factor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional
 
 
 def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
-    """[..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
+    """Multiplies [..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
 
-    A weight in less precision has to be frozen. It is widened for the product and again in backward, which keeps it as
-    it is held and nothing of the inputs; where both have one precision this is torch's own product.
+    A weight in lower precision has to be frozen. It is converted for the product and again in backward, which keeps the
+    weight as it is and nothing of the inputs; where both have one precision this is torch's own product.
     """
     if inputs.dtype == weight.dtype:
         return functional.linear(inputs, weight)
@@ -23,7 +23,7 @@ def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 class _WidenedLinear(autograd.Function):
-    """Without it the graph would hold every matrix in the precision of the inputs until backward."""
+    """Converts in both passes; otherwise the graph would hold every matrix in the inputs' precision until backward."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Low-rank adapters beside frozen layers."""
+"""Low-rank adapters of frozen layers."""

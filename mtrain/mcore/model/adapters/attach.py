@@ -1,4 +1,4 @@
-"""Freezes a model and puts adapters beside what the configuration names."""
+"""Freezes a model and attaches adapters to the parts that the configuration names."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from mtrain.plan.features import segments
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
-    """Freezes every parameter but a head and adds the adapters, B zero; before anything lists parameters.
+    """Freezes every parameter but a head and adds the adapters, with B zero; call it before anything lists parameters.
 
     Args:
-        model: One stage, a LanguageModel; its layers are torch layers.
-        section: Its architecture.
-        adapter: What is adapted, and how.
+        model: One stage, a LanguageModel, with torch layers.
+        section: Section of its architecture.
+        adapter: Section that says what is adapted, and how.
         collection: Process groups.
     """
     model.requires_grad_(False)
     model.has_adapters, model.learned_whole = True, plan.learned_whole(section)
     builder = _Builder(section, adapter, model.config, collection)
     if model.pre_process:
-        # Full recomputation and the pipeline follow what needs a gradient from the input on: with a frozen table they
-        # would leave the adapters behind it without one (megatron-core, tensor_parallel/random.py).
+        # Full recomputation and the pipeline follow what needs a gradient, starting at the input: with a frozen table
+        # the adapters after it would get none (megatron-core, tensor_parallel/random.py).
         model.embedding.register_forward_hook(_with_gradient)
         if "embedding" in adapter.parts:
             builder.beside_table(model.embedding)
@@ -58,7 +58,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
 
 
 class _Builder:
-    """Adapters of one stage."""
+    """Builds the adapters of one stage."""
 
     def __init__(
         self, section: ModelSection, adapter: AdapterSection, config: Any, collection: ProcessGroupCollection
@@ -67,7 +67,7 @@ class _Builder:
 
     def inside(self, layer: nn.Module) -> None:
         """Adapts the targets in one layer, shared and routed experts among them."""
-        # A list, since adapters are added while the modules are walked.
+        # a list, since adapters are added during the walk
         for holder in list(layer.modules()):
             for name, module in list(holder.named_children()):
                 match module:
@@ -111,7 +111,7 @@ class _Builder:
         holder.add_module(f"{name}{MODULE}", adapter)
 
     def _fusion(self, name: str, linear: FrozenLinear) -> Fusion:
-        """Of a rank's outputs; query groups and their heads are never cut."""
+        """Returns the fusion of a rank's outputs; query groups and their heads are never cut."""
         rows, model = linear.weight.shape[0], self._section
         sizes = segments(model, name, rows) if len(plan.fused_parts(model, name)) > 1 else (rows,)
         return Fusion(rows // sum(sizes), sizes)

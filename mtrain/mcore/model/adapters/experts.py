@@ -19,10 +19,10 @@ Implementation = Literal["auto", "grouped", "sequential"]
 
 
 class ExpertAdapter(Adapter):
-    """A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts.
+    """The matrices A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts.
 
-    Gate and up share A: PEFT's form for the experts of transformers, which are one fused parameter. `Experts` names
-    the parameters in checkpoints, with an axis of all experts.
+    Gate and up share A: that is PEFT's form for the experts of transformers, which are one fused parameter. `Experts`
+    names the parameters in checkpoints, with an axis of all experts.
     """
 
     def __init__(
@@ -30,25 +30,25 @@ class ExpertAdapter(Adapter):
     ) -> None:
         """
         Args:
-            section: Rank, scale, dropout.
-            config: Of the model.
-            stack: The frozen projection of the rank's experts.
-            implementation: Of its products.
+            section: Section with rank, scale and dropout.
+            config: Configuration of the model.
+            stack: Frozen projection of the rank's experts.
+            implementation: Implementation of its products.
         """
         nn.Module.__init__(self)
         self._section = section
         count, rows, columns = stack.weight.shape
-        # Rows of `rank` numbers may not be aligned for the grouped product: then one product an expert.
+        # rows of `rank` numbers may not be aligned for the grouped product: then there is one product per expert
         self._implementation: Implementation = "auto" if implementation == "grouped" else implementation
         self._sizes = (rows, columns, section.rank)
         for name, shape in ((LORA_A, (count, section.rank, columns)), (LORA_B, (count, rows, section.rank))):
             self.register_parameter(name, _parameter(shape, config))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """What is added to the projections of [count, columns] tokens, sorted by expert."""
+        """Computes what is added to the projections of [count, columns] tokens, sorted by expert."""
         down, up = self.get_parameter(LORA_A), self.get_parameter(LORA_B)
         product = chosen_product(self._implementation, self._sizes, down)
-        # Every token is on one rank here, and draws of its own.
+        # every token is on one rank here, so each rank draws its own dropout
         kept = functional.dropout(tokens, self._section.dropout) if self._drops else tokens
         return product(product(kept, down, counts) * self._section.scale, up, counts)
 
@@ -60,7 +60,7 @@ class ExpertAdapter(Adapter):
 def _parameter(shape: tuple[int, ...], config: TransformerConfig) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     parameter: Any = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device))
-    # As the experts' own weights: replicas are those of the expert, and each counts in the norm everywhere.
+    # as the experts' own weights: replicas are those of the expert, and each counts in the norm everywhere
     parameter.allreduce = False
     parameter.tensor_model_parallel = True
     parameter.partition_dim, parameter.partition_stride = 0, 1
@@ -68,7 +68,7 @@ def _parameter(shape: tuple[int, ...], config: TransformerConfig) -> nn.Paramete
 
 
 def add_to_stack(adapter: ExpertAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """A forward hook of the projection that the adapter stands beside."""
+    """Returns a forward hook for the projection that has this adapter."""
 
     def hook(stack: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return output + adapter(*inputs[:2]) if adapter.is_on else output

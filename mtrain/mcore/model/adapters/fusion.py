@@ -1,4 +1,4 @@
-"""How the parts of a fused projection lie in it: queries, keys and values of each group, gate and up."""
+"""Layout of the parts of a fused projection: queries, keys and values of each group, gate and up."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 
 class Fusion(NamedTuple):
-    """The outputs of a linear module on one rank: so many groups, in each of them the same share of every part."""
+    """The outputs of a linear module on one rank: a number of groups, each with the same share of every part."""
 
     groups: int
     sizes: tuple[int, ...]
-    """Outputs of each part in one group."""
+    """Number of outputs of each part in one group."""
 
     def width(self, part: int) -> int:
-        """Outputs of one part."""
+        """Returns the number of outputs of one part."""
         return self.groups * self.sizes[part]
 
     def joined(self, parts: Sequence[Tensor | None], fill: float, like: Tensor) -> Tensor:
-        """Parts, whose last axis are outputs in the order of the heads, in the order of the fused module.
+        """Joins parts, whose last axis are outputs in the order of the heads, in the order of the fused module.
 
         Args:
-            parts: [..., width]; None for one that is not there, which becomes `fill`.
-            fill: The value of such parts.
-            like: [..., any]: the other axes, dtype and device.
+            parts: Tensors [..., width]; None for a missing part, which becomes `fill`.
+            fill: Value of missing parts.
+            like: Tensor [..., any] that gives the other axes, dtype and device.
         """
         if len(parts) == 1 and parts[0] is not None:
             return parts[0]
@@ -41,7 +41,7 @@ class Fusion(NamedTuple):
         return torch.cat(blocks, dim=-1).flatten(-2)
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The inverse of `joined`: [..., all outputs] -> [..., width] of each part."""
+        """Reverses `joined`: [..., all outputs] -> [..., width] of each part."""
         if len(self.sizes) == 1:
             return [whole]
         grouped = whole.reshape(*whole.shape[:-1], self.groups, sum(self.sizes))

@@ -1,11 +1,11 @@
 """Adapters of column- and row-parallel projections.
 
-Between A and B there are `rank` numbers a token, so what ranks of TP exchange for an adapter is that narrow: of a
-column-parallel projection the gradient of A x (under sp A x itself, gathered over the sequence), of a row-parallel one
+Between A and B there are `rank` numbers per token, so what ranks of TP exchange for an adapter is that narrow: for a
+column-parallel projection the gradient of A x (under sp A x itself, gathered over the sequence), for a row-parallel one
 the sum of A x. The frozen projection's own communication stays as it is.
 
-DoRA: y = m / |W + s B A| * (W x + s B A x), the norms of rows as constants in the backward pass, as in PEFT and in
-section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks, which sum their squares.
+DoRA: y = m / |W + s B A| * (W x + s B A x), with the norms of rows as constants in the backward pass, as in PEFT and
+in section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks, which sum their squares.
 
 Sources: LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353.
 """
@@ -41,16 +41,16 @@ FrozenLinear: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedL
 
 
 class FusedParts(NamedTuple):
-    """The parts of a projection, and which of them have adapters."""
+    """The parts of a projection, and those of them that have adapters."""
 
     fusion: Fusion
     names: tuple[str, ...]
-    """Of all parts, in the order of the fusion."""
+    """Names of all parts, in the order of the fusion."""
     adapted: frozenset[str]
 
 
 class LinearAdapter(Adapter):
-    """Low-rank pairs of the parts of one projection; what is called gives what is added to its output."""
+    """Low-rank pairs of the parts of one projection; a call returns what is added to its output."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class LinearAdapter(Adapter):
     ) -> None:
         """
         Args:
-            section: Rank, scale, dropout, magnitudes.
-            config: Of the model.
+            section: Section with rank, scale, dropout and magnitudes.
+            config: Configuration of the model.
             collection: Process groups.
-            linear: The frozen projection.
-            parts: Of its outputs.
+            linear: Frozen projection.
+            parts: Parts of its outputs.
         """
         super().__init__(config, collection)
         self._section, self._parts = section, parts
         self.is_row_parallel = isinstance(linear, RowParallelLinear)
         self._is_replicated = isinstance(linear, ReplicatedLinear)
-        self._weight: Callable[[], Tensor] = lambda: linear.weight  # not an attribute: it is no parameter of this one
+        self._weight: Callable[[], Tensor] = lambda: linear.weight  # not an attribute: it is not the adapter's
         columns = linear.weight.shape[1]
         for part, name in enumerate(parts.names):
             if name not in parts.adapted:
@@ -86,12 +86,12 @@ class LinearAdapter(Adapter):
                 self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs)
 
     def forward(self, inputs: Tensor, plain: Tensor | Operands) -> Tensor | Operands:
-        """What is added to the frozen projection's output, or the operands of both together.
+        """Computes what is added to the frozen projection's output, or the operands of both together.
 
         Args:
-            inputs: What the projection reads: [seq_local, batch, inputs].
-            plain: Its output without a bias: [seq_local, batch, outputs]; seq_local is the whole sequence of a
-                column-parallel one under sp. Of an output layer it may be what is still to be multiplied.
+            inputs: Input of the projection: [seq_local, batch, inputs].
+            plain: Output of the projection without a bias: [seq_local, batch, outputs]; seq_local is the whole sequence
+                of a column-parallel one under sp. For an output layer it may be the operands of the product.
         """
         if isinstance(plain, Operands):
             return self._both(inputs, plain)
@@ -109,26 +109,27 @@ class LinearAdapter(Adapter):
         return (lengths - 1.0) * plain + lengths * change
 
     def _both(self, inputs: Tensor, plain: Operands) -> Operands:
-        """[x, scale A x] and [W, B]: their product is W x + scale B A x, whoever multiplies, and how many rows at once.
+        """Returns [x, scale A x] and [W, B]: their product is W x + scale B A x, whoever multiplies, in any number of
+        rows.
 
-        A copy of the table for each microbatch, and a gradient of all of it.
+        Costs a copy of the table for each microbatch, and a gradient of all of it.
         """
         (name,) = self._parts.names
         narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale
         widened = torch.cat([plain.weight, self._of(name, LORA_B)], dim=1)
         if plain.hidden.requires_grad:
-            # The gradient of a concatenation is a view with gaps, of which megatron-core 0.16.1 sums a copy over TP and
-            # hands on the view itself (tensor_parallel/mappings.py::_reduce).
+            # The gradient of a concatenation is a strided view; megatron-core 0.16.1 sums a copy of it over TP and
+            # returns the view itself (tensor_parallel/mappings.py::_reduce).
             plain.hidden.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         return Operands(torch.cat([plain.hidden, narrow], dim=-1), widened)
 
     def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
-        """A x, complete: [seq, batch, ranks of all parts], of the positions that B's product is for.
+        """Returns A x, complete: [seq, batch, ranks of all parts], at the positions that B's product needs.
 
-        One collective over TP, of `rank` numbers a token and part.
+        Costs one collective over TP, of `rank` numbers per token and part.
         """
         narrow, group = functional.linear(inputs, down), self._tp
-        # Of a replicated projection each rank has its own positions, or what comes back to it is a sum already.
+        # in a replicated projection each rank has its own positions, or the gradient that comes back is a sum already
         if group.size() == 1 or self._is_replicated:
             return narrow
         result: Tensor
@@ -138,28 +139,28 @@ class LinearAdapter(Adapter):
             case True, False:
                 result = reduce_from_tensor_model_parallel_region(narrow, group=group)
             case False, True:
-                # Backward: ranks hold parts of the gradient of all positions, which a reduce-scatter sums.
+                # backward: ranks hold parts of the gradient of all positions, which a reduce-scatter sums
                 result = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=group)
             case False, False:
-                # Backward: each rank's B gives a part of the gradient; the sum makes A's the same on all ranks.
+                # backward: each rank's B gives a part of the gradient; the sum makes A's the same on all ranks
                 result = self._same_gradient(narrow)
         return result
 
     def _same_gradient(self, narrow: Tensor) -> Tensor:
-        """Nothing forward; backward one all-reduce of the gradient."""
+        """Does nothing in forward; in backward all-reduces the gradient once."""
         same: Tensor = copy_to_tensor_model_parallel_region(narrow, group=self._tp)
         return same
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if self._section.dropout == 0 or not self.training:
             return inputs
-        # The same draws on all ranks of TP where they hold the same numbers, else draws of their own.
+        # the same draws on all ranks of TP where they hold the same numbers, else draws of their own
         differs = self.is_row_parallel or self._config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if differs else nullcontext():
             return functional.dropout(inputs, self._section.dropout)
 
     def _lengths(self) -> Tensor:
-        """[outputs] of this rank: magnitude over the norm of its row, 1 where a part has none; in the inputs' dtype."""
+        """Returns [outputs] of this rank in the inputs' dtype: magnitude over row norm, 1 where a part has none."""
         norms = self._parts.fusion.split(self.row_norms())
         ratios = [
             (self._of(name, MAGNITUDE).float() / norm) if name in self._parts.adapted else None
@@ -169,10 +170,10 @@ class LinearAdapter(Adapter):
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """Norms of the rows of W + s B A, in the order of the fused projection: [outputs], float32.
+        """Returns the norms of the rows of W + s B A, in the order of the fused projection: [outputs], float32.
 
-        One all-reduce over TP of a row-parallel projection. The norm of a sum needs all of its elements, so the sum
-        is formed, a matrix of the projection's size in float32, and freed.
+        Costs one all-reduce over TP of a row-parallel projection. The norm of a sum needs all of its elements, so the
+        sum is formed, a matrix of the projection's size in float32, and freed.
         """
         products = [
             (self._of(name, LORA_B).float() @ self._of(name, LORA_A).float()).T if name in self._parts.adapted else None
@@ -183,14 +184,14 @@ class LinearAdapter(Adapter):
         return self._over_ranks(whole.square().sum(0)).sqrt()
 
     def _over_ranks(self, squares: Tensor) -> Tensor:
-        """Sums over the columns of a row, of which each rank of TP has a part where the projection is row-parallel."""
+        """Sums over the columns of a row; each rank of TP has a part of them where the projection is row-parallel."""
         if self.is_row_parallel and self._tp.size() > 1:
             dist.all_reduce(squares, group=self._tp)
         return squares
 
     @torch.no_grad()
     def reset_magnitudes(self) -> dict[Tensor, Tensor]:
-        """Makes the magnitudes the norms of the rows as they are, so that the output is that of W + s B A.
+        """Sets the magnitudes to the current norms of the rows, so that the output is that of W + s B A.
 
         Returns:
             Each magnitude -> its norms in float32, for the optimizer's main weights. One all-reduce over TP of a
@@ -209,10 +210,10 @@ class LinearAdapter(Adapter):
 
 
 class WeightAdapter(LinearAdapter):
-    """Of a projection whose matrix others multiply by, behind their own collectives: gives the matrix."""
+    """Adapter of a projection that gives only its matrix, by which others multiply after their own collectives."""
 
     def forward(self, weight: Tensor, plain: object = None) -> Tensor:
-        """W + scale B A, its rows brought to their lengths (DoRA): [outputs of this rank, inputs]."""
+        """Returns W + scale B A, its rows scaled to their magnitudes (DoRA): [outputs of this rank, inputs]."""
         (name,) = self._parts.names
         down: Tensor = self._of(name, LORA_A)
         if self._tp.size() > 1 and not self._config.sequence_parallel:
@@ -223,7 +224,7 @@ class WeightAdapter(LinearAdapter):
 
 
 def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
-    """A forward hook of the projection that the adapter stands beside."""
+    """Returns a forward hook for the projection that has this adapter."""
 
     def hook(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None] | Operands) -> Any:
         if not adapter.is_on:
@@ -231,7 +232,7 @@ def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...
         if isinstance(output, Operands):
             return adapter(inputs[0], output)
         whole, later_bias = output
-        bias = linear.bias if later_bias is None else None  # added already, and no part of what DoRA scales
+        bias = linear.bias if later_bias is None else None  # added already; DoRA does not scale it
         plain = whole if not isinstance(bias, Tensor) else whole - bias
         return whole + adapter(inputs[0], plain), later_bias
 
@@ -239,7 +240,7 @@ def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...
 
 
 def add_to_replicated(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """As `add_to_linear`, of a projection that is whole on every rank and gives a tensor alone."""
+    """Does the same as `add_to_linear` for a projection that is whole on every rank and returns only a tensor."""
 
     def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return output + adapter(inputs[0], output) if adapter.is_on else output
@@ -248,7 +249,7 @@ def add_to_replicated(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any,
 
 
 def add_to_weight(adapter: WeightAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """As `add_to_linear`, of a projection that gives its matrix."""
+    """Does the same as `add_to_linear` for a projection that returns its matrix."""
 
     def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return adapter(output) if adapter.is_on else output
@@ -257,5 +258,5 @@ def add_to_weight(adapter: WeightAdapter) -> Callable[[nn.Module, tuple[Any, ...
 
 
 def adapted_names(parts: Sequence[str], section: AdapterSection) -> frozenset[str]:
-    """Those of some parts that are targets."""
+    """Returns the parts that are targets of the adapter."""
     return frozenset(section.parts.intersection(parts))

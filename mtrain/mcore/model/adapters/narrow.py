@@ -1,6 +1,6 @@
-"""A frozen base in bfloat16 below a run in float32.
+"""A frozen base in bfloat16 in a float32 run.
 
-Matrices of projections and tables are held narrow and widened where something is multiplied by them; norms, biases,
+Matrices of projections and tables are stored in bfloat16 and converted where a product uses them; norms, biases,
 routers and sinks, which are few numbers, stay in float32. So the run computes exactly what it would with a float32 base
 of the same, rounded values.
 """
@@ -28,8 +28,8 @@ from mtrain.mcore.model.widened import widened_linear
 
 @contextlib.contextmanager
 def built_narrow(translated: TransformerConfig) -> Iterator[None]:
-    """Modules that are built inside the `with` block have parameters in bfloat16: a base that fits in memory only so
-    must never be there in float32."""
+    """Makes modules built inside the `with` block have bfloat16 parameters: a base that fits in memory only so must
+    never exist in float32."""
     before = translated.params_dtype
     translated.params_dtype = torch.bfloat16
     try:
@@ -39,7 +39,7 @@ def built_narrow(translated: TransformerConfig) -> Iterator[None]:
 
 
 def widen_all_but_matrices(model: nn.Module) -> None:
-    """What is no matrix becomes float32, and matrices are widened by who multiplies.
+    """Converts everything but matrices to float32; matrices are converted by each product.
 
     Args:
         model: One stage, built inside of `built_narrow`, without adapters.
@@ -52,7 +52,7 @@ def widen_all_but_matrices(model: nn.Module) -> None:
                 linear._forward_impl = _frozen_linear
                 is_matrix = True
             case VocabParallelEmbedding():
-                # in front of other hooks, which add or multiply in float32
+                # before other hooks, which add or multiply in float32
                 module.register_forward_hook(_widened, prepend=True)
                 is_matrix = True
             case Stack() | ReplicatedLinear():
@@ -63,12 +63,12 @@ def widen_all_but_matrices(model: nn.Module) -> None:
 
 
 def _widened(table: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    # behind the sum over TP, which is exact: one rank has the row, the others zeros
+    # after the sum over TP, which is exact: one rank has the row, the others zeros
     return output.float()
 
 
 def _frozen_linear(
-    input: Tensor,  # by this name megatron-core gives it
+    input: Tensor,  # megatron-core passes it by this name
     weight: Tensor,
     bias: Tensor | None,
     allreduce_dgrad: bool,
@@ -76,8 +76,7 @@ def _frozen_linear(
     tp_group: dist.ProcessGroup | None,
     **_: object,
 ) -> Tensor:
-    """In the place of megatron-core's `linear_with_frozen_weight`, whose operands have one precision; the same
-    collectives."""
+    """Replaces megatron-core's `linear_with_frozen_weight`, whose operands have one precision; same collectives."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:

@@ -23,7 +23,7 @@ from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, Adapter
 class EmbeddingAdapter(Adapter):
     """A row of A for each token, [vocabulary, rank], and B [hidden, rank].
 
-    A lies as the table does, its rows over TP, and is the transpose of PEFT's lora_embedding_A.
+    A is divided like the table, its rows over TP, and is the transpose of PEFT's lora_embedding_A.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class EmbeddingAdapter(Adapter):
         self.add_parameter(f"embedding_{LORA_B}", (hidden, section.rank), None)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """What is added to the embeddings of [batch, seq] tokens; one collective over TP of `rank` numbers a token."""
+        """Computes what is added to embeddings of [batch, seq] tokens; one TP collective of `rank` numbers each."""
         is_here = (tokens >= self._first) & (tokens < self._end)
         local = torch.where(is_here, tokens - self._first, 0)
         found = functional.embedding(local, self.get_parameter(f"embedding_{LORA_A}"))
         narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale
         if self._scatters:
-            # As the table's own output under sp: [seq_local, batch, ...].
+            # like the table's own output under sp: [seq_local, batch, ...]
             narrow = reduce_scatter_to_sequence_parallel_region(narrow.transpose(0, 1).contiguous(), group=self._tp)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self._tp)
-        # No dropout, as in PEFT: what A reads are tokens.
+        # no dropout, as in PEFT: A reads token ids
         return functional.linear(narrow, self.get_parameter(f"embedding_{LORA_B}"))
 
 
 def add_to_table(adapter: EmbeddingAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """A forward hook of the table that the adapter stands beside."""
+    """Returns a forward hook for the table that has this adapter."""
 
     def hook(table: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return output + adapter(inputs[0]) if adapter.is_on else output

@@ -1,6 +1,6 @@
-"""Keys and values of tokens that were read before, so that a further token costs one row of a forward pass.
+"""Keys and values of earlier tokens, so that a further token costs one row of a forward pass.
 
-A pass of generation reads one row of tokens, each of some sequence at some position: whole prompts one behind the other
+A pass of generation reads one row of tokens, each of some sequence at some position: whole prompts one after the other
 (as documents), or one further token of each sequence. So sequences of any lengths go together without padding, and the
 row divides over sequence-parallel ranks like any other.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """What one attention layer, on this rank, keeps of each sequence; all layers of a rank are given together what the
-    next pass reads, by `CachedPass`."""
+    """Rows of each sequence that one attention layer keeps on this rank; `CachedPass` gives all layers of a rank the
+    tokens of the next pass together."""
 
     def __init__(self, reading: CachedPass) -> None:
         self._reading = reading
@@ -24,14 +24,14 @@ class KeyValueCache:
         """[sequences, length, ...]"""
 
     def extended(self, rows: Tensor) -> Tensor:
-        """Keeps what the tokens of this pass add, and returns what its queries may see.
+        """Keeps the rows of this pass's tokens, and returns the rows that its queries may see.
 
         Args:
-            rows: [tokens, 1, ...].
+            rows: Rows to keep, [tokens, 1, ...].
 
         Returns:
-            A pass over prompts: `rows`. Else [keys, tokens, ...], for each token all that its sequence has so far and
-            something else behind it, which `CachedPass.visible` hides.
+                A pass over prompts: `rows`. Else [keys, tokens, ...]: for each token all rows that its sequence has so
+                far, followed by others, which `CachedPass.visible` hides.
         """
         reading = self._reading
         if self._rows is None:
@@ -42,18 +42,18 @@ class KeyValueCache:
         return self._rows[:, : reading.num_keys].index_select(0, reading.sequences).transpose(0, 1)
 
     def visible(self, window: int | None) -> Tensor | None:
-        """As `CachedPass.visible`; None in a pass over prompts, whose tokens see those of their own document."""
+        """Returns `CachedPass.visible`; None in a pass over prompts, whose tokens see those of their own document."""
         return None if self._reading.of_prompts else self._reading.visible(window)
 
 
 class CachedPass:
-    """Which tokens the pass reads, for all layers of a rank."""
+    """The tokens that a pass reads, for all layers of a rank."""
 
     def __init__(self, num_sequences: int, length: int, device: torch.device) -> None:
         """Args:
-        num_sequences: Places for sequences; one more is there for tokens that only fill up a row.
-        length: Of the longest sequence, prompt and answer.
-        device: Of the model.
+        num_sequences: Number of places for sequences; one more serves tokens that only pad a row.
+        length: Length of the longest sequence, prompt and answer.
+        device: Device of the model.
         """
         self.capacity = (num_sequences + 1, length)
         self.device = device
@@ -63,15 +63,15 @@ class CachedPass:
 
     @property
     def filler(self) -> int:
-        """The sequence of tokens that only fill up a row."""
+        """Returns the sequence of tokens that only pad a row."""
         return self.capacity[0] - 1
 
     def read(self, sequences: Sequence[int], positions: Sequence[int], of_prompts: bool) -> None:
-        """Says what the next pass reads.
+        """Sets the tokens of the next pass.
 
         Args:
-            sequences: Of each token.
-            positions: Of each token in its sequence.
+            sequences: Sequence of each token.
+            positions: Position of each token in its sequence.
             of_prompts: Whether sequences begin here, each in one run from position 0; else each token continues one.
         """
         self.sequences = torch.tensor(sequences, dtype=torch.int64, device=self.device)
@@ -79,7 +79,7 @@ class CachedPass:
         self.num_keys, self.of_prompts = max(positions) + 1, of_prompts
 
     def visible(self, window: int | None) -> Tensor:
-        """[tokens, 1, 1, keys] bool: the keys that each token sees.
+        """Returns [tokens, 1, 1, keys] bool: the keys that each token sees.
 
         Args:
             window: Keys that a query sees at most, its own among them; None: all before it.
@@ -90,20 +90,20 @@ class CachedPass:
 
 
 class Remembering:
-    """A module that keeps what it has read of a sequence while text is generated."""
+    """A module that keeps what it has read of a sequence during generation."""
 
     def remember(self, reading: CachedPass | None) -> None:
-        """Begins anew, for what these passes read; None: keeps nothing from here on."""
+        """Starts with an empty cache for these passes; None: keeps nothing from here on."""
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def remembering(modules: Iterable[Remembering], reading: CachedPass) -> Iterator[None]:
-    """Inside the block every layer keeps what it has read.
+    """Makes every layer keep what it reads inside the block.
 
     Args:
-        modules: All of this rank.
-        reading: What each pass reads.
+        modules: All such modules of this rank.
+        reading: Tokens of each pass.
     """
     held = list(modules)
     try:

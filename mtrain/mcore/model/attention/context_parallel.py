@@ -3,11 +3,11 @@
 Under context parallelism a rank holds chunks r and 2*cp-1-r of every row (zigzag), so queries come as at most two
 contiguous runs of the row. Keys and values are brought together in one of three ways: `allgather` collects those of the
 whole row on every rank; `ulysses` exchanges sequence for heads, so that each rank sees whole rows of a part of the
-heads; under `ring` they go round (`ring.py`), and nothing below applies. Latent attention collects its latents in the
-first two, and makes keys and values of them for the heads it attends with.
+heads; in a `ring` they are passed around (`ring.py`), and nothing below applies. Latent attention collects its latents
+in the first two, and computes keys and values from them for the heads it attends with.
 A row can hold several documents, wherever their edges fall; attention never crosses one. Rows, not documents, are cut
 for context parallelism, so packing does not depend on the layout. On GPUs one kernel attends inside all documents of a
-microbatch (`documents.py`); elsewhere, and with what that kernel lacks, there is a call for each.
+microbatch (`documents.py`); elsewhere, and for what that kernel lacks, there is a call for each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RowAttention(MegatronModule, Remembering):
     softmax_offset: nn.Parameter | None
     """[heads_local] attention sinks."""
     cache: KeyValueCache | None = None
-    """While text is generated. Every context-parallel rank then reads whole rows, of sequences of its own."""
+    """Cache during generation. Every context-parallel rank then reads whole rows, of sequences of its own."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class RowAttention(MegatronModule, Remembering):
     ) -> None:
         super().__init__(config=config)
         self.cp = pg_collection.cp
-        # megatron-core's names of the exchange of sequence for heads, and of keys and values that go round
+        # megatron-core's names of the exchange of sequence for heads, and of keys and values that are passed around
         self.ulysses, self.ring = cp_comm_type == "a2a", cp_comm_type == "p2p"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        # Depths of multi-token prediction number their layers on behind the model's.
-        layer_number = min(layer_number, config.num_layers)  # layers behind the last one are of its kind
-        # window_size counts keys in front of the query's own; the masks below count that one, too.
+        # depths of multi-token prediction continue the model's numbers of layers
+        layer_number = min(layer_number, config.num_layers)  # layers after the last one are of its kind
+        # window_size counts the keys before the query's own; the masks below count that one, too
         self.window = config.window_size[0] + 1 if has_window(config, layer_number) else None
         self.dropout = config.attention_dropout
         self.tp = pg_collection.tp
@@ -77,20 +77,20 @@ class RowAttention(MegatronModule, Remembering):
         self.cache = None if reading is None else KeyValueCache(reading)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None) -> Tensor:
-        """Causal attention to keys of whole rows.
+        """Attends causally to keys of whole rows.
 
         Args:
             query: [seq_local, batch, heads_local, key_dim].
             key: [seq, batch, groups, key_dim] in the order of the row, for the heads that this rank attends with.
             value: [seq, batch, groups, value_dim] likewise.
-            document_starts: Where each token's document begins, [batch, seq] on the CPU, full rows; None where each row
-                is one document.
+            document_starts: Start of each token's document, [batch, seq] on the CPU, full rows; None where each row is
+                one document.
 
         Returns:
             [seq_local, batch, heads_local * value_dim].
         """
-        # On the host, once for all heads: the ends of documents decide on shapes, for which a GPU would have to be
-        # waited for.
+        # On the host, once for all heads: the ends of documents decide on shapes, for which the host would have to wait
+        # for a GPU.
         documents = None if document_starts is None else _document_runs(document_starts)
         if self.cache is not None and (visible := self.cache.visible(self.window)) is not None:
             # a query of each sequence: the batch, [1, tokens, heads, dim]
@@ -101,7 +101,7 @@ class RowAttention(MegatronModule, Remembering):
         elif self.ulysses:
             output = self._attend_with_own_heads(query, key, value, documents)
         else:
-            # An early and a late chunk each: under a causal mask all ranks have as many pairs to compute.
+            # an early and a late chunk each: under a causal mask all ranks have equally many pairs to compute
             chunk, last = query.shape[0] // 2, 2 * self.cp.size() - 1
             first = self.cp.rank()
             key, value = _heads_apart(key), _heads_apart(value)
@@ -110,19 +110,19 @@ class RowAttention(MegatronModule, Remembering):
         return output.reshape(*output.shape[:2], -1)
 
     def gather_rows(self, part: Tensor) -> Tensor:
-        """[seq_local, batch, ...] -> [seq, batch, ...] in the order of the row, the same on every rank of CP.
+        """Gathers [seq_local, batch, ...] -> [seq, batch, ...] in the order of the row, the same on every rank of CP.
 
-        One all-gather over CP; its backward is a reduce-scatter.
+        Costs one all-gather over CP; its backward is a reduce-scatter.
         """
         if self._has_whole_rows:
             return part
-        # Named for another use: it gathers along the first axis, over any group. Its backward sums, since queries of
-        # every rank read all keys.
+        # The function has another purpose by its name, but gathers along the first axis, over any group. Its backward
+        # sums, since queries of every rank read all keys.
         gathered = gather_from_sequence_parallel_region(part, group=self.cp)
         return gathered.index_select(0, self._orders(gathered)[1])
 
     def own_heads(self, num_heads: int) -> slice:
-        """Of the heads of this rank's queries, those that it attends with: under Ulysses one part of CP, else all."""
+        """Returns the heads of its queries that this rank attends with: a part of them under Ulysses, else all."""
         if self._has_whole_rows or not self.ulysses:
             return slice(0, num_heads)
         num_own = num_heads // self.cp.size()
@@ -133,23 +133,23 @@ class RowAttention(MegatronModule, Remembering):
         return self.cp.size() == 1 or self.cache is not None
 
     def _orders(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`_row_order` of [seq, ...]."""
+        """Returns `_row_order` of [seq, ...]."""
         return _row_order(rows.shape[0], self.cp.size(), rows.device)
 
     def _attend_with_own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
     ) -> Tensor:
-        """Ulysses: one all-to-all over CP before and one after; the same again in backward."""
-        # Whole rows from here on, so documents and windows need no thought of CP: one run from 0 to the row's end.
+        """Attends under Ulysses: one all-to-all over CP before and one after; the same again in backward."""
+        # whole rows from here on, so documents and windows do not depend on CP: one run from 0 to the row's end
         query = self._to_heads(query)
         output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         held, _ = self._orders(query)
-        return self._to_sequence(output.index_select(0, held))  # the exchange cuts by rank: zigzag chunks side by side
+        return self._to_sequence(output.index_select(0, held))  # the exchange cuts by rank: zigzag chunks are adjacent
 
     def _to_heads(self, part: Tensor) -> Tensor:
         """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]; one all-to-all."""
         cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
-        # The receiver goes first, because the all-to-all cuts the first axis in equal parts.
+        # the receiver goes first, because the all-to-all cuts the first axis in equal parts
         part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
         part = all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
         return part.index_select(0, self._orders(part)[1])
@@ -157,14 +157,14 @@ class RowAttention(MegatronModule, Remembering):
     def _to_sequence(self, part: Tensor) -> Tensor:
         """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""
         cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
-        # What arrives from rank r are the heads of part r: [cp, seq_local, batch, heads / cp, dim].
+        # rank r sends the heads of part r: [cp, seq_local, batch, heads / cp, dim]
         part = all_to_all(self.cp, part.contiguous()).view(cp, seq // cp, batch, heads, dim)
         return part.permute(1, 2, 0, 3, 4).reshape(seq // cp, batch, cp * heads, dim)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[list[Run]] | None
     ) -> Tensor:
-        """Queries of the given runs, laid one after the other, against the keys of whole rows."""
+        """Attends with the queries of the given runs, laid one after the other, to the keys of whole rows."""
         if documents is None:  # one kernel for the whole batch
             return self._attend_row(query, key, value, runs, [(0, key.shape[0])])
         if self._fits_varlen(query, key, value):  # likewise
@@ -178,12 +178,12 @@ class RowAttention(MegatronModule, Remembering):
 
     def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[Run]) -> Tensor:
         pieces = list(pieces_of(runs, documents))
-        # Split, not sliced: in backward each slice would fill a whole row with zeros and add it to the others.
+        # split, not sliced: in backward each slice would fill a whole row with zeros and add it to the others
         queries = torch.split(query, [piece.num_queries for piece in pieces])
         lengths = [end - start for start, end in documents]
         keys, values = torch.split(key, lengths), torch.split(value, lengths)
         outputs = [
-            # No key behind the last query: nothing masked is computed, and q = k whenever the run begins with the
+            # No key after the last query: nothing masked is computed, and q = k whenever the run begins with the
             # document.
             self._causal(own, *(_first(part[piece.document], piece.num_keys) for part in (keys, values)))
             for own, piece in zip(queries, pieces, strict=True)
@@ -191,35 +191,35 @@ class RowAttention(MegatronModule, Remembering):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # cat copies even a single tensor
 
     def _fits_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether the kernel for documents of any length, which knows no sinks and no dropout, can be taken."""
+        """Says whether the kernel for documents of any length, which supports no sinks and no dropout, can be used."""
         drops = self.dropout > 0 and self.training
         return self.softmax_offset is None and not drops and is_varlen_usable(query, key, value)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None = None) -> Tensor:
-        """The last query sees the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q.
+        """Attends causally, the last query at the last key: query [q, b, h, d], key and value [k, b, g, d] with k >= q.
 
         `visible`, [b, 1, q, k] bool: the keys that each query sees instead.
         """
         if self.softmax_offset is None:
             return self._weighted_values(query, key, value, 0, visible)
         value_dim = value.shape[-1]
-        # Divided, because the kernel multiplies all scores by the scale, that of the sink as well.
+        # divided, because the kernel multiplies all scores by the scale, that of the sink as well
         query, key, value = with_sink_keys(query, key, value, self._sinks() / self.scale)
         return self._weighted_values(query, key, value, 1, visible)[..., :value_dim]
 
     def _sinks(self) -> Tensor:
-        """[heads], at least float32, of the heads whose queries this rank holds now."""
+        """Returns the sinks, [heads], at least float32, of the heads whose queries this rank holds now."""
         assert self.softmax_offset is not None
-        # float32 from here on: the sum of its gradient over all tokens would lose bits in bfloat16.
+        # float32 from here on: the sum of its gradient over all tokens would lose bits in bfloat16
         sinks = self.softmax_offset.to(torch.promote_types(self.softmax_offset.dtype, torch.float32))
         return sinks.chunk(self.cp.size())[self.cp.rank()] if self.ulysses and not self._has_whole_rows else sinks
 
     def _weighted_values(
         self, query: Tensor, key: Tensor, value: Tensor, num_sinks: int, visible: Tensor | None
     ) -> Tensor:
-        """As `_causal`; the first `num_sinks` keys, 0 or 1, are seen by every query."""
+        """Does what `_causal` does; the first `num_sinks` keys, 0 or 1, are seen by every query."""
         query_length, key_length = query.shape[0], key.shape[0] - num_sinks
-        # scaled_dot_product_attention aligns is_causal at the first key: wrong where there are fewer queries.
+        # scaled_dot_product_attention aligns is_causal at the first key: wrong where there are fewer queries
         is_causal, mask = query_length == key_length and visible is None, visible
         if visible is not None:
             mask = functional.pad(visible, (num_sinks, 0), value=True)
@@ -227,19 +227,19 @@ class RowAttention(MegatronModule, Remembering):
             is_causal, mask = False, _window_mask(query_length, key_length, self.window, query.device)
             mask = functional.pad(mask, (num_sinks, 0), value=True)  # a window never hides the sink
         elif is_causal:
-            # a query that sees the sink alone makes a square again, which kernels know without a mask
+            # a query that sees the sink alone makes a square again, which kernels handle without a mask
             query = functional.pad(query, (0, 0, 0, 0, 0, 0, num_sinks, 0)) if num_sinks else query
         else:
             mask = _prefix_mask(query_length, key.shape[0], query.device)
         if mask is not None and query.device.type == "cuda":
-            # the lower-right bias picks a kernel without looking at grouped heads, and with a mask of our own no kernel
-            # that knows them is left but the one that keeps the scores of all pairs
+            # the lower-right bias chooses a kernel without regard to grouped heads, and with a mask of our own the only
+            # kernel that supports them is the one that keeps the scores of all pairs
             repeats = query.shape[2] // key.shape[2]
             key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
-        # [batch, heads, seq, dim], a view.
+        # [batch, heads, seq, dim], a view
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        # Ranks of TP hold other heads: each draws from a state of its own, which the tracker forks to.
+        # ranks of TP hold other heads: each draws from a state of its own, which the tracker forks to
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             output = functional.scaled_dot_product_attention(
                 query,
@@ -260,12 +260,12 @@ class RowAttention(MegatronModule, Remembering):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Places of the sinks, which are split over tp as the heads are."""
+        """Returns the places of the sinks, which are split over TP like the heads."""
         return own_places(self, {"softmax_offset": 0}, self.tp, prefix, sharded_offsets, metadata)
 
 
 class CoreAttention(RowAttention):
-    """Takes the place of megatron-core's DotProductAttention in a layer spec."""
+    """Replaces megatron-core's DotProductAttention in a layer spec."""
 
     def __init__(
         self,
@@ -278,10 +278,10 @@ class CoreAttention(RowAttention):
         pg_collection: ProcessGroupCollection,
         windowed_scale: float | None = None,
     ) -> None:
-        """As megatron-core calls it, and `windowed_scale` in the place of `softmax_scale` in layers with a window."""
+        """Takes megatron-core's arguments; `windowed_scale` replaces `softmax_scale` in layers with a window."""
         assert attn_mask_type == AttnMaskType.causal
         assert attention_type == "self"
-        # megatron-core hands every layer the one softmax_scale of its config.
+        # megatron-core passes the one softmax_scale of its config to every layer
         if windowed_scale is not None and has_window(config, layer_number):
             softmax_scale = windowed_scale
         super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
@@ -301,18 +301,18 @@ class CoreAttention(RowAttention):
         Args:
             query: [seq_local, batch, heads_local, head_dim].
             key: [seq_local, batch, groups_local, head_dim].
-            value: As key.
-            attention_mask: `document_starts` of the batch, [batch, seq] on the CPU, full rows; None where each row is
+            value: Values, in the shape of key.
+            attention_mask: Starts of documents of the batch, [batch, seq] on the CPU, full rows; None where each row is
                 one document.
             attn_mask_type: Part of megatron-core's protocol; attention is always causal.
             attention_bias: Must be None.
-            packed_seq_params: Must be None; documents travel in attention_mask.
+            packed_seq_params: Part of megatron-core's protocol; must be None: attention_mask has the documents.
 
         Returns:
             [seq_local, batch, heads_local * head_dim].
         """
         assert attention_bias is None
-        # megatron-core's packing cuts rows at documents, so what a CP rank holds would depend on cp.
+        # megatron-core's packing cuts rows at documents, so what a CP rank holds would depend on cp
         assert packed_seq_params is None
         if self.ring and not self._has_whole_rows:
             assert attention_mask is None, "documents are refused with a ring (config/known_issues.py)"
@@ -325,16 +325,16 @@ class CoreAttention(RowAttention):
         return self.attend(query, key, value, attention_mask)
 
     def _around_the_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention to this rank's keys and those of the others, as they come by."""
+        """Attends to this rank's keys, and to those of the others as they arrive."""
         return ring_attention(query, key, value, self.scale, self.cp).flatten(2)
 
     def _whole_rows(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's tokens -> those of whole rows, under Ulysses for its own heads alone."""
+        """Maps keys and values of this rank's tokens to those of whole rows, under Ulysses only for its own heads."""
         if self.cp.size() == 1:
             return key, value
         if not self.ulysses:
             head_dim = key.shape[-1]
-            # Both in one all-gather forward and one reduce-scatter backward.
+            # both in one all-gather forward and one reduce-scatter backward
             gathered = self.gather_rows(torch.cat((key, value), dim=-1))
             key, value = torch.split(gathered, [head_dim, gathered.shape[-1] - head_dim], dim=-1)
             return key, value
@@ -348,13 +348,13 @@ class CoreAttention(RowAttention):
 # Cached: it is the same in every layer and microbatch, and making it copies to the device, for which the host waits.
 @lru_cache(maxsize=8)
 def _row_order(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
+    """Returns row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
     held = torch.cat([zigzag_index(seq, cp, rank) for rank in range(cp)])
     return held.to(device), torch.argsort(held).to(device)
 
 
 def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:
-    """Causal, with the last query at the last key; on a GPU in the form that keeps flash attention possible."""
+    """Builds a causal mask with the last query at the last key; on a GPU in the form that allows flash attention."""
     if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds that a CPU run saves
 
@@ -364,16 +364,16 @@ def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Te
 
 
 def _window_mask(query_length: int, key_length: int, window: int, device: torch.device) -> Tensor:
-    """[query, key] bool: True where the key is at most `window - 1` positions before the query and not after it."""
-    # Queries are the last positions.
+    """Returns [query, key] bool: True from `window - 1` positions before the query up to the query."""
+    # queries are the last positions
     query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
     distance = query - torch.arange(key_length, device=device)[None]
     return (distance >= 0) & (distance < window)
 
 
 def _heads_apart(part: Tensor) -> Tensor:
-    """[seq, batch, heads, dim], on a CPU with the positions of a head one after the other: torch's kernel multiplies a
-    head at a time, and rows some power of two apart would all meet in a few places of the cache."""
+    """Lays out [seq, batch, heads, dim], on a CPU, with the positions of a head one after the other: torch's kernel
+    multiplies one head at a time, and rows a power of two apart would collide in the cache."""
     if part.device.type != "cpu" or part.stride(0) == part.shape[-1]:
         return part
     return part.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
@@ -384,7 +384,7 @@ def _first(part: Tensor, length: int) -> Tensor:
 
 
 def _document_runs(document_starts: Tensor) -> list[list[Run]]:
-    """[batch, seq] starts -> for each row, the run of each document."""
+    """Maps [batch, seq] starts to the runs of the documents of each row."""
     rows, length = document_starts.numpy(), document_starts.shape[1]
     runs = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Attention inside the documents of a microbatch: which queries see which keys, and on GPUs one kernel for all."""
+"""Attention inside the documents of a microbatch: which keys a query sees, and on GPUs one kernel for all."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ Run = tuple[int, int]
 
 
 class Piece(NamedTuple):
-    """Queries of one run inside one document, and the keys that they see: the document from its start to the last one
-    of them."""
+    """Queries of one run inside one document, and their keys: from the document's start to the last of them."""
 
     document: int
-    """Number in its row."""
+    """Number of the document in its row."""
     start: int
-    """Of the document, in the row."""
+    """Position in the row at which the document starts."""
     num_queries: int
     num_keys: int
 
 
 def pieces_of(runs: Sequence[Run], documents: Sequence[Run]) -> Iterator[Piece]:
-    """What a rank attends to in one row; together the pieces hold its queries, in their order.
+    """Yields what a rank attends to in one row; together the pieces hold its queries, in their order.
 
     Args:
         runs: Positions of the row whose queries the rank holds, one after the other.
-        documents: All of the row.
+        documents: All documents of the row.
     """
     for run_start, run_end in runs:
         for number, (document_start, document_end) in enumerate(documents):
-            # Where a run begins inside a document, its queries need the keys from before the run as well.
+            # where a run begins inside a document, its queries need the keys from before the run as well
             start, end = max(run_start, document_start), min(run_end, document_end)
             if start < end:
                 yield Piece(number, document_start, end - start, end - document_start)
@@ -48,25 +47,25 @@ def pieces_of(runs: Sequence[Run], documents: Sequence[Run]) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The pieces of all rows, as the kernel wants them; tensors on the device."""
+    """The pieces of all rows in the kernel's form; tensors on the device."""
 
     query_ends: Tensor
-    """[pieces + 1] int32, from 0: where each one's queries end, rows one after the other."""
+    """[pieces + 1] int32, from 0: end of each piece's queries, rows one after the other."""
     key_ends: Tensor
-    """[pieces + 1] int32: likewise its keys."""
+    """[pieces + 1] int32: end of each piece's keys."""
     longest_query: int
     longest_key: int
     key_index: Tensor | None
-    """[keys] int64: which key of the rows, one after the other, each is; None where they lie so already."""
+    """[keys] int64: index of each key among those of all rows; None where they are in that order already."""
 
 
-# Cached: it is the same in every layer, and the host would make it anew for each.
+# cached: it is the same in every layer, and the host would make it again for each
 @lru_cache(maxsize=16)
 def segments_of(rows: tuple[tuple[Piece, ...], ...], seq: int, device: torch.device) -> Segments:
     """Args:
     rows: Pieces of each row.
-    seq: Keys of a row.
-    device: Of the tensors. The host does not wait for their copies.
+    seq: Number of keys of a row.
+    device: Device of the tensors; the host does not wait for their copies.
     """
     pieces = [(row * seq + piece.start, piece) for row, own in enumerate(rows) for piece in own]
     key_ends = list(accumulate((piece.num_keys for _, piece in pieces), initial=0))
@@ -83,7 +82,7 @@ def segments_of(rows: tuple[tuple[Piece, ...], ...], seq: int, device: torch.dev
 
 
 def is_varlen_usable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's kernel for sequences of any length, on GPUs and in half precision, takes these."""
+    """Says whether torch's kernel for sequences of any length, on GPUs and in half precision, accepts these."""
     fits = query.dtype in (torch.float16, torch.bfloat16) and key.shape[-1] == value.shape[-1]
     return query.device.type == "cuda" and fits and _has_varlen_kernel()
 
@@ -111,21 +110,21 @@ def attend_segments(
     window: int | None,
     kernel: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Causal attention of each piece, its last query at its last key; one kernel for the whole microbatch.
+    """Attends causally in each piece, its last query at its last key; one kernel for the whole microbatch.
 
     Args:
         query: [seq_local, batch, heads, dim].
         key: [seq, batch, groups, dim] of whole rows.
-        value: As key.
-        segments: Of all rows.
-        scale: Of the scores.
+        value: Values, in the shape of key.
+        segments: Pieces of all rows.
+        scale: Scale of the scores.
         window: Keys that a query sees at most, its own among them; None: all before it.
-        kernel: With the arguments of torch.nn.attention.varlen.varlen_attn, which is the default.
+        kernel: Kernel with the arguments of torch.nn.attention.varlen.varlen_attn; None means that one.
 
     Returns:
         [seq_local, batch, heads, dim].
     """
-    # [batch x seq, heads, dim]: rows one after the other.
+    # [batch x seq, heads, dim]: rows one after the other
     queries, keys, values = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))
     if segments.key_index is not None:
         keys, values = (part.index_select(0, segments.key_index) for part in (keys, values))

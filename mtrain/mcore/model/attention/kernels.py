@@ -1,4 +1,4 @@
-"""torch's attention kernels with the logarithms of their sums of exponentials, which autograd's own functions hide."""
+"""torch's attention kernels with the log-sum-exp of the scores, which autograd's own functions hide."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 from torch.nn import functional
 
 _ALIGNED = 8
-"""On GPUs head sizes are multiples of it; zeros change no score."""
+"""Multiple to which head sizes are padded on GPUs; zeros change no score."""
 _FLASH_LARGEST = 256
-"""Largest head size."""
+"""Largest head size of flash attention."""
 
 Kernel = Literal["cpu", "flash", "efficient"]
 
 
 class AttendedPart(NamedTuple):
-    """Attention to some keys."""
+    """Attention to some of the keys."""
 
     output: Tensor
     """[batch, heads, queries, dim]."""
     exponents: Tensor
-    """[batch, heads, queries] float32, or as the queries where these are wider: log of the sum of exp(scores)."""
+    """[batch, heads, queries] log of the sum of exp(scores); float32, or the queries' dtype if that is wider."""
 
 
 def kernel_of(query: Tensor) -> Kernel:
-    """Which one takes these queries."""
+    """Returns the kernel that takes these queries."""
     if query.device.type == "cpu":
         return "cpu"
     is_half = query.dtype in (torch.float16, torch.bfloat16)
@@ -34,14 +34,14 @@ def kernel_of(query: Tensor) -> Kernel:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> AttendedPart:
-    """Attention of all queries to all keys, or causal where there are as many.
+    """Attends with all queries to all keys, or causally where there are as many.
 
     Args:
         query: [batch, heads, queries, dim].
         key: [batch, groups, keys, dim]; groups divide the heads.
-        value: As key.
-        scale: Of the scores.
-        is_causal: Query i sees keys 0 to i.
+        value: Values, in the shape of key.
+        scale: Scale of the scores.
+        is_causal: Whether query i sees only keys 0 to i.
     """
     kernel, dim = kernel_of(query), query.shape[-1]
     query, key, value = _prepared(kernel, query, key, value)
@@ -56,23 +56,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: b
             found = aten._scaled_dot_product_efficient_attention(*given, True, 0.0, is_causal, scale=scale)
         case _:
             assert_never(kernel)
-    # the efficient kernel fills up the last axis
+    # the efficient kernel pads the last axis
     return AttendedPart(found[0][..., :dim], found[1][..., : query.shape[2]])
 
 
 def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, found: AttendedPart, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, those of keys and values summed over the heads that share them.
+    """Returns the gradients of queries, keys and values, those of keys and values summed over the heads that share
+    them.
 
     Args:
-        gradient: Of the output, [batch, heads, queries, dim].
-        query: As of `attend`.
-        key: As of `attend`.
-        value: As of `attend`.
-        found: Of attention to ALL keys, of which these may be a part: their share of it follows.
-        scale: As of `attend`.
-        is_causal: As of `attend`.
+        gradient: Gradient of the output, [batch, heads, queries, dim].
+        query: Queries given to `attend`.
+        key: Keys given to `attend`.
+        value: Values given to `attend`.
+        found: Attention to ALL keys, of which these may be a part: their share of it follows.
+        scale: Scale given to `attend`.
+        is_causal: Flag given to `attend`.
     """
     kernel, dim, groups = kernel_of(query), query.shape[-1], key.shape[1]
     query, key, value = _prepared(kernel, query, key, value)
@@ -86,8 +87,8 @@ def attend_backward(
             parts = function(*given, output, exponents, 0.0, is_causal, scale=scale)
         case "flash":
             function = aten._scaled_dot_product_flash_attention_backward
-            lengths = (None, None, query.shape[2], key.shape[2])  # ends of sequences of other lengths: there are none
-            states = torch.empty(2, dtype=torch.int64, device=query.device).view(torch.uint64)  # of dropout
+            lengths = (None, None, query.shape[2], key.shape[2])  # no ends of sequences with different lengths
+            states = torch.empty(2, dtype=torch.int64, device=query.device).view(torch.uint64)  # states of dropout
             given = (*given, output, exponents, *lengths, 0.0, is_causal, states, torch.empty_like(states[:0]))
             parts = function(*given, scale=scale)
         case "efficient":
@@ -104,7 +105,7 @@ def attend_backward(
 
 
 def _prepared(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many heads everywhere, where the kernel knows no groups."""
+    """Repeats key and value heads where the kernel does not support groups, and pads head sizes."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and kernel != "flash":
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -117,6 +118,6 @@ def _padded(kernel: Kernel, part: Tensor) -> Tensor:
 
 
 def _summed(part: Tensor, groups: int) -> Tensor:
-    """[batch, heads, ...] -> [batch, groups, ...]."""
+    """Sums [batch, heads, ...] -> [batch, groups, ...]."""
     batch, heads, *rest = part.shape
     return part if heads == groups else part.reshape(batch, groups, heads // groups, *rest).sum(2)

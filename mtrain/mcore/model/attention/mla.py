@@ -1,12 +1,12 @@
 """Multi-head latent attention on megatron-core's parallel linears and our core attention.
 
 Queries, and keys with values, come from low-rank latents; each key head also has a rotary part that all heads share.
-Down-projections and norms are whole on every tensor-parallel rank (as TransformerEngine's spec of megatron-core has
-them), up-projections are divided by heads. Every latent that heads of several ranks read passes through one collective
-whose backward sums its gradient over the tensor-parallel group, the shared rotary key with it.
+Down-projections and norms are whole on every tensor-parallel rank (as in megatron-core's spec for TransformerEngine),
+up-projections are divided by heads. Every latent that heads of several ranks read passes through one collective whose
+backward sums its gradient over the tensor-parallel group, the shared rotary key with it.
 
-Context parallelism moves latents, not heads: kv_lora_rank + qk_rope_head_dim numbers a token instead of
-heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are made of them behind the exchange.
+Context parallelism sends latents, not heads: kv_lora_rank + qk_rope_head_dim numbers per token instead of
+heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are computed from them after the exchange.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/multi_latent_attention.py for the names.
 """
@@ -34,7 +34,7 @@ from mtrain.mcore.model.widened import widened_linear
 
 
 class LatentAttention(MegatronModule):
-    """Takes the place of megatron-core's SelfAttention in a layer spec; parameter names are its MLASelfAttention's."""
+    """Replaces megatron-core's SelfAttention in a layer spec; parameter names are those of its MLASelfAttention."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class LatentAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal
         self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
-        # Factor of yarn on cos and sin; 1 without it.
+        # yarn's factor of cos and sin; 1 without yarn
         self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
         self.heads_local = config.num_attention_heads // self.tp.size()
-        # megatron-core recomputes the core inside its own SelfAttention alone.
+        # megatron-core recomputes the core only inside its own SelfAttention
         self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self._build_queries()
         self._build_keys_and_values()
@@ -117,33 +117,33 @@ class LatentAttention(MegatronModule):
         packed_seq_params: object = None,
         sequence_len_offset: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Causal attention inside documents.
+        """Attends causally inside documents.
 
         Args:
             hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
             attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
-            inference_context: Part of megatron-core's protocol, as all below but one; None.
+            inference_context: Part of megatron-core's protocol, like all below but one; None.
             rotary_pos_emb: Angles [seq_local, batch or 1, 1, qk_rope_head_dim], float32.
-            rotary_pos_cos: None.
-            rotary_pos_sin: None.
-            rotary_pos_cos_sin: None.
-            attention_bias: None.
-            packed_seq_params: None; documents travel in attention_mask.
-            sequence_len_offset: None.
+            rotary_pos_cos: Unused; None.
+            rotary_pos_sin: Unused; None.
+            rotary_pos_cos_sin: Unused; None.
+            attention_bias: Unused; None.
+            packed_seq_params: Unused; None: attention_mask has the documents.
+            sequence_len_offset: Unused; None.
 
         Returns:
-            As hidden_states; and no bias.
+                Output in the shape of hidden_states; and no bias.
         """
         assert inference_context is None
         assert packed_seq_params is None
-        # TransformerConfig.multi_latent_attention stays off: with it GPTModel would compute no angles.
+        # TransformerConfig.multi_latent_attention stays off: with it GPTModel would compute no angles
         assert rotary_pos_emb is not None
         query = self._queries(hidden_states, rotary_pos_emb)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)
-        # Keys and values are made inside the core: where it is recomputed, only their latents are kept until backward.
+        # keys and values are made inside the core: where it is recomputed, only their latents are kept until backward
         arguments = (query, latent, rotary_key, self.linear_kv_up_proj(), attention_mask)
         if self.recomputes_core and self.training:
-            # False: saved activations are not spread over TP.
+            # False: saved activations are not spread over TP
             context = checkpoint(self.core_attention, False, *arguments)
         else:
             context = self.core_attention(*arguments)
@@ -151,67 +151,67 @@ class LatentAttention(MegatronModule):
         return output, None
 
     def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
-        """[seq_local, batch, heads_local, nope + rope]."""
+        """Returns [seq_local, batch, heads_local, nope + rope]."""
         if self.latent.q_lora_rank is None:
             projected, _ = self.linear_q_proj(hidden)
         else:
-            # The up-projection's own collective (all-gather under sp, else a copy) sums the latent's gradient over TP
-            # in backward.
+            # the up-projection's own collective (all-gather under sp, else a copy) sums the latent's gradient over TP
+            # in backward
             projected, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         heads = projected.view(*projected.shape[:2], self.heads_local, self.latent.query_head_dim)
         nope, rotary = torch.split(heads, [self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], dim=-1)
         return torch.cat((nope, self._rotated(rotary, angles)), dim=-1)
 
     def _latent_and_rotary_key(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """[seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
+        """Returns [seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
 
-        One all-gather over TP under sequence parallelism, whose backward is a reduce-scatter; without it nothing, and
-        an all-reduce in backward.
+        Costs one all-gather over TP under sequence parallelism, whose backward is a reduce-scatter; without it nothing
+        in forward, and an all-reduce in backward.
         """
         sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
         latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
-        # The norm is in front of the collective: under sp each rank normalises its own tokens only.
+        # the norm comes before the collective: under sp each rank normalizes its own tokens only
         both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
         if self.config.sequence_parallel:
             both = gather_from_sequence_parallel_region(both, group=self.tp)
         else:
             both = copy_to_tensor_model_parallel_region(both, group=self.tp)
-        # Rotated behind the gather, because the angles are those of all tokens of this CP rank.
+        # rotated after the gather, because the angles are those of all tokens of this CP rank
         latent, rotary_key = torch.split(both, sizes, dim=-1)
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
 
     def _rotated(self, part: Tensor, angles: Tensor) -> Tensor:
-        """Turns the pairs of [seq, batch, heads, rope] by the first half of the angles.
+        """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles.
 
-        The turned pairs come as (i, i + rope / 2) from either arrangement: queries and keys alike, so scores do not see
-        it.
+        The rotated pairs are returned as (i, i + rope / 2) from either arrangement: for queries and keys alike, so
+        scores do not change.
         """
         if self.is_interleaved:
             real, imaginary = part[..., 0::2], part[..., 1::2]
         else:
             real, imaginary = part.chunk(2, dim=-1)
         turns = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
-        # float32 up to here: bfloat16 cannot tell positions above 256 apart.
+        # float32 up to here: bfloat16 cannot distinguish positions above 256
         cosine = (turns.cos() * self.magnitude).to(part.dtype)
         sine = (turns.sin() * self.magnitude).to(part.dtype)
         return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
 
 
 class KeyValueProjection(ColumnParallelLinear):
-    """A projection whose weight alone is used: the core multiplies by it, behind the exchange over CP."""
+    """A projection that gives only its weight: the core multiplies by it, after the exchange over CP."""
 
     def forward(self) -> Tensor:
-        """[rows of this rank, kv_lora_rank].
+        """Returns the weight, [rows of this rank, kv_lora_rank].
 
-        megatron-core waits for an overlapped gathering in front of the call of the module that owns the parameter
-        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could still be the last step's.
+        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter
+        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could be that of the last step.
         """
         weight: Tensor = self.weight
         return weight
 
 
 class LatentCore(RowAttention):
-    """Attention to keys and values that are made of latents, behind their exchange over CP."""
+    """Attention to keys and values that are computed from latents, after their exchange over CP."""
 
     def __init__(
         self,
@@ -228,7 +228,8 @@ class LatentCore(RowAttention):
     def forward(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, weight: Tensor, document_starts: Tensor | None
     ) -> Tensor:
-        """One all-gather of latents over CP, and under Ulysses the exchange of queries and outputs.
+        """Attends to whole rows. One all-gather of latents over CP, and under Ulysses an exchange of queries and
+        outputs.
 
         Args:
             query: [seq_local, batch, heads_local, nope + rope].
@@ -240,10 +241,10 @@ class LatentCore(RowAttention):
         Returns:
             [seq_local, batch, heads_local * v_head_dim].
         """
-        # [seq, batch, kv_lora_rank + rope]: one collective for both.
+        # [seq, batch, kv_lora_rank + rope]: one collective for both
         rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
         if self.cache is not None:
-            rows = self.cache.extended(rows)  # latents are kept, not heads: so much smaller is what they are for
+            rows = self.cache.extended(rows)  # latents are kept, not heads: the cache is much smaller
         num_heads = query.shape[2]
         # Under allgather every CP rank repeats this projection for the whole row: the price of sending latents alone.
         by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]
@@ -251,7 +252,7 @@ class LatentCore(RowAttention):
         return self.attend(query, key, value, document_starts)
 
     def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """[seq, batch, heads, nope + rope] and [seq, batch, heads, value].
+        """Returns [seq, batch, heads, nope + rope] and [seq, batch, heads, value].
 
         Args:
             rows: Latent and rotary key [seq, batch, kv_lora_rank + rope].
@@ -261,7 +262,7 @@ class LatentCore(RowAttention):
         latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         expanded = widened_linear(latent, weight.flatten(0, 1)).view(*shape, -1)
         nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
-        # A view for all heads; its gradient is their sum.
+        # a view for all heads; its gradient is their sum
         shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
         return torch.cat((nope, shared), dim=-1), value
 
@@ -269,18 +270,18 @@ class LatentCore(RowAttention):
 class ReplicatedLinear(nn.Module):
     """A projection without bias, whole on every tensor-parallel rank.
 
-    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, as those of norms
-    are. Otherwise every rank computes the whole gradient, provided that what it projects to passes through a collective
-    which sums in backward.
+    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, like those of norms.
+    Otherwise every rank computes the whole gradient, provided that its output passes through a collective which sums in
+    backward.
     """
 
     def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
-        # No mark of tensor parallelism: the gradient norm counts this copy on tensor-parallel rank 0 alone.
+        # no mark of tensor parallelism: the gradient norm counts this copy on tensor-parallel rank 0 alone
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., columns] -> [..., rows]."""
+        """Projects [..., columns] -> [..., rows]."""
         return widened_linear(hidden, self.weight)

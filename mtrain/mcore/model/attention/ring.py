@@ -1,9 +1,9 @@
-"""Ring attention: keys and values go round the ranks of context parallelism while each attends to what it has.
+"""Ring attention: keys and values are passed around the context-parallel ranks while each attends to what it has.
 
 A rank holds chunks r and 2 cp - 1 - r of a row (zigzag). Of the keys of its own chunks it sees those before each query;
-of an earlier rank's the early chunk, with all of its queries; of a later rank's both chunks, with the queries of its
-late chunk alone. So every hop costs as many pairs, and no kernel needs a mask. The hop to come travels during the one
-that is computed. Outputs are put together by the logarithms of their sums of exponentials, in float32 at least.
+of an earlier rank's keys the early chunk, with all of its queries; of a later rank's keys both chunks, with the queries
+of its late chunk alone. So every hop costs equally many pairs, and no kernel needs a mask. The next hop is sent while
+the current one is computed. Outputs are combined by the log-sum-exp of their scores, in float32 at least.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; zigzag as in Llama 3 (2024), 3.3.2.
 """
@@ -22,7 +22,7 @@ from mtrain.mcore.model.attention.kernels import AttendedPart, attend, attend_ba
 
 
 class Visible(NamedTuple):
-    """What a rank's queries see of the keys that one rank holds; both begin at 0 or at the second half."""
+    """The queries of a rank, from `query_start` on, that see keys of one rank, up to `key_end`."""
 
     query_start: int
     key_end: int
@@ -31,9 +31,9 @@ class Visible(NamedTuple):
 
 def visible(rank: int, holder: int, length: int) -> Visible:
     """Args:
-    rank: Whose queries.
-    holder: Whose keys.
-    length: Positions of a rank, two chunks.
+    rank: Rank of the queries.
+    holder: Rank of the keys.
+    length: Number of positions of a rank, two chunks.
     """
     if rank == holder:
         return Visible(0, length, is_causal=True)
@@ -41,21 +41,21 @@ def visible(rank: int, holder: int, length: int) -> Visible:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention of rows that zigzag over a group.
+    """Attends causally in rows that are zigzagged over a group.
 
-    cp - 1 hops of keys and values forward; in backward these again, and cp hops of their gradients.
+    Costs cp - 1 hops of keys and values forward; in backward these again, and cp hops of their gradients.
 
     Args:
         query: [seq_local, batch, heads, dim].
         key: [seq_local, batch, groups, dim].
-        value: As key.
-        scale: Of the scores.
-        group: Of context parallelism.
+        value: Values, in the shape of key.
+        scale: Scale of the scores.
+        group: Group of context parallelism.
 
     Returns:
         [seq_local, batch, heads, dim].
     """
-    # [batch, heads, seq_local, dim], as kernels want them
+    # [batch, heads, seq_local, dim], the form of kernels
     parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
     output: Tensor = _RingAttention.apply(*parts, scale, group)  # type: ignore[no-untyped-call]
     return output.permute(2, 0, 1, 3)
@@ -84,7 +84,7 @@ class _RingAttention(torch.autograd.Function):
         rank, length = ctx.group.rank(), query.shape[2]
         wide = torch.promote_types(query.dtype, torch.float32)
         of_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-        # Travels behind the keys and values that it belongs to, one hop later, and one further: home.
+        # sent after the keys and values that it belongs to, one hop later, and one further: back to their rank
         of_held = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
         arriving = None
         for holder, held in _hops(torch.stack((key, value)), ctx.group):
@@ -111,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge(output: Tensor, exponents: Tensor, found: AttendedPart) -> None:
-    """Adds attention to further keys, in place; `exponents` are the logarithms of the sums of exponentials."""
+    """Merges attention to further keys, in place; `exponents` are the log-sum-exps of the scores."""
     together = torch.logaddexp(exponents, found.exponents)
     output *= (exponents - together).exp().unsqueeze(-1)
     output += found.output * (found.exponents - together).exp().unsqueeze(-1)
@@ -119,11 +119,11 @@ def _merge(output: Tensor, exponents: Tensor, found: AttendedPart) -> None:
 
 
 def _hops(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Keys and values of all ranks and who holds them, this one's own first."""
+    """Yields keys and values of all ranks with the rank that holds them, this one's own first."""
     rank, size = group.rank(), group.size()
     held = own
     for hop in range(size):
-        # begun before the caller computes with what is there
+        # begun before the caller computes with the current one
         arriving = _Hop(held, group) if hop + 1 < size else None
         yield (rank - hop) % size, held
         if arriving is not None:
@@ -140,11 +140,11 @@ class _Hop:
         self._arriving = torch.empty_like(self._leaving)
         sends = dist.P2POp(dist.isend, self._leaving, to, group)
         receives = dist.P2POp(dist.irecv, self._arriving, source, group)
-        # Together, as NCCL wants them: one by one each rank would wait for the other to receive.
+        # together, as NCCL needs it: one by one each rank would wait for the other to receive
         self._works = dist.batch_isend_irecv([sends, receives])
 
     def wait(self) -> Tensor:
-        """What has arrived; on a GPU the stream waits, not the host."""
+        """Returns what has arrived; on a GPU the stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._arriving

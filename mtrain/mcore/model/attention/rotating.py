@@ -1,6 +1,6 @@
-"""megatron-core's self-attention, with queries and keys turned by our own rotation.
+"""megatron-core's self-attention, with queries and keys rotated by our own code.
 
-megatron-core's takes cosine and sine of all angles in every layer.
+megatron-core's own takes cosine and sine of all angles in every layer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ class RotatingAttention(SelfAttention):
     """Self-attention of grouped queries."""
 
     _angles: Tensor | None = None
-    """Of the call that runs, where queries and keys are turned here."""
+    """Angles of the current call, where queries and keys are rotated here."""
 
     def forward(
         self, hidden_states: Tensor, *arguments: Any, rotary_pos_emb: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As megatron-core's.
+        """Attends like megatron-core's module.
 
         Args:
             hidden_states: [seq_local, batch, hidden].
-            arguments: As megatron-core's.
-            rotary_pos_emb: Angles [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half as the first.
-            options: As megatron-core's.
+            arguments: Further arguments of megatron-core's module.
+            rotary_pos_emb: Angles [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half equal to the
+                first.
+            options: Further named arguments of megatron-core's module.
         """
         if torch.compiler.is_compiling():  # fuses by itself
             output: tuple[Tensor, Tensor | None] = super().forward(
@@ -46,7 +47,7 @@ class RotatingAttention(SelfAttention):
         return output
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        """As megatron-core's; turned, where `forward` has left that to it."""
+        """Returns what megatron-core's method does; rotated, where `forward` has left that to it."""
         if self._angles is None:
             apart: tuple[Tensor, ...] = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
             return apart
@@ -63,7 +64,7 @@ class RotatingAttention(SelfAttention):
 
     @property
     def _is_plainly_split(self) -> bool:
-        """Whether the projection holds this rank's own queries, keys and values and nothing stands before rotation."""
+        """Says whether the projection holds this rank's queries, keys and values and rotation comes next."""
         norms = self.q_layernorm, self.k_layernorm
         has_own_groups = self.config.num_query_groups >= self.world_size
         is_gated = self.config.attention_output_gate

@@ -1,10 +1,10 @@
 """Attention sinks on scaled_dot_product_attention.
 
 A sink is a learned logit of a head that takes part in the softmax and belongs to no token, so that a head may attend
-to nothing. Fused kernels do not hand out the softmax's divisor with a gradient, and a mask that holds a logit for each
-head would take memory for every pair of tokens. So the sink stands among the keys: a further dimension of each query
-holds sink / scale, a key in front of all others is 1 in that dimension and 0 elsewhere, and its value is 0. Its score
-is the sink, exactly; every kernel can compute it, with its gradient, in memory that grows with the tokens alone.
+to nothing. Fused kernels do not return the softmax's divisor with a gradient, and a mask with a logit for each head
+would take memory for every pair of tokens. So the sink is one of the keys: a further dimension of each query holds
+sink / scale, a key before all others is 1 in that dimension and 0 elsewhere, and its value is 0. Its score is the sink,
+exactly; every kernel can compute it, with its gradient, in memory that grows only with the tokens.
 
 Source: gpt-oss-120b and gpt-oss-20b model card, arXiv 2508.10925, section 2.
 """
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WIDTH = 8
-"""Dimensions that are added, though one would do: kernels on GPUs take head sizes in steps of eight."""
+"""Number of added dimensions, though one would do: kernels on GPUs take head sizes in steps of eight."""
 
 
 def sink_parameter(config: TransformerConfig, tp: torch.distributed.ProcessGroup) -> nn.Parameter:
-    """[heads_local] zeros, marked as split over tp, so that the gradient norm counts those of every rank."""
+    """Returns [heads_local] zeros, marked as split over TP, so that the gradient norm counts those of every rank."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     # Vectors are not drawn (init_weights.py): zeros are the initial sinks.
     sinks = torch.zeros(config.num_attention_heads // tp.size(), dtype=config.params_dtype, device=device)
@@ -32,7 +32,7 @@ def sink_parameter(config: TransformerConfig, tp: torch.distributed.ProcessGroup
 
 
 def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of longer heads, the sink as key 0.
+    """Returns queries, keys and values of longer heads, with the sink as key 0.
 
     Args:
         query: [q, batch, heads, dim].
@@ -47,7 +47,7 @@ def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) ->
     # the cast comes last, so that the gradient is summed over tokens in float32
     column = scores.unsqueeze(-1).expand(*query.shape[:3], 1).to(query.dtype)  # [q, batch, heads, 1]
     query = functional.pad(torch.cat((query, column), dim=-1), (0, WIDTH - 1))
-    # Pairs from the last axis on: WIDTH dimensions behind, no groups, no rows, one key in front.
+    # pairs from the last axis on: WIDTH dimensions after, no groups, no rows, one key before
     key, value = (functional.pad(part, (0, WIDTH, 0, 0, 0, 0, 1, 0)) for part in (key, value))
     key[0, :, :, dim] = 1.0  # in place on what pad has made; its value stays 0, so it takes weight and adds nothing
     return query, key, value

@@ -1,4 +1,4 @@
-"""What grouped-query attention multiplies its scores by."""
+"""The factor of the scores in grouped-query attention."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 
 
 def softmax_scale(model: ModelSection) -> float:
-    """query_scalar ** -0.5, by default 1/sqrt(head_dim), times the square of yarn's attention factor.
+    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) where that is unset, times yarn's attention factor squared.
 
-    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product carries it
+    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product contains it
     twice.
     """
     return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / _divisor(model)
 
 
 def windowed_softmax_scale(model: ModelSection) -> float:
-    """The same of layers with a sliding window: where they rotate by a base of their own, yarn has no part in it."""
+    """Returns the scale of layers with a window: where they rotate by a base of their own, yarn plays no part."""
     return softmax_scale(model) if model.rope.local_base is None else 1.0 / _divisor(model)
 
 

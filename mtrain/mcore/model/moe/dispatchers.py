@@ -1,8 +1,8 @@
-"""Tokens sorted by expert, and back, without asking the device for sizes that are known.
+"""Sorts tokens by expert, and back, without asking the device for sizes that are known.
 
-In the place of megatron-core's dispatchers. These call masked_select twice a layer and pass, whose size the host waits
-for (moe_utils.py::permute), though it follows from top_k; and bring counts of tokens to the host, which none needs
-where every rank holds all experts whole. Order and numbers are the same to the bit.
+These replace megatron-core's dispatchers, which call masked_select twice per layer and pass, for whose size the host
+waits (moe_utils.py::permute), though it follows from top_k; and which copy counts of tokens to the host, which nothing
+needs where every rank holds all experts whole. Order and numbers are the same to the bit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """What a layer sends its tokens with: megatron-core's own where sizes depend on values or all tokens are gathered.
+    """Returns a layer's dispatcher: megatron-core's own where sizes depend on values or all tokens are gathered.
 
     Args:
-        theirs: Made for this layer.
-        config: Of the model.
+        theirs: Dispatcher that megatron-core made for this layer.
+        config: Configuration of the model.
         groups: The process groups.
     """
     if config.moe_expert_capacity_factor is not None:  # some choices are dropped
@@ -35,12 +35,12 @@ def dispatcher_in_place_of(
 
 
 class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's, but for the first sort. The host waits for what each rank sends, once a layer and pass."""
+    """megatron-core's dispatcher with another first sort. The host waits once per layer and pass, for ranks' sizes."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LocalDispatcher.dispatch_preprocess`."""
+        """Does what `LocalDispatcher.dispatch_preprocess` does."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
-        # Starts the copies of what each rank sends and receives; they are waited for in front of the exchange.
+        # starts the copies of what each rank sends and receives; the exchange waits for them
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
@@ -51,22 +51,22 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Of one layer. As in megatron-core's, what one part of the layer's pass finds is kept for the next."""
+    """Dispatcher of one layer; like megatron-core's, it keeps what one part of the layer's pass finds for the next."""
 
     _shape: torch.Size
     _token_of_row: Tensor
     _counts: Tensor
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts by expert.
+        """Sorts tokens by expert.
 
         Args:
             hidden_states: [seq_local, batch, hidden].
-            routing_map: [tokens, num_experts] bool, top_k of each token's true.
-            probs: [tokens, num_experts]: weights.
+            routing_map: Choices, [tokens, num_experts] bool, top_k of each token's true.
+            probs: Weights, [tokens, num_experts].
 
         Returns:
-            [tokens x top_k, hidden], of an expert in the order of the tokens; and the weight of each.
+                [tokens x top_k, hidden], each expert's in the order of the tokens; and the weight of each.
         """
         self._shape, self._counts = hidden_states.shape, routing_map.sum(0)
         tokens = hidden_states.reshape(-1, self._shape[-1])
@@ -74,45 +74,45 @@ class LocalDispatcher(MoETokenDispatcher):
         return ordered, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """They are there."""
+        """Returns the tokens, which are on the right rank already."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With how many each expert has: [num_experts] int64, on the device."""
+        """Returns the tokens with the number of each expert's: [num_experts] int64, on the device."""
         return hidden_states, self._counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """They are in the order in which they came."""
+        """Returns the outputs, which are in the order in which the tokens came."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """They are where they belong."""
+        """Returns the outputs, which are on the right rank already."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[tokens x top_k, hidden] -> [seq_local, batch, hidden]: each token's outputs added up."""
+        """Adds up each token's outputs: [tokens x top_k, hidden] -> [seq_local, batch, hidden]."""
         tokens = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
         combined: Tensor = unpermute(hidden_states, self._token_of_row, restore_shape=tokens)
         return combined.view(self._shape)
 
 
 def _by_expert(tokens: Tensor, chosen: Tensor, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and weights in the order of `rows_by_expert`, and which token each row is."""
+    """Returns tokens and weights in the order of `rows_by_expert`, and the token of each row."""
     rows = rows_by_expert(chosen, top_k)
     token_of_row = rows % len(chosen)
     return tokens.index_select(0, token_of_row), weights.T.reshape(-1).index_select(0, rows), token_of_row
 
 
 def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
-    """[tokens x top_k] int64: expert x tokens + token of every choice, increasing. The host does not wait.
+    """Returns [tokens x top_k] int64: expert x tokens + token of every choice, ascending. The host does not wait.
 
     Args:
         chosen: [tokens, num_experts] bool.
-        top_k: How many are true in every row.
+        top_k: Number of true values in every row.
     """
     flat = chosen.T.reshape(-1)
     count = chosen.shape[0] * top_k
-    # each choice to the place of its number; what is not chosen to one place more, which is cut off
+    # moves each choice to the place of its number; all others to one place more, which is cut off
     places = torch.where(flat, flat.cumsum(0) - 1, count)
     rows = torch.empty(count + 1, dtype=torch.int64, device=chosen.device)
     return rows.scatter_(0, places, torch.arange(len(flat), device=chosen.device))[:count]

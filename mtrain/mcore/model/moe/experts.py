@@ -1,7 +1,7 @@
 """A rank's experts, their weights stacked along the first axis.
 
-They stand in the place of megatron-core's SequentialMLP and TEGroupedMLP, under the same checkpoint keys. Two faults of
-those are absent: experts whose etp is not the dense layers' tp are marked as experts even where ep = 1, so that their
+They replace megatron-core's SequentialMLP and TEGroupedMLP, under the same checkpoint keys, without two faults of
+theirs: here, experts whose etp is not the dense layers' tp are marked as experts even where ep = 1, so that their
 gradients are summed over all their replicas, and are counted in the gradient norm on every rank.
 """
 
@@ -30,13 +30,13 @@ class Stack(nn.Module):
 
     def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
         """Args:
-        config: Precision and device, and whether there are biases.
-        experts: On this rank.
-        rows: Outputs of one expert on this rank.
-        columns: Inputs of one expert on this rank.
+        config: Configuration with precision and device, and whether there are biases.
+        experts: Number of experts on this rank.
+        rows: Number of outputs of one expert on this rank.
+        columns: Number of inputs of one expert on this rank.
         """
         super().__init__()
-        # Drawn later, by global name (init_weights.py).
+        # drawn later, by global name (init_weights.py)
         self.weight = _parameter(torch.empty(experts, rows, columns), config)
         if config.add_bias_linear:
             self.bias = _parameter(torch.zeros(experts, rows), config)
@@ -44,22 +44,22 @@ class Stack(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, tokens: Tensor, counts: Tensor, product: Product) -> Tensor:
-        """[count, columns] sorted by expert -> [count, rows], without the bias.
+        """Multiplies [count, columns] sorted by expert -> [count, rows], without the bias.
 
-        A module's own call is what overlapped gathering of parameters waits in.
+        A call of the module itself is where overlapped gathering of parameters waits.
         """
         return self.product(tokens, product)(tokens, self.weight, counts)
 
     def product(self, tokens: Tensor, wanted: Product) -> Product:
-        """The wanted one, where it can be taken."""
+        """Returns the wanted product, or the sequential one where that cannot be used."""
         # grouped products take operands of one precision
         return wanted if self.weight.dtype == tokens.dtype else sequential
 
     def biases(self, counts: Tensor, num_tokens: int) -> Tensor | None:
-        """Each token's bias: [num_tokens, rows]; none where there is none."""
+        """Returns each token's bias, [num_tokens, rows]; None where there are no biases."""
         if self.bias is None:
             return None
-        # with the size of the output the host need not wait for it
+        # given the size of the output, the host need not wait for it
         counts = counts.to(self.bias.device, non_blocking=True)
         return self.bias.repeat_interleave(counts, dim=0, output_size=num_tokens)
 
@@ -67,7 +67,7 @@ class Stack(nn.Module):
 def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     parameter: Any = nn.Parameter(value.to(device=device, dtype=config.params_dtype))
-    parameter.allreduce = False  # replicas are those of the expert, not of the dense layers
+    parameter.allreduce = False  # its replicas are those of the expert, not of the dense layers
     parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
     parameter.partition_dim, parameter.partition_stride = 0, 1
     return parameter
@@ -84,16 +84,16 @@ class Experts(MegatronModule):
         implementation: Literal["auto", "grouped", "sequential"],
     ) -> None:
         """Args:
-        num_local_experts: Of this rank.
-        config: Sizes, activation, biases.
+        num_local_experts: Number of experts on this rank.
+        config: Configuration with sizes, activation and biases.
         pg_collection: Expert, expert-tensor and expert-data groups.
-        implementation: Of the products.
+        implementation: Implementation of the products.
         """
         super().__init__(config)
         self.num_local_experts = num_local_experts
         self._ep, self._etp, self._edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         assert config.moe_ffn_hidden_size is not None
-        # etp has a group of its own: experts may be divided otherwise than the dense layers' tp.
+        # etp has its own group: experts may be divided differently from the dense layers' tp
         ffn = config.moe_ffn_hidden_size // self._etp.size()
         fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
         self.linear_fc1 = Stack(config, num_local_experts, fc1_rows, config.hidden_size)
@@ -103,28 +103,28 @@ class Experts(MegatronModule):
         chosen_product(implementation, self._row_sizes, self.linear_fc1.weight)  # refuses now, not in the first step
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """The weighted outputs of all experts; with etp > 1, this rank's part of their sum.
+        """Computes the weighted outputs of all experts; with etp > 1, this rank's part of their sum.
 
         Args:
             tokens: [count, hidden_size], sorted by expert.
             tokens_per_expert: [num_local_experts] int64.
-            weights: [count]: of each token's output.
+            weights: Weight of each token's output, [count].
 
         Returns:
             [count, hidden_size] in the dtype of the tokens, and no bias to be added later.
         """
         product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
         stacks = (self.linear_fc1, self.linear_fc2)
-        # Other products need sizes on the host, which waits for them once, where the dispatcher has not done so.
+        # other products need sizes on the host, which waits for them once, where the dispatcher has not done so
         on_host = any(stack.product(tokens, product) is sequential for stack in stacks)
         counts = tokens_per_expert.cpu() if on_host else tokens_per_expert
         weights = weights.unsqueeze(-1)
         hidden = self.linear_fc1(tokens, counts, product)
         biases = self.linear_fc1.biases(counts, len(tokens))
-        # Weighted in front of fc2, which is linear, as in megatron-core's experts; fc2's bias is weighted apart.
+        # weighted before fc2, which is linear, as in megatron-core's experts; fc2's bias is weighted separately
         hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
         output = self.linear_fc2(hidden, counts, product)
-        # Every rank of etp would add it to its part of the sum: config/rules.py refuses biases beside etp > 1.
+        # every rank of etp would add it to its part of the sum: config/rules.py refuses biases with etp > 1
         biases = self.linear_fc2.biases(counts, len(tokens))
         if biases is not None:
             output = output + (biases * weights).to(tokens.dtype)
@@ -145,14 +145,14 @@ class Experts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: object = None
     ) -> dict[str, ShardedTensorFactory]:
-        """Each expert's tensors under one key with an axis of all experts, as megatron-core names them."""
+        """Returns each expert's tensors under one key with an axis of all experts, named like megatron-core's."""
         return {
             f"{prefix}{linear}.{kind}": ShardedTensorFactory(
                 key=f"{prefix}experts.{linear}.{kind}",
                 data=parameter,
                 build_fn=self._builder(linear, kind, sharded_offsets),
                 merge_fn=_unused,
-                # Only ranks of expert data parallelism hold the same numbers, whatever dense group they are in.
+                # only ranks of expert data parallelism hold the same numbers, in whatever dense group they are
                 replica_id=(0, 0, self._edp.rank()),
             )
             for linear, stack in self.named_children()
@@ -160,12 +160,12 @@ class Experts(MegatronModule):
         }
 
     def _builder(self, linear: str, kind: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
-        """Cuts a stack into shards of the global tensor [outer axes, num_experts, ...]."""
+        """Returns a function that cuts a stack into shards of the global tensor [outer axes, num_experts, ...]."""
         first = self._ep.rank() * self.num_local_experts
         count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
         is_divided = kind == "weight" or linear == "linear_fc1"
         size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
-        # Globally all gates precede all ups, so a rank's gates and ups are two slices with ranks between them.
+        # globally all gates come before all ups, so a rank's gates and ups are two slices with other ranks between them
         num_parts = 2 if linear == "linear_fc1" and self.config.gated_linear_unit else 1
 
         def build(key: str, stack: Tensor, replica_id: ReplicaId, flattened_range: object) -> list[ShardedTensor]:
@@ -179,7 +179,7 @@ class Experts(MegatronModule):
                     replica_id=replica_id,
                     prepend_axis_num=depth,
                 )
-                # Views: what is read into a shard is in the stack.
+                # views: what is read into a shard is in the stack
                 for number, values in enumerate(stack.detach())
                 for index, part in enumerate(values.chunk(num_parts))
             ]

@@ -22,18 +22,18 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # public from 2.10
 _ALIGNMENT_BYTES = 16
-"""What rows of the operands must be a multiple of."""
+"""Multiple, in bytes, that rows of the operands must have."""
 
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """One product an expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
+    """Computes one product per expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
     parts = torch.split(tokens, counts.tolist())  # the host waits where counts are on a GPU
     return torch.cat([widened_linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """All experts in one kernel."""
-    # The kernel takes int32 on the device; the host does not wait: counts are there, or in memory that is pinned.
+    """Computes all experts in one kernel."""
+    # The kernel takes int32 on the device; the host does not wait: counts are there, or in pinned memory.
     ends = counts.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
@@ -41,15 +41,15 @@ def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 def chosen_product(
     implementation: Literal["auto", "grouped", "sequential"], sizes: tuple[int, ...], weight: Tensor
 ) -> Product:
-    """The product for weights like `weight`.
+    """Returns the product for weights like `weight`.
 
     Args:
-        implementation: auto takes the grouped one where it is there.
+        implementation: Wanted implementation; `auto` takes the grouped one where it is available.
         sizes: Lengths of the rows of all operands.
-        weight: Tells the device and dtype.
+        weight: Weight whose device and dtype count.
 
     Raises:
-        ConfigError: The grouped one was asked for where it is not there.
+        ConfigError: The grouped product was asked for where it is not available.
     """
     is_aligned = all(size * weight.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
     match implementation:
@@ -69,17 +69,17 @@ def chosen_product(
 
 
 _TRIALS = ((3, 0, 5, 0), (0, 0, 0, 0))
-"""Tokens of each expert: some have none, as all may on a rank."""
+"""Numbers of tokens of each expert: some have none, as all may on a rank."""
 
 
-# By trial: which devices and dtypes have a kernel, and its backward, differs by release of torch.
+# by a trial: the devices and dtypes with a kernel, and with its backward, differ between releases of torch
 @cache
 def has_grouped(device: str, dtype: torch.dtype) -> bool:
-    """Whether torch has a grouped product on this kind of device that gives the numbers of the sequential one.
+    """Says whether torch has a grouped product on this kind of device that gives the numbers of the sequential one.
 
-    Found out by tiny ones, forward and backward. Whole numbers, so that every way to add them gives the same; in memory
-    full of NaN, so that an element that a kernel leaves as it finds it, such as the gradient of an expert without
-    tokens, is seen whatever was there before.
+    It tries tiny ones, forward and backward. Numbers are integers, so that any order of adding gives the same; memory
+    is full of NaN, so that an element which a kernel leaves untouched, such as the gradient of an expert without
+    tokens, is noticed whatever was there before.
     """
     try:
         with _memory_of_nan():
@@ -87,12 +87,12 @@ def has_grouped(device: str, dtype: torch.dtype) -> bool:
                 all(map(torch.equal, _trial(grouped, counts, device, dtype), _trial(sequential, counts, device, dtype)))
                 for counts in _TRIALS
             )
-    except RuntimeError:  # as torch says that a kernel is missing; NotImplementedError is one, too
+    except RuntimeError:  # torch's error for a missing kernel; NotImplementedError is one, too
         return False
 
 
 def _trial(product: Product, counts: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients."""
+    """Returns output and gradients of a product."""
 
     def numbers(*sizes: int) -> Tensor:
         return (torch.arange(math.prod(sizes)) % 5 - 2).view(sizes).to(device, dtype).requires_grad_()
@@ -105,12 +105,12 @@ def _trial(product: Product, counts: Sequence[int], device: str, dtype: torch.dt
 
 @contextmanager
 def _memory_of_nan() -> Iterator[None]:
-    """Inside the block new memory of torch is full of NaN: its aid for finding what is read before it is written."""
+    """Fills new memory of torch with NaN inside the block: its aid for finding what is read before it is written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    aid: Any = deterministic  # without types there
+    aid: Any = deterministic  # untyped in torch
     fills = aid.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations that are not deterministic: none is asked to be
+        warnings.simplefilter("ignore")  # about operations that are not deterministic: none has to be
         torch.use_deterministic_algorithms(True, warn_only=True)
         aid.fill_uninitialized_memory = True
         try:

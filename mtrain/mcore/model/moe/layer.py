@@ -15,7 +15,7 @@ from mtrain.mcore.model.moe.dispatchers import dispatcher_in_place_of
 class ExpertsLayer(MoELayer):
     """MoELayer whose router receives the sequence of each position.
 
-    megatron-core takes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
+    megatron-core passes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
     """
 
     token_dispatcher: MoETokenDispatcher
@@ -28,9 +28,9 @@ class ExpertsLayer(MoELayer):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """Args:
-        config: Of the model.
-        submodules: Router, experts, shared experts.
-        layer_number: Global, from 1.
+        config: Configuration of the model.
+        submodules: Specs of router, experts, shared experts.
+        layer_number: Global number of the layer, from 1.
         pg_collection: The process groups; None for megatron-core's own.
         """
         super().__init__(config, submodules, layer_number, pg_collection)
@@ -45,8 +45,8 @@ class ExpertsLayer(MoELayer):
         Args:
             hidden_states: [seq_local, batch, hidden].
             intermediate_tensors: Part of megatron-core's protocol, for CUDA graphs of a part of the layer.
-            padding_mask: [batch, seq_local] int64, in the place of megatron-core's mask: the sequence of each position,
-                negative where there is no text. None where nobody counts.
+            padding_mask: Sequence of each position, [batch, seq_local] int64, in the place of megatron-core's mask;
+                negative where there is no text. None where nothing is counted.
 
         Returns:
             [seq_local, batch, hidden]; and no bias.

@@ -1,4 +1,4 @@
-"""What stands in the feed-forward part of a layer with experts, and its fields in megatron-core's configuration."""
+"""The feed-forward part of a layer with experts, and its fields in megatron-core's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain.mcore.model.moe.router import Router
 
 
 def experts_spec(section: ExpertsSection) -> ModuleSpec:
-    """megatron-core's layer and dispatcher around our router and experts."""
+    """Returns megatron-core's layer and dispatcher with our router and experts."""
     shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=ExpertsLayer,
@@ -32,9 +32,9 @@ def experts_spec(section: ExpertsSection) -> ModuleSpec:
 
 
 def experts_fields(model: ModelSection) -> dict[str, Any]:
-    """Fields of TransformerConfig; none where the model has no experts.
+    """Returns the fields of TransformerConfig; none where the model has no experts.
 
-    Balancing is not megatron-core's: its losses and its update of the bias stay off.
+    megatron-core's balancing is not used: its losses and its update of the bias stay off.
     """
     section = model.experts
     if section is None:
@@ -52,9 +52,9 @@ def experts_fields(model: ModelSection) -> dict[str, Any]:
         "moe_router_num_groups": section.num_groups,
         "moe_router_group_topk": section.group_top_k,
         "moe_router_topk_scaling_factor": section.scaling_factor,
-        "moe_router_dtype": "fp32",  # our router computes so anyhow; unset, TransformerConfig warns from 32 experts on
+        "moe_router_dtype": "fp32",  # our router does so anyway; unset, TransformerConfig warns from 32 experts on
         "moe_router_load_balancing_type": "none",
-        # Terms of the objective instead: see mtrain/mcore/engine/router_balance.py.
+        # replaced by terms of the objective: see mtrain/mcore/engine/router_balance.py
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": section.dispatcher,
         "moe_expert_capacity_factor": section.capacity_factor,

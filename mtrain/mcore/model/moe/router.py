@@ -1,6 +1,6 @@
 """The router: logits of each token for all experts, and the choice among them.
 
-megatron-core's own (transformer/moe/router.py) asks for a function of TransformerEngine that is not there without it
+megatron-core's own (transformer/moe/router.py) calls a function that exists only with TransformerEngine
 (moe_utils.py::RouterGatingLinearFunction) and rounds scores to float32 even in a float64 model.
 """
 
@@ -22,10 +22,10 @@ from mtrain.mcore.model.moe.topk_routing import TopkRouting, choose
 
 
 class StatsHook(Protocol):
-    """Sees what a router does with each microbatch."""
+    """Receives what a router does with each microbatch."""
 
     def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
-        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; returns the former,
+        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; returns the logits,
         perhaps with a further loss in their graph."""
 
     def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
@@ -42,9 +42,9 @@ class Router(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, section: ExpertsSection
     ) -> None:
         """Args:
-        config: Hidden size, precision of the weights, sequence parallelism.
+        config: Configuration with hidden size, precision of the weights, sequence parallelism.
         pg_collection: The tensor-parallel group, over which the router's weights are replicated.
-        section: Of the model.
+        section: Section of the model's experts.
         """
         super().__init__(config)
         self.section = section
@@ -58,7 +58,7 @@ class Router(MegatronModule):
             self.register_parameter("bias", None)
         has_expert_bias = section.expert_bias
         device = self.weight.device
-        # A buffer: it moves by counts and not by a gradient, but belongs to the checkpoint.
+        # a buffer: it moves by counts and not by a gradient, but belongs to the checkpoint
         self.register_buffer(
             "expert_bias", torch.zeros(section.num_experts, device=device) if has_expert_bias else None
         )
@@ -66,12 +66,12 @@ class Router(MegatronModule):
     def _parameter(self, value: Tensor) -> nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = nn.Parameter(value.to(device=device, dtype=self.config.params_dtype))
-        # Whole on every TP rank, each routing its own tokens under sp: by this mark the gradients are summed over TP.
+        # whole on every TP rank, each routing its own tokens under sp: this mark makes the gradients sum over TP
         parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Global number of the layer, from 1."""
+        """Sets the global number of the layer, from 1."""
         self.layer_number = layer_number
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -79,29 +79,29 @@ class Router(MegatronModule):
 
         Args:
             hidden: [seq_local, batch, hidden_size].
-            padding_mask: [seq_local, batch] int64, the sequence of each position in the microbatch; negative where
-                there is no text, which is routed like all else and not counted. None where nobody counts.
+            padding_mask: Sequence of each position in the microbatch, [seq_local, batch] int64; negative where there is
+                no text, which is routed like all else and not counted. None where nothing is counted.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.
         """
         logits = self.logits(hidden)
         if self.watch is not None:
-            # Before the choice, so that the terms hang on the logits' graph.
+            # before the choice, so that the terms are in the logits' graph
             logits = self.watch.logits(logits, padding_mask)
         choice = choose(logits.flatten(0, 1), self.section, self.expert_bias)
         if self.watch is not None:
             self.watch.choice(choice.chosen, padding_mask)
-        # The tokens that a rank drops depend on which ones it holds: rules.py permits it by a switch alone.
+        # the tokens that a rank drops depend on which ones it holds: rules.py allows it only with a switch
         if self.section.capacity_factor is not None:
             return self._within_capacity(choice)
         return choice.weights, choice.chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[seq_local, batch, hidden_size] -> [seq_local, batch, num_experts] in at least float32."""
+        """Maps [seq_local, batch, hidden_size] to logits [seq_local, batch, num_experts] in at least float32."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
-        # The product itself in float32: rounded to bfloat16 close scores would tie, and the choice hang on their order.
+        # The product itself in float32: rounded to bfloat16, close scores would tie, and their order would decide.
         return functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
 
     def _within_capacity(self, choice: TopkRouting) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class Router(MegatronModule):
         return weights, chosen
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """The bias of the choice keeps float32 in a half-precision model: its steps would be rounded away."""
+        """Keeps the bias of the choice in float32 in a half-precision model, which would round its steps away."""
         before = self.expert_bias
         applied = super()._apply(fn, recurse)
         if (

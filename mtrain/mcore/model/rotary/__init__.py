@@ -1,1 +1,1 @@
-"""Rotary positions: frequencies, angles, and what a rank sees of them."""
+"""Rotary positions: frequencies, angles, and rotation."""

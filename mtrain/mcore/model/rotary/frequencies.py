@@ -1,7 +1,7 @@
 """Frequencies of the rotary position embedding, with the scalings that extend a model's context.
 
-They agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model has to
-see the very angles it was trained with; the order of operations below is part of that.
+They agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model needs
+exactly the angles it was trained with; the order of operations below is part of that.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mtrain.config.schema.model import RopeSection
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
-    """Angle of each dimension pair per position, and what cos and sin are multiplied by.
+    """Returns the angle of each dimension pair per position, and the factor of cos and sin.
 
     Args:
-        rope: The `model.rope` section.
-        head_dim: Dimensions of an attention head, all of which rotate; even.
+        rope: Section `model.rope`.
+        head_dim: Number of dimensions of an attention head, all of which rotate; even.
 
     Returns:
         [head_dim / 2] float32 on the CPU in radians, and the attention factor (1 except for yarn).
@@ -38,13 +38,13 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
 
 
 def local_frequencies(rope: RopeSection, head_dim: int) -> Tensor:
-    """As `inverse_frequencies`, of layers with a sliding window where `rope.local_base` is set: never scaled."""
+    """Returns frequencies of layers with a sliding window where `rope.local_base` is set: never scaled."""
     assert rope.local_base is not None
     return inverse_frequencies(RopeSection(base=rope.local_base), head_dim)[0]
 
 
 def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
-    """Divides slow rotations by the factor, keeps fast ones and goes over smoothly between the two.
+    """Divides slow rotations by the factor, keeps fast ones and interpolates between the two.
 
     Source: Llama 3.1 (Grattafiori et al. 2024), as released.
     """
@@ -54,7 +54,7 @@ def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
     is_fast = wavelengths < rope.original_max_positions / fast
     share = (rope.original_max_positions / wavelengths - slow) / (fast - slow)
     between = (1 - share) * frequencies / rope.factor + share * frequencies
-    # By wavelength, not by `share`, which leaves [0, 1] outside of the band.
+    # by wavelength, not by `share`, which leaves [0, 1] outside of the band
     return torch.where(is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, between))
 
 
@@ -68,23 +68,23 @@ def _yarn(rope: RopeSection, periods: Tensor, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by 0
+        high += 0.001  # a ramp of width 0 would divide by 0
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     unscaled_share = 1 - ramp
     return 1.0 / (rope.factor * periods) * (1 - unscaled_share) + 1.0 / periods * unscaled_share
 
 
 def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
-    """The (fractional) dimension pair that turns so many times over the original context."""
+    """Returns the (fractional) dimension pair that makes this many rotations over the original context."""
     positions_per_radian = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.base))
 
 
 def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> float:
-    """What multi-head latent attention multiplies its scores by.
+    """Returns the factor of the scores of multi-head latent attention.
 
-    1 / sqrt(query_head_dim), under yarn with mscale_all_dim times the square of that magnitude, because only the rotary
-    part of a head has the attention factor on its cos and sin.
+    It is 1 / sqrt(query_head_dim), under yarn with mscale_all_dim times the square of that magnitude, because only the
+    rotary part of a head has the attention factor on its cos and sin.
     Source: DeepSeek-V3's released model.
     """
     magnitude = 1.0 if rope.mscale_all_dim is None else _yarn_magnitude(rope.factor, rope.mscale_all_dim)
@@ -92,7 +92,7 @@ def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> f
 
 
 def _yarn_attention_factor(rope: RopeSection) -> float:
-    """The configured factor, else DeepSeek's quotient of magnitudes, else the paper's fit: 0.1 ln(factor) + 1."""
+    """Returns the configured factor, else DeepSeek's quotient of magnitudes, else 0.1 ln(factor) + 1 (paper)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale is not None and rope.mscale_all_dim is not None:

@@ -1,4 +1,4 @@
-"""Layers with a sliding window that rotate by a base of their own, as Gemma-3's do."""
+"""Layers with a sliding window that rotate by a base of their own, as in Gemma-3."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class TwoBaseRotary(Rotary):
 
     def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
         """Args:
-        inverse_frequencies: [head_dim / 2] float32, of layers that see everything.
-        windowed: The same of layers with a window.
+        inverse_frequencies: [head_dim / 2] float32, of layers without a window.
+        windowed: [head_dim / 2] float32, of layers with a window.
         """
         super().__init__(inverse_frequencies)
         self.windowed = Rotary(windowed)
 
     def set_positions(self, positions: Tensor, rows_agree: bool) -> None:
-        """As `Rotary.set_positions`, for both."""
+        """Sets the positions of both kinds of layer."""
         super().set_positions(positions, rows_agree)
         self.windowed.set_positions(positions, rows_agree)
 
     def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
-        """Angles: [2, seq_local, batch or 1, 1, head_dim] float32, of global and of windowed layers."""
-        # GPTModel carries one tensor of angles to all layers; the choice is left to each of them.
+        """Returns angles: [2, seq_local, batch or 1, 1, head_dim] float32, of global and of windowed layers."""
+        # GPTModel passes one tensor of angles to all layers; each of them chooses
         return torch.stack((super().forward(max_seq_len), self.windowed(max_seq_len)))
 
 
 def take_angles_by_layer(model: nn.Module) -> None:
-    """Lets every self-attention of a model take the half of a TwoBaseRotary's angles that its window asks for."""
+    """Makes every self-attention of a model take the half of a TwoBaseRotary's angles that its window needs."""
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            # A hook on the module's call also runs when the layer is recomputed.
+            # a hook on the module's call also runs when the layer is recomputed
             module.register_forward_pre_hook(_take_own_angles, with_kwargs=True)
 
 
@@ -50,7 +50,7 @@ def _take_own_angles(
 
 
 def _apart(angles: Tensor) -> tuple[Tensor, ...]:
-    """Both halves, the same tensors for all layers of a microbatch, which keep more with them (`turns_of`)."""
+    """Returns both halves, the same tensors for all layers of a microbatch, which store more on them (`turns_of`)."""
     known: tuple[Tensor, ...] | None = getattr(angles, "known_halves", None)
     if known is None:
         known = angles.unbind()

@@ -1,7 +1,7 @@
-"""Turning queries and keys by their angles.
+"""Rotates queries and keys by their angles.
 
-On a CPU results lie with the positions of a head one after the other. Attention reads a head at a time, and rows
-that are some power of two apart miss the cache.
+On a CPU results lie with the positions of a head one after the other. Attention reads one head at a time, and rows a
+power of two apart would collide in the cache.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.autograd.function import once_differentiable
 
 
 class Turns(NamedTuple):
-    """Of angles whose second half is as the first; [seq, batch or 1, 1, 2 r] each, in the dtype of what is turned."""
+    """Cosine and sine of angles with two equal halves; [seq, batch or 1, 1, 2 r] each, in the dtype of the heads."""
 
     cosine: Tensor
     sine: Tensor
 
 
 def turns_of(angles: Tensor, dtype: torch.dtype) -> Turns:
-    """Of [seq, batch or 1, 1, 2 r] in radians, float32: found by the first layer of a microbatch for all of them."""
-    # on the tensor itself, which all layers are handed: it goes when the microbatch goes
+    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians, once for all layers of a microbatch."""
+    # stored on the tensor itself, which all layers receive: it lives as long as the microbatch
     known: Turns | None = getattr(angles, "known_turns", None)
     if known is None or known.cosine.dtype != dtype:
         known = Turns(angles.cos().to(dtype), angles.sin().to(dtype))
@@ -31,7 +31,7 @@ def turns_of(angles: Tensor, dtype: torch.dtype) -> Turns:
 
 
 def turned_as_rounded(heads: Tensor, turns: Turns) -> Tensor:
-    """As `rotated`, by the very operations of megatron-core and transformers, which round each product."""
+    """Rotates like `rotated`, by the very operations of megatron-core and transformers, which round each product."""
     size = turns.cosine.shape[-1]
     rotary, rest = heads[..., :size], heads[..., size:]
     first, second = rotary.chunk(2, dim=-1)
@@ -40,31 +40,32 @@ def turned_as_rounded(heads: Tensor, turns: Turns) -> Tensor:
 
 
 def rotated(heads: Tensor, turns: Turns) -> Tensor:
-    """Turns dimension i of the first 2 r of each head with i + r.
+    """Rotates dimension i of the first 2 r of each head with i + r.
 
-    One new tensor and three passes forward, the same backward; nothing is kept but the arguments that are shared by all
-    heads. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
+    Costs one new tensor and three passes forward, the same backward; keeps nothing but the arguments that all heads
+    share. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
 
     Args:
         heads: [seq, batch, heads, head_dim].
-        turns: Of 2 r dimensions.
+        turns: Cosine and sine of 2 r dimensions.
 
     Returns:
-        As heads; dimensions from 2 r on are as they were.
+            Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
     """
     turned: Tensor = _Rotation.apply(heads, *turns)  # type: ignore[no-untyped-call]
     return turned
 
 
 def split_and_rotated(mixed: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a projection, the first two turned as by `rotated`.
+    """Splits a projection into queries, keys and values, the first two rotated as by `rotated`.
 
     Each is written once where attention reads it, and its gradient once where the projection does: megatron-core copies
-    the queries before they are turned, and in backward puts the three gradients together.
+    the queries before the rotation, and in backward joins the three gradients.
 
     Args:
-        mixed: [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a value.
-        turns: Of 2 r dimensions.
+        mixed: Output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
+            value.
+        turns: Cosine and sine of 2 r dimensions.
 
     Returns:
         [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
@@ -115,21 +116,21 @@ class _SplitRotation(torch.autograd.Function):
 
 
 def _by_group(query: Tensor, groups: int) -> Tensor:
-    """[seq, batch, groups * n, head_dim] -> [seq, batch, groups, n, head_dim], a view."""
+    """Views [seq, batch, groups * n, head_dim] as [seq, batch, groups, n, head_dim]."""
     return query.view(*query.shape[:2], groups, -1, query.shape[-1])
 
 
 def _heads_first(like: Tensor, num_heads: int) -> Tensor:
-    """[seq, batch, num_heads, head_dim], the positions of a head one after the other."""
+    """Allocates [seq, batch, num_heads, head_dim] with the positions of a head one after the other."""
     seq, batch, size = *like.shape[:2], like.shape[-1]
     return torch.empty(batch, num_heads, seq, size, dtype=like.dtype, device=like.device).permute(2, 0, 1, 3)
 
 
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
-    """By the angle times the sign, into `output`."""
+    """Rotates by the angle times the sign, into `output`."""
     size = cosine.shape[-1] // 2
     first, second, sine = heads[..., :size], heads[..., size : 2 * size], sine[..., :size]
-    # the whole rotary part at once: halves alone are half as long a run of memory
+    # the whole rotary part at once: halves alone are half as long a range of memory
     torch.mul(heads[..., : 2 * size], cosine, out=output[..., : 2 * size])
     output[..., :size].addcmul_(second, sine, value=-sign)
     output[..., size : 2 * size].addcmul_(first, sine, value=sign)
