@@ -1,6 +1,6 @@
 """Weights in FP8 with one scale for each block, as DeepSeek-V3 is published: read as bfloat16.
 
-Weight W lies beside `W_scale_inv`: block (i, j) of W, of 128 x 128 numbers, is multiplied by the scale at (i, j).
+The scales of weight W are `W_scale_inv`: block (i, j) of W, of 128 x 128 numbers, is multiplied by the scale at (i, j).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _BLOCK_SIZE = "weight_block_size"
 _FP8 = torch.float8_e4m3fn
 _ON_LOAD = ("load_in_4bit", "load_in_8bit")
 PLAIN_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What weights may be; integers, and FP8 without scales that are known, are codes for other numbers."""
+"""Dtypes that weights may have; integers, and FP8 without known scales, are codes for other numbers."""
 
 
 class Weights(Protocol):
-    """Tensors by name, and what is known of them without reading."""
+    """Tensors by name, and their dtypes and shapes, which are known without reading."""
 
     def names(self) -> set[str]:
-        """All tensors."""
+        """Returns the names of all tensors."""
         ...
 
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
-        """Dtype and shape of a tensor."""
+        """Returns dtype and shape of a tensor."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor; not to be written to."""
+        """Returns one tensor, which must not be written to."""
         ...
 
     def expect(self, name: str) -> None:
@@ -45,10 +45,10 @@ class Weights(Protocol):
 
 
 class Dequantised:
-    """A folder's weights with the scaled ones as bfloat16; one at a time is in memory."""
+    """A folder's weights with the scaled ones as bfloat16; one tensor at a time is in memory."""
 
     def __init__(self, folder: HfFolder) -> None:
-        """Checks the format and that each scaled weight has its scales.
+        """Checks the format, and that each scaled weight has its scales.
 
         Raises:
             DataError: The format is another one, or scales are missing or have another shape.
@@ -68,16 +68,16 @@ class Dequantised:
             self._check(name)
 
     def names(self) -> set[str]:
-        """All tensors; scales are none of them."""
+        """Returns the names of all tensors; scales are not included."""
         return self._names
 
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
-        """Dtype and shape of a tensor after scaling."""
+        """Returns dtype and shape of a tensor after scaling."""
         dtype, shape = self._folder.facts(name)
         return (torch.bfloat16 if dtype == _FP8 else dtype), shape
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor; a scaled one is computed anew at each call, in float32, a row of blocks at a time."""
+        """Returns one tensor; a scaled one is computed anew at each call, in float32, a row of blocks at a time."""
         stored = self._folder.tensor(name)
         if stored.dtype != _FP8:
             return stored
@@ -94,7 +94,7 @@ class Dequantised:
         return result
 
     def expect(self, name: str) -> None:
-        """Lets the system read what is stored; the scales are few."""
+        """Lets the system read what is stored; the scales are small and left out."""
         self._folder.expect(name)
 
     def _check(self, name: str) -> None:
@@ -110,7 +110,7 @@ class Dequantised:
                     f"but there is {'none' if found is None else list(found)}"
                 )
         elif name.endswith(SCALE_SUFFIX) and self._scaled(name) is not _FP8:
-            # a scale of a tensor that is not FP8 says that one of both was replaced
+            # scales of a tensor that is not FP8 mean that one of the two was replaced
             raise DataError(f"{self._folder.path}: {name} scales nothing in fp8")
 
     def _scaled(self, scales: str) -> torch.dtype | None:
@@ -119,22 +119,22 @@ class Dequantised:
 
 
 def _is_block(value: object) -> TypeGuard[list[int]]:
-    """Whether it is the rows and columns of a block."""
+    """Says whether the value is the rows and columns of a block."""
     return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
 def plain_weights(folder: HfFolder) -> Weights:
-    """The weights as numbers that can be trained on.
+    """Opens the weights as numbers that can be trained on.
 
     Raises:
-        DataError: They are stored in a format that is not known.
+        DataError: The weights are stored in an unknown format.
     """
     said = folder.config.get(_FORMAT)
     return folder if not said or _quantises_nothing(said, folder) else Dequantised(folder)
 
 
 def _quantises_nothing(said: object, folder: HfFolder) -> bool:
-    """Whether all tensors are plain numbers, as where every module is left out of the quantisation.
+    """Says whether all tensors are plain numbers, as where every module is left out of the quantisation.
 
     transformers 5.24 then computes with them as they are, whatever the format is called; bitsandbytes alone would
     quantise them while it loads.
@@ -146,5 +146,5 @@ def _quantises_nothing(said: object, folder: HfFolder) -> bool:
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the plain weights: with the format's field transformers would look for scales."""
+    """Returns the config.json of the plain weights: with the field of the format transformers would look for scales."""
     return {name: value for name, value in config.items() if name != _FORMAT or not value}

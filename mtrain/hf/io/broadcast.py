@@ -19,13 +19,13 @@ from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.buckets import TensorKind, buffer_bytes, views
 
 BUCKET_BYTES = 1 << 28
-"""Of tensors that travel together, unless one alone is larger."""
+"""Largest size of tensors that travel together, unless one alone is larger."""
 _VERSION = 1
-"""Of the description."""
+"""Version of the description."""
 
 
 class NamedKind(NamedTuple):
-    """A tensor that is going to be sent."""
+    """Name and kind of a tensor that is going to be sent."""
 
     name: str
     kind: TensorKind
@@ -40,10 +40,10 @@ def send_tensors(
     """Sends tensors to every other rank of a group, one broadcast a bucket.
 
     Args:
-        named: In the order of the buckets; read as they are sent.
-        buckets: What they are.
-        group: Of this rank and the receivers; it need not be one of torch.distributed's own world.
-        device: That the group sends from.
+        named: Names and tensors in the order of the buckets; read as they are sent.
+        buckets: Names and kinds of the tensors in each bucket.
+        group: Process group of this rank and the receivers; it need not belong to torch.distributed's own world.
+        device: Device from which the group sends.
     """
     root = group.rank()
     described = [[_described(each) for each in bucket] for bucket in buckets]
@@ -65,15 +65,15 @@ def send_tensors(
 def receive_hf_tensors(
     group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `Engine.broadcast_hf_tensors` sends: (name, tensor), in the order of the model.
+    """Yields what `Engine.broadcast_hf_tensors` sends: (name, tensor), in the order of the model.
 
-    To be iterated to its end by every rank of the group but the source, for instance by vLLM's `load_weights`. One
-    bucket is in memory at a time, unless tensors are kept: they are views of it.
+    Every rank of the group but the source has to iterate to the end, for instance by vLLM's `load_weights`. One bucket
+    is in memory at a time, unless tensors are kept: they are views of it.
 
     Args:
-        group: Of the sender and the receivers.
-        source: The sender's rank in it.
-        device: That the group receives on: "cuda" with NCCL.
+        group: Process group of the sender and the receivers.
+        source: Rank of the sender in the group.
+        device: Device on which the group receives: "cuda" with NCCL.
 
     Raises:
         DataError: The sender has another version.

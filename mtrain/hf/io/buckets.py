@@ -13,32 +13,32 @@ from torch import Tensor
 from mtrain.base.tensor_slice import Sizes
 
 _ALIGNMENT = 16
-"""Bytes; a view of another dtype has to begin at a multiple of its size."""
+"""Alignment in bytes; a view of another dtype has to begin at a multiple of its element size."""
 
 
 class TensorKind(NamedTuple):
-    """What a tensor is, without its numbers."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: Sizes
 
     @property
     def size_bytes(self) -> int:
-        """Of all elements."""
+        """Counts the bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def buffer_bytes(kinds: Sequence[TensorKind]) -> int:
-    """Length of a buffer that holds tensors of these kinds."""
+    """Returns the length of a buffer that holds tensors of these kinds."""
     return _starts(kinds)[-1]
 
 
 def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
-    """The tensors in a buffer.
+    """Returns the tensors in a buffer as views.
 
     Args:
         buffer: [bytes] uint8.
-        kinds: In the order in which they lie there.
+        kinds: Kinds of the tensors, in the order in which they lie in the buffer.
     """
     return [
         buffer[start : start + kind.size_bytes].view(kind.dtype).view(kind.shape)
@@ -47,6 +47,6 @@ def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
 
 
 def _starts(kinds: Sequence[TensorKind]) -> list[int]:
-    """Where each tensor begins, and behind them how long the buffer is."""
+    """Returns where each tensor begins, followed by the length of the buffer."""
     aligned = (-(-kind.size_bytes // _ALIGNMENT) * _ALIGNMENT for kind in kinds)
     return list(itertools.accumulate(aligned, initial=0))

@@ -32,7 +32,7 @@ class HfFolder:
         self.config = read_json(inside(path, CONFIG_NAME))
         indexed = chosen_places(path, self.config)
         self.has_index = indexed is not None
-        """Whether the index says where tensors are; one that lies there and says nothing does not count."""
+        """Whether the index says where tensors are; an unused index does not count."""
         # a dict, not a set: in the order of the index, which an export keeps
         files = [SINGLE_NAME] if indexed is None else dict.fromkeys(indexed.values())
         # headers alone are read here; a tensor is mapped when it is asked for
@@ -42,11 +42,11 @@ class HfFolder:
         self._check_index()
 
     def names(self) -> set[str]:
-        """All tensors."""
+        """Returns the names of all tensors."""
         return set(self._place)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as a view; not to be written to."""
+        """Returns one tensor as a view, which must not be written to."""
         return self.files[self._place[name]].tensor(name)
 
     def expect(self, name: str) -> None:
@@ -54,12 +54,12 @@ class HfFolder:
         self.files[self._place[name]].expect(name)
 
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
-        """Dtype and shape of a tensor."""
+        """Returns dtype and shape of a tensor."""
         entry = self.files[self._place[name]].entries[name]
         return entry.dtype, entry.shape
 
     def side_files(self) -> Iterator[Path]:
-        """As `side_files` of the folder."""
+        """Yields the side files of the folder, such as tokenizer and licence, by their paths inside it."""
         return side_files(self.path)
 
     def _check_index(self) -> None:

@@ -1,4 +1,4 @@
-"""What transformers computes; it is imported here only, and only when it is asked for."""
+"""Logits by transformers, which is imported only here, and only when it is needed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mtrain.base.errors import MachineError
 
 @torch.no_grad()
 def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits [batch, seq, vocab_size] in float32 on the CPU.
+    """Computes logits [batch, seq, vocab_size] in float32 on the CPU.
 
     Args:
-        folder: config.json and safetensors; no code of the folder runs.
-        tokens: [batch, seq] int64.
+        folder: Path of a folder with config.json and safetensors; no code of the folder runs.
+        tokens: [batch, seq] int64 token ids.
 
     Raises:
         MachineError: transformers is not installed.
@@ -27,7 +27,7 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def open_model(folder: Path) -> Any:
-    """The model of a folder in transformers: float32, on the CPU, without dropout; no code of the folder runs.
+    """Opens the model of a folder in transformers: float32, on the CPU, without dropout; no code of the folder runs.
 
     Raises:
         MachineError: transformers is not installed.

@@ -1,4 +1,4 @@
-"""Whether a folder holds exactly the tensors of a model."""
+"""Check that a folder holds exactly the tensors of a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NAMES_SHOWN = 8
 
 
 def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
-    """Compares a folder with a table.
+    """Compares the tensors of a folder with a table.
 
     Args:
-        path: Of the folder, for messages.
-        weights: Of the folder.
-        table: Of its model.
-        may_be_left: Regular expressions of what may be there and carries nothing.
+        path: Path of the folder, for messages.
+        weights: Weights of the folder.
+        table: Table of the folder's model.
+        may_be_left: Regular expressions for names of tensors that may be there and carry no information.
 
     Raises:
         DataError: A tensor is missing, unexpected, has another shape, holds codes instead of numbers, or differs from
@@ -33,7 +33,7 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
     """
     wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
     names = weights.names()
-    # only those that are there: some folders hold a tied tensor twice, others once
+    # only copies that exist: some folders hold a tied tensor twice, others once
     copies = {name: original for name, original in table.copies.items() if name in names}
     missing = sorted(wanted.keys() - names)
     left = sorted(names - wanted.keys() - copies.keys())
@@ -61,17 +61,17 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit."""
+    """Says whether two tensors agree in dtype, shape and every bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     # bytes, as nan is not equal to itself and 0.0 is equal to -0.0
     mine, theirs = (np.frombuffer(raw_bytes(tensor.contiguous()), np.uint8) for tensor in (one, other))
-    words = mine.size // 8 * 8  # compared as such: four times as fast
+    words = mine.size // 8 * 8  # compared as 64-bit words: four times as fast
     has_same_words = np.array_equal(mine[:words].view(np.int64), theirs[:words].view(np.int64))
     return has_same_words and np.array_equal(mine[words:], theirs[words:])
 
 
 def shown(names: Sequence[str]) -> str:
-    """The first few names."""
+    """Lists the first few names, for a message."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

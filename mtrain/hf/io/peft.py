@@ -1,4 +1,4 @@
-"""A folder of PEFT: adapter_config.json and adapter_model.safetensors, and what its tensors are here."""
+"""A folder of PEFT: adapter_config.json, adapter_model.safetensors, and conversion of its tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mtrain.hf.schema.files import inside, read_json
 from mtrain.hf.schema.peft import CONFIG_NAME, TENSORS_NAME, PeftTensor, differences, tensors
 
 _FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
-"""Frozen tables that PEFT saves beside their adapters."""
+"""Endings of frozen tables that PEFT saves with their adapters."""
 
 
 class PeftFolder:
     """An opened folder that holds exactly the adapter of a run."""
 
     def __init__(self, path: Path, family: Family, model: ModelSection, adapter: AdapterSection) -> None:
-        """Reads and checks names, shapes and settings; no tensor.
+        """Reads and checks names, shapes and settings; reads no tensor.
 
         Raises:
             DataError: The folder is damaged, or holds another adapter than the run's.
@@ -61,11 +61,11 @@ class PeftFolder:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor by its global name here, in float32."""
+        """Returns a tensor by its global name here, in float32."""
         for key, (each, theirs) in self._names.items():
             if key == name:
                 return from_peft(each, self._file.tensor(theirs).float())
-            # one tensor there for all experts, and a name for each of them here
+            # PEFT has one tensor for all experts, this program a name for each
             head, _, tail = key.partition("{E}")
             if tail and name.startswith(head) and name.endswith(tail):
                 expert = int(name.removeprefix(head).removesuffix(tail))
@@ -74,10 +74,10 @@ class PeftFolder:
 
 
 def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSection:
-    """What a folder of PEFT adapts of a model, and how, as the section `adapter` says it.
+    """Derives the section `adapter` from a folder of PEFT.
 
     Raises:
-        DataError: The folder is damaged, its settings have no form here, or none of its tensors is of this model.
+        DataError: The folder is damaged, its settings have no form here, or it has no tensor of this model.
     """
     config = read_json(inside(path, CONFIG_NAME))
     there = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
@@ -96,7 +96,7 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
 
 
 def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSection) -> bool:
-    """Whether names of tensors are of a part of the model."""
+    """Says whether any of these names is a tensor of an adapter of this part."""
     try:
         named = [each.name for each in tensors(family, model, LoraSection(targets=(part,))) if each.kind == "lora_a"]
     except DataError:  # PEFT has no form for it in this family
@@ -105,28 +105,28 @@ def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSecti
 
 
 def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
-    """A tensor as PEFT has it.
+    """Returns a tensor in the layout of PEFT.
 
     Args:
-        each: From the table of names.
-        own: [rank, inputs], [outputs, rank] or [outputs]; of experts with an axis of them in front.
+        each: Entry of the table of names.
+        own: [rank, inputs], [outputs, rank] or [outputs]; tensors of experts have an axis of experts in front.
     """
     if each.matrix.num_experts:
         if each.kind == "lora_a":
             # [experts, rank, inputs]: the rows of one expert after those of another
             return own.reshape(each.shape)
-        if each.is_interleaved:  # all gates, then all ups -> in turn
+        if each.is_interleaved:  # all gates, then all ups -> alternating
             own = own.reshape(len(own), 2, -1, own.shape[-1]).transpose(1, 2).flatten(1, 2)
-        # [outputs, rank, experts]: of B the expert is the fastest axis, unlike in A
+        # [outputs, rank, experts]: in B the expert is the fastest axis, unlike in A
         return own.permute(1, 2, 0).reshape(each.shape)
     if each.matrix.part == "embedding" and each.kind == "lora_a":
-        # PEFT's A of an embedding is [rank, vocabulary], ours lies as the table does
+        # PEFT's A of an embedding is [rank, vocabulary]; ours has the layout of the table
         return own.T.contiguous()
     return own.contiguous()
 
 
 def from_peft(each: PeftTensor, theirs: Tensor) -> Tensor:
-    """The inverse of `to_peft`."""
+    """Returns a tensor of PEFT in our layout: the inverse of `to_peft`."""
     count = each.matrix.num_experts
     if count:
         if each.kind == "lora_a":

@@ -1,4 +1,4 @@
-"""One safetensors file: its header is checked completely before a byte of a tensor is touched.
+"""One safetensors file, whose header is checked completely before a byte of a tensor is touched.
 
 The header has dtype, shape and place of each tensor; they lie one after another without gaps.
 """
@@ -24,7 +24,7 @@ from mtrain.hf.schema.header import METADATA, PREFIX_BYTES, Header, read_header
 _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63
 _LONGEST_SHOWN = 200
-"""Most characters of a damaged entry in a message."""
+"""Largest number of characters of a damaged entry in a message."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,21 +42,22 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")
-"""The other dtypes of the format (safetensors 0.8, `Dtype`): they hold codes for other numbers, or no weights."""
+"""Other dtypes of the format (safetensors 0.8, `Dtype`), which hold codes for other numbers, or no weights."""
 
 
 class TensorEntry(NamedTuple):
-    """What the header says of one tensor."""
+    """Entry of one tensor in the header."""
 
     dtype: torch.dtype
     shape: Sizes
     start: int
-    """First byte in the file."""
+    """Number of the first byte in the file."""
     stop: int
+    """Number of the byte after the last one."""
 
 
 class SafetensorsFile:
-    """A file that is mapped; its tensors are views of it."""
+    """A file that is mapped into memory; its tensors are views of it."""
 
     def __init__(self, path: Path) -> None:
         """Reads and checks the header.
@@ -72,12 +73,12 @@ class SafetensorsFile:
         except (OSError, ValueError) as fault:
             raise DataError(f"{path} cannot be read: {fault}; download it again") from fault
         self.metadata = header.metadata
-        """Free text of the header."""
+        """Free text of the header, by name."""
         self.entries = self._checked(header)
         """Name -> entry, in the order of the bytes."""
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as a view of the file; not to be written to."""
+        """Returns one tensor as a view of the file, which must not be written to."""
         dtype, shape, start, stop = self.entries[name]
         # frombuffer refuses a count of 0
         if start == stop:
@@ -92,11 +93,11 @@ class SafetensorsFile:
 
     def _checked(self, header: Header) -> dict[str, TensorEntry]:
         entries = {name: self._entry(name, said, header.end) for name, said in header.tensors.items()}
-        # by place: reading in this order is sequential, and gaps or overlaps show between neighbours
+        # sorted by place: reading in this order is sequential, and gaps or overlaps show between neighbours
         ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = header.end
         for name, entry in ordered.items():
-            # as the format has it: bytes that no tensor owns could hide content, and an overlap would be two names of
+            # the format requires it: bytes that no tensor owns could hide content, and an overlap would be two names of
             # one memory
             if entry.start != end:
                 self._refuse(f"{name} begins at byte {entry.start}, but {end} is needed: tensors lie without gaps")
@@ -129,11 +130,11 @@ class SafetensorsFile:
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mapping[str, str]) -> bytes:
-    """Prefix and header of a file.
+    """Builds prefix and header of a file.
 
     Args:
         tensors: Name -> dtype and shape, in the order in which they will be written.
-        metadata: Free text.
+        metadata: Free text for the header, by name.
     """
     content: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     position = 0
@@ -141,7 +142,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
         end = position + math.prod(shape) * dtype.itemsize
         content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
-    # as the library writes it, so that an import that is exported again is the same file, byte for byte
+    # in the library's form, so that an import that is exported again gives the same file, byte for byte
     header = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     # the tensors then begin at a multiple of 8 bytes, as in files of the library
     header += b" " * (-len(header) % PREFIX_BYTES)
@@ -149,12 +150,12 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, without copying."""
+    """Returns the bytes of a contiguous tensor, without copying."""
     flat = tensor.detach().view(-1)
     # uint8, since numpy has no bfloat16
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _shown(said: Any) -> str:
-    """The beginning of it, however large or deep it is."""
+    """Returns the beginning of a value's text, however large or deep the value is."""
     return reprlib.repr(said)[:_LONGEST_SHOWN]

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout as the global tensors that a model consists of."""
+"""A folder in Hugging Face's layout as the global tensors of a model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ EMBEDDINGS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class HfSource(NamedTuple):
-    """An opened folder and what it means."""
+    """An opened folder with its family, model and table."""
 
     folder: HfFolder
     weights: Weights
-    """The folder's, as plain numbers."""
+    """Weights of the folder, as plain numbers."""
     family: Family
     model: ModelSection
     table: Table
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embeddings, as config.json says."""
+        """Returns the dtype of the embeddings."""
         filled = next(each for each in self.table.slices if each.key == EMBEDDINGS)
         return self.weights.facts(filled.tensors[0].name)[0]
 
@@ -43,8 +43,8 @@ def open_source(path: Path, needs_output: bool = True) -> HfSource:
     """Opens and checks a folder completely; no tensor is read.
 
     Args:
-        path: config.json and safetensors.
-        needs_output: Whether an output layer that is not tied has to be there, which base models are saved without.
+        path: Path of a folder with config.json and safetensors.
+        needs_output: Whether an untied output layer has to be there; base models are saved without one.
 
     Raises:
         DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
@@ -58,7 +58,7 @@ def open_source(path: Path, needs_output: bool = True) -> HfSource:
             f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "
             f"{len(weights.names())} tensors"
         )
-    # config.json says which tensors have to be there; nothing is inferred from the tensors that are
+    # config.json says which tensors have to be there; nothing is inferred from the tensors
     table = family.table(model)
     output = {tensor.name for tensor, filled in table.tensors() if filled.key == _OUTPUT}
     if not needs_output and not output & weights.names():
@@ -68,14 +68,15 @@ def open_source(path: Path, needs_output: bool = True) -> HfSource:
 
 
 def source_for(path: Path, model: ModelSection) -> HfSource:
-    """Opens the folder that a run starts from, as `open_source`.
+    """Opens and checks the folder that a run starts from; no tensor is read.
 
     Args:
-        path: The folder.
-        model: Of the run.
+        path: Path of the folder.
+        model: Model of the run.
 
     Raises:
-        DataError: As `open_source`, or the folder holds another model.
+        DataError: The family is unknown, the folder does not hold exactly the tensors of its model, or it holds another
+            model.
     """
     # a head stands in the place of the output layer
     source = open_source(path, needs_output=model.num_labels is None)
@@ -87,22 +88,23 @@ def source_for(path: Path, model: ModelSection) -> HfSource:
 
 
 class GlobalTensorInfo(NamedTuple):
-    """What is known of a global tensor without reading it."""
+    """Dtype and shape of a global tensor, known without reading it."""
 
     dtype: torch.dtype
     shape: Sizes
 
 
 class FolderTensors:
-    """Slices of global tensors, made from views of the mapped files; nothing is kept but one reordered tensor."""
+    """Slices of global tensors, made from views of the mapped files; only one reordered tensor is kept."""
 
     def __init__(self, source: HfSource) -> None:
-        """Args:
-        source: The folder.
+        """
+        Args:
+            source: Opened folder.
         """
         self.folder = source.folder.path
         self.others: set[str] = set()
-        """Of a folder everything is a tensor."""
+        """Names of entries that are no tensors; always empty for a folder."""
         self._weights = source.weights
         self._slices: dict[str, list[FilledSlice]] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -113,14 +115,15 @@ class FolderTensors:
         for filled in source.table.slices:
             self._slices.setdefault(filled.key, []).append(filled)
         self.tensors = {key: GlobalTensorInfo(dtypes[key], shape) for key, shape in source.table.shapes.items()}
-        """Key -> facts; where tensors of several dtypes are one, the dtype that holds all their numbers."""
+        """Key -> dtype and shape; where tensors of several dtypes become one, the dtype that holds all their
+        numbers."""
         self._reordered: tuple[FilledSlice, Tensor] | None = None
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """One slice of a global tensor, of the wanted shape; not to be written to.
+        """Reads one slice of a global tensor, of the wanted shape; it must not be written to.
 
-        A tensor whose numbers lie in another order on disk is put in order as a whole and kept until another one is
-        asked for, so slices are best asked for in the order of their places.
+        A tensor whose numbers have another order on disk is reordered as a whole and kept until another one is asked
+        for, so slices are best asked for in the order of their places.
 
         Raises:
             DataError: The table does not cover the slice.
@@ -146,18 +149,18 @@ class FolderTensors:
         return result
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Lets the system read the tensors of a slice that will be asked for soon; of a tensor always the whole, which
-        the ranks of a machine share in its page cache."""
+        """Lets the system read the tensors of a slice that will be asked for soon. Each tensor is read whole, since the
+        ranks of a machine share it in the page cache."""
         for filled in self._slices[key]:
             if wanted.intersect(filled.at) is not None:
                 for tensor in filled.tensors:
                     self._weights.expect(tensor.name)
 
     def _read_from(self, filled: FilledSlice, wanted: TensorSlice) -> Tensor:
-        # in order: a view of the mapped file will do
+        # in order: a view of the mapped file is enough
         if not any(tensor.arrangement.is_reordered for tensor in filled.tensors):
             return read_slice(filled, wanted, self._weights.tensor)
         if self._reordered is None or self._reordered[0] is not filled:
-            self._reordered = None  # two at once would be too many
+            self._reordered = None  # two at once would take too much memory
             self._reordered = filled, read_slice(filled, filled.at, self._weights.tensor)
         return wanted.within(filled.at).of(self._reordered[1])

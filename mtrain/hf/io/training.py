@@ -1,4 +1,4 @@
-"""Training steps as transformers and torch take them: one process, nothing of Megatron-Core.
+"""Training steps by transformers and torch: one process, no part of Megatron-Core.
 
 The model computes in float32, the loss and its gradient by the logits in float64: float32 rounds the sum over a large
 vocabulary, and the losses of likely tokens, by more than is compared.
@@ -18,31 +18,33 @@ from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.io.logits import open_model
 
 _MOST_WIDE = 2**24
-"""Most logits that are held in float64 at once: 128 MiB, and as much again for each step of the arithmetic."""
+"""Largest number of logits that are held in float64 at once: 128 MiB, and as much again for each step of the
+arithmetic."""
 
 
 class TrainingRows(NamedTuple):
-    """What goes through the model at once."""
+    """Rows that go through the model at once."""
 
     tokens: Tensor
-    """[batch, seq] int64; each row is one document, seen causally."""
+    """[batch, seq] int64 token ids; each row is one document with causal attention."""
     labels: Tensor
-    """[batch, seq] int64, shifted."""
+    """[batch, seq] int64, shifted: the token to predict at each position."""
     weights: Tensor
     """[batch, seq]: factor of each token's loss; 0 leaves it out."""
 
 
 class StepInput(NamedTuple):
-    """One optimizer step."""
+    """Data of one optimizer step."""
 
     rows: Sequence[TrainingRows]
     denominator: float
-    """What the weighted sum of token losses is divided by; 0: nothing to learn."""
+    """Number by which the weighted sum of token losses is divided; 0: nothing to learn."""
     lr: float
+    """Learning rate of the step."""
 
 
 class StepFound(NamedTuple):
-    """What came out of a step."""
+    """Results of one optimizer step."""
 
     numerator: float
     """Weighted sum of token losses, in nats."""
@@ -51,21 +53,22 @@ class StepFound(NamedTuple):
 
 
 class TrainableModel(NamedTuple):
-    """A model of transformers."""
+    """A model of transformers that is trained."""
 
     model: Any
     padding_row: int | None
-    """The row of the embedding whose gradient it would have left out: that of `pad_token_id`, as `padding_idx`."""
+    """Row of the embedding whose gradient transformers would leave out: that of `pad_token_id`, as `padding_idx`; None
+    where there is none."""
 
 
 def open_trainable(folder: Path) -> TrainableModel:
-    """The model of a folder, all of whose rows learn.
+    """Opens the model of a folder so that all of its rows are trained.
 
-    A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, where nothing is padded; its row has a gradient
-    then, as it has in an output layer that shares the table.
+    A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, where nothing is padded; its row then has a
+    gradient, as it has in an output layer that shares the table.
 
     Args:
-        folder: config.json and safetensors.
+        folder: Path of a folder with config.json and safetensors.
     """
     model = open_model(folder)
     table = model.get_input_embeddings()
@@ -74,12 +77,12 @@ def open_trainable(folder: Path) -> TrainableModel:
 
 
 def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
-    """AdamW steps, one after the other. Gradients of a step are added row by row.
+    """Runs AdamW steps and yields their results. Gradients of a step are added row by row.
 
     Args:
-        model: Of transformers; trained.
-        section: Constants of AdamW and the clipping.
-        steps: Their data.
+        model: Model of transformers, which is trained in place.
+        section: Section with the constants of AdamW and the clipping.
+        steps: Data of each step.
     """
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -103,8 +106,8 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
 
 
 def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[str, Any]]:
-    """Matrices decay; norms and biases, of experts too, as the section says."""
-    # experts of transformers 5 are stacked, so a bias of theirs is a matrix: it is known by its name
+    """Yields two parameter groups: matrices decay; norms and biases, those of experts too, as the section says."""
+    # transformers 5 stacks experts, so their biases are matrices: they are recognised by name
     small = {name for name, value in parameters.items() if value.dim() < 2 or name.endswith("bias")}
     decay = section.weight_decay
     yield {"params": [value for name, value in parameters.items() if name not in small], "weight_decay": decay}
@@ -113,7 +116,7 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 
 
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
-    """Adds the gradients of some rows; their numerator."""
+    """Adds the gradients of some rows; returns their numerator."""
     # [batch, seq, vocab_size]; no cache, which would only take memory
     logits = model(rows.tokens, use_cache=False).logits
     # divided before backward, the other order than in training: one more thing that the comparison proves
@@ -124,12 +127,12 @@ def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
 
 
 def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float, Tensor]:
-    """The weighted sum of losses, and the gradient of its quotient by the logits.
+    """Computes the weighted sum of losses, and the gradient of its quotient with respect to the logits.
 
     Args:
         logits: [tokens, vocab_size].
-        rows: The labels and weights of these tokens.
-        denominator: 0 gives a gradient of 0.
+        rows: Labels and weights of these tokens.
+        denominator: Number by which the sum is divided; 0 gives a gradient of 0.
     """
     labels, weights = rows.labels.flatten(), rows.weights.flatten().double()
     gradient, losses = torch.zeros_like(logits), []
@@ -139,7 +142,7 @@ def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float
         own = slice(start, start + size)
         log_probs = logits[own].double().log_softmax(-1)
         likely, weight = log_probs.gather(1, labels[own, None]), weights[own, None]
-        # where, not a product: what a masked token says may be inf
+        # where, not a product: the loss of a masked token may be inf
         losses.append(float(torch.where(weight > 0, -likely * weight, 0.0).sum()))
         if denominator != 0:
             change = log_probs.exp_().scatter_add_(1, labels[own, None], torch.full_like(likely, -1.0))
@@ -148,6 +151,6 @@ def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """In float64: float32 sums of millions of squares are off by more than is compared."""
+    """Computes the norm in float64: float32 sums of millions of squares are off by more than is compared."""
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     return norm

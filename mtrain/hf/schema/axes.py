@@ -1,8 +1,8 @@
-"""Shapes as words: "(G s d) h" is a matrix whose rows run over groups, slots of a group and dimensions of a head.
+"""Shapes in words: "(G s d) h" is a matrix whose rows run over groups, slots of a group and dimensions of a head.
 
-Two tensors that hold the same numbers in another order are then two orders of the same names, and a fused tensor is a
-name that its parts fix: the key of each group is slot -2. Everything that a conversion does to a tensor follows from
-the two descriptions, in both directions, so no direction can be mistaken where two sizes happen to be equal.
+Two tensors that hold the same numbers in another order then have the same names in two orders, and a part of a fused
+tensor fixes one of the names: the key of each group is slot -2. All changes that a conversion makes to a tensor follow
+from the two descriptions, in both directions, so no direction can be mistaken where two sizes happen to be equal.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Fixed: TypeAlias = Mapping[str, int | slice]
-"""Axis -> where on it a part lies."""
+"""Axis -> place of a part on it."""
 _GROUP = re.compile(r"\(([^)]*)\)|(\S+)")
 
 
 def groups(axes: str) -> list[list[str]]:
-    """Names of the axes that each dimension consists of: "(G s d) h" -> [[G, s, d], [h]]."""
+    """Splits a description into the names of the axes in each dimension: "(G s d) h" -> [[G, s, d], [h]]."""
     return [(inner or single).split() for inner, single in _GROUP.findall(axes)]
 
 
 def shape(axes: str, sizes: Mapping[str, int]) -> Sizes:
-    """Shape of a tensor that is described so."""
+    """Returns the shape of a tensor with this description."""
     return tuple(math.prod(sizes[name] for name in group) for group in groups(axes))
 
 
 class Block(NamedTuple):
-    """The same numbers in the same order: a slice of a global tensor and one of a part of it."""
+    """Two slices with the same numbers in the same order: one of a global tensor, one of a part of it."""
 
     whole: TensorSlice
     part: TensorSlice
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """Where a part lies along one dimension of the whole: `repeat` stretches of `count`, `step` apart."""
+    """Place of a part along one dimension of the whole: `repeat` stretches of `count`, `step` apart."""
 
     start: int
     count: int
@@ -52,52 +52,53 @@ class _Run:
 
 
 class Arrangement:
-    """How a part lies on disk and where it lies in the whole tensor."""
+    """Layout of a part on disk, and its place in the whole tensor."""
 
     def __init__(self, whole: str, part: str, fixed: Fixed, sizes: Mapping[str, int]) -> None:
-        """Args:
-        whole: Axes of the whole tensor.
-        part: Axes of the part as it lies on disk: those of the whole in any order, without the ones at one place.
-        fixed: Where the part lies on some axes; on the others it is everywhere.
-        sizes: Size of each axis of the whole.
+        """
+        Args:
+            whole: Axes of the whole tensor.
+            part: Axes of the part on disk: those of the whole in any order, without axes on which it has one place.
+            fixed: Place of the part on some axes; it covers the others completely.
+            sizes: Size of each axis of the whole.
         """
         own = {name: _extent(fixed.get(name, slice(None)), sizes[name]) for group in groups(whole) for name in group}
         on_disk = [name for group in groups(part) for name in group]
         in_order = [name for group in groups(whole) for name in group if name in on_disk]
         # every axis of the part is one of the whole, and none stands there twice
         assert sorted(on_disk) == sorted(set(in_order)), f"{part} of {whole}"
-        # an axis that the part does not have must be one place of the whole
+        # an axis that the part lacks must be fixed at one place of the whole
         assert all(len(own[name]) == 1 for name in own if name not in on_disk), f"{part} of {whole}"
         self.shape: Sizes = tuple(math.prod(len(own[name]) for name in group) for group in groups(part))
-        """On disk."""
-        # one dimension for each name: only so can equal sizes be permuted by name
+        """Shape on disk."""
+        # one dimension for each name: this is what allows to permute equal sizes by name
         self._unfolded = [len(own[name]) for name in on_disk]
         self._order = [on_disk.index(name) for name in in_order]
-        # numbers alone, no tensor: slices for a rank follow without reading a byte
+        # numbers alone, no tensor: slices for a rank are found without reading a byte
         self._runs = [_run([(own[name], sizes[name]) for name in group]) for group in groups(whole)]
 
     @property
     def is_reordered(self) -> bool:
-        """Whether the numbers lie in another order on disk."""
+        """Says whether the numbers have another order on disk."""
         return self._order != sorted(self._order)
 
     @property
     def arranged_shape(self) -> Sizes:
-        """Of the part with the dimensions of the whole."""
+        """Returns the shape of the part with the dimensions of the whole."""
         return tuple(run.repeat * run.count for run in self._runs)
 
     def arranged(self, on_disk: Tensor) -> Tensor:
-        """The part with the dimensions and the order of the whole: a view, unless it is reordered."""
+        """Returns the part with the dimensions and the order of the whole: a view, unless it is reordered."""
         return on_disk.view(self._unfolded).permute(self._order).reshape(self.arranged_shape)
 
     def on_disk(self, arranged: Tensor) -> Tensor:
-        """The inverse of `arranged`."""
+        """Returns the part as it lies on disk: the inverse of `arranged`."""
         in_order = arranged.reshape([self._unfolded[place] for place in self._order])
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         return in_order.permute(back).reshape(self.shape)
 
     def blocks(self) -> Iterator[Block]:
-        """The slices that the arranged part consists of, in order."""
+        """Yields the slices of the arranged part, in order."""
         for numbers in product(*(range(run.repeat) for run in self._runs)):
             shape = tuple(run.count for run in self._runs)
             whole = tuple(run.start + number * run.step for run, number in zip(self._runs, numbers))
@@ -113,14 +114,14 @@ def _extent(where: int | slice, size: int) -> range:
 
 
 def _run(axes: list[tuple[range, int]]) -> _Run:
-    """One dimension; of its axes at most one neighbouring stretch may be restricted."""
+    """Describes one dimension; at most one contiguous stretch of its axes may be restricted."""
     whole = [len(extent) == size for extent, size in axes]
     first = whole.index(False) if False in whole else 0
-    # An axis at one place ahead of a cut axis belongs to the same stretch: its place only moves the start.
+    # An axis at one place before a cut axis belongs to the same stretch: its place only moves the start.
     inner = first
     while inner < len(axes) and len(axes[inner][0]) == 1 and inner + 1 < len(axes) and not whole[inner + 1]:
         inner += 1
-    # behind a second cut the stretches would not lie at equal distances, which `_Run` cannot say
+    # after a second cut the stretches would not have equal distances, which `_Run` cannot express
     assert all(whole[inner + 1 :]), "a dimension is cut in two places"
     behind = math.prod(size for _, size in axes[inner + 1 :])
     period = math.prod(size for _, size in axes[first:])

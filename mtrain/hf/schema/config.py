@@ -1,7 +1,7 @@
 """config.json <-> `model.*`, field by field and without loss.
 
-An export starts from the file that the weights came with and changes only what the model no longer says, so that
-whatever is not ours (token ids, generation defaults, fields of newer versions) stays as it was.
+An export starts from the file that came with the weights and changes only what the model contradicts, so that other
+fields (token ids, generation defaults, fields of newer versions) stay as they were.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from mtrain.hf.schema.values import needed_value, shown, value_of
 
 
 class UnsayableError(DataError):
-    """A family has no words for a model."""
+    """Error of a model that a family cannot describe."""
 
     def __init__(self, model_type: str, reasons: Mapping[str, str]) -> None:
-        """Args:
-        model_type: The family.
-        reasons: Key of `model.*` -> what the family would make of it.
+        """
+        Args:
+            model_type: Name of the family.
+            reasons: Key of `model.*` -> what the family would make of it.
         """
         listing = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
         super().__init__(f"a {model_type} model cannot say: {listing}; export it as another family")
@@ -38,51 +39,52 @@ class UnsayableError(DataError):
 
 
 DEPTHS = "num_nextn_predict_layers"
-"""Predictions further ahead, which transformers configures but neither computes nor writes."""
+"""Name of the field for predictions further ahead, which transformers configures but neither computes nor writes."""
 
 
 class Entry(ABC):
-    """What some fields of config.json and some of ours say to each other."""
+    """Conversion between some fields of config.json and some of ours."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The fields of the file that are read; all others are judged by `mtrain/hf/schema/known.py`."""
+        """Returns the fields of the file that are read; all others are judged by `mtrain/hf/schema/known.py`."""
 
     @abstractmethod
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Our fields, dotted, as the file says them.
+        """Reads our fields, by dotted name, from the file.
 
         Raises:
-            DataError: The file says something that is not supported.
+            DataError: A field has an unsupported value.
         """
 
     @abstractmethod
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        """Changes of the file that make it say what the model says."""
+        """Returns the changes of the file that make it describe the model."""
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What transformers 4 reads where the file has only words of transformers 5; empty where both read the same."""
+        """Returns fields for transformers 4 where the file has only those of transformers 5; empty where both read the
+        same."""
         return {}
 
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
-        """Whether the file says what the model says."""
+        """Says whether the file describes the same as the model."""
         return all(lookup(model, name) == value for name, value in self.read(config).items())
 
 
 @final
 @dataclass(frozen=True)
 class Field(Entry):
-    """A value that both have."""
+    """A value that both sides have."""
 
     theirs: str
     ours: str
     default: Any = None
-    """What the family has where the file says nothing."""
+    """Value in the family where the file has none."""
     resolved: str = ""
-    """Property of the model that gives the value where ours may be left out."""
+    """Name of the model's property that gives the value where ours may be left out."""
     alias: str = ""
-    """Another name of the field, in files of other versions."""
+    """Name of the field in files of other versions; empty where there is none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +94,7 @@ class Field(Entry):
         kind, may_be_null = _kind(self.ours)
         name = self._name(config)
         if name not in config and self.default is None:
-            return {self.ours: None}  # needed ones are asked for when the model is made
+            return {self.ours: None}  # required ones are reported when the model is made
         read = value_of if may_be_null else needed_value
         # two names of one value must agree: which of them transformers reads depends on its version
         for each in self.names:
@@ -105,9 +107,9 @@ class Field(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         value = lookup(model, self.resolved or self.ours)
-        # an integer where the family has one: transformers writes 256 there, not 256.0
+        # an integer where the family has one: transformers writes 256, not 256.0
         whole = isinstance(self.default, int) and isinstance(value, float) and value.is_integer()
-        # under the names that the file has, both of them if it has both
+        # under the names that the file has, both if it has both
         return {name: int(value) if whole else value for name in self.names if name in config} or {
             self.theirs: int(value) if whole else value
         }
@@ -128,9 +130,9 @@ class Required(Entry):
     theirs: str
     value: Any
     default: Any
-    """What the family has where the file says nothing."""
+    """Value in the family where the file has none."""
     aliases: tuple[Any, ...] = ()
-    """Values that mean the same."""
+    """Values with the same meaning."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -150,7 +152,7 @@ class Required(Entry):
 @final
 @dataclass(frozen=True)
 class Constant(Entry):
-    """A field of ours that every model of the family has alike."""
+    """A field of ours with the same value in every model of the family."""
 
     ours: str
     value: Any
@@ -169,11 +171,11 @@ class Constant(Entry):
 @final
 @dataclass(frozen=True)
 class Rope(Entry):
-    """The rotary embedding."""
+    """Conversion of the rotary embedding."""
 
     default_base: float = 10000.0
     default_scaling: Mapping[str, Any] | None = None
-    """What the family has where the file gives no scaling, in its words."""
+    """Scaling in the family's terms where the file gives none; None: no scaling."""
     older_type: str = "rope_type"
     """Name of the scaling's type in transformers 4."""
 
@@ -207,13 +209,13 @@ class Rope(Entry):
 @final
 @dataclass(frozen=True)
 class Computed(Entry):
-    """A field of the file that says once more what others say: the sum of some of ours."""
+    """A field of the file that repeats others: the sum of some of ours."""
 
     theirs: str
     parts: Mapping[str, tuple[str, int]]
-    """Their name -> ours and the family's default."""
+    """Name of a field in the file -> our field and the family's default."""
     is_written: bool = False
-    """Whether a file that lacks it gets it."""
+    """Whether the field is added to a file that lacks it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -222,7 +224,7 @@ class Computed(Entry):
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         given = value_of(config, self.theirs, int, None)
         total = sum(needed_value(config, name, int, default) for name, (_, default) in self.parts.items())
-        # transformers may read either, so a contradiction has no right side
+        # transformers may read either, so a contradiction has no correct side
         if given is not None and given != total:
             raise DataError(
                 f"config.json: {self.theirs}={given} contradicts {' + '.join(self.parts)}={total}; correct the file"
@@ -240,11 +242,11 @@ class Computed(Entry):
 
 
 def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field, Field]:
-    """Key/value heads and the size of a head.
+    """Builds the entries for the number of key/value heads and the size of a head.
 
     Args:
-        groups: The family's default; None: as many as query heads.
-        head_dim: The family's default; None: hidden_size / num_attention_heads.
+        groups: Default of the family; None: as many as query heads.
+        head_dim: Default of the family; None: hidden_size / num_attention_heads.
     """
     return (
         Field("num_key_value_heads", "num_query_groups", groups, "query_groups"),
@@ -253,14 +255,14 @@ def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field
 
 
 def lookup(model: Any, dotted: str) -> Any:
-    """A field of a section or of a section inside it; None inside a section that is not there."""
+    """Returns a field of a section or of a nested section; None where a nested section is absent."""
     for name in dotted.split("."):
         model = None if model is None else getattr(model, name)
     return model
 
 
 def _kind(dotted: str) -> tuple[type[Any], bool]:
-    """What one of our fields holds, and whether it may be left empty."""
+    """Returns the type of one of our fields, and whether it may be left empty."""
     section: Any = ModelSection
     *parents, name = dotted.split(".")
     for parent in parents:
@@ -277,12 +279,12 @@ def _options(section: type[Section], name: str) -> tuple[Any, ...]:
 
 
 def _is_same(value: object, needed: object) -> bool:
-    """Equal and of one kind: 1 is not true, but 7 is 7.0."""
+    """Says whether values are equal and of one kind: 1 is not true, but 7 is 7.0."""
     return value == needed and isinstance(value, bool) == isinstance(needed, bool)
 
 
 def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
-    """The architecture that a config.json describes.
+    """Builds the architecture that a config.json describes.
 
     Raises:
         DataError: A field is missing, wrong or not supported.
@@ -295,7 +297,7 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
             target = nested
             for section in sections:
                 target = target.setdefault(section, {})
-            if value is not None:  # ours have the same meaning where they are left out
+            if value is not None:  # our fields have the same meaning where they are left out
                 target[name] = value
     try:
         return ModelSection.model_validate(nested)
@@ -307,25 +309,26 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
 def config_of(
     model: ModelSection, entries: Sequence[Entry], template: Mapping[str, Any], is_complete: bool
 ) -> dict[str, Any]:
-    """A config.json that describes the model.
+    """Builds a config.json that describes the model.
 
     Args:
-        model: The architecture.
-        entries: Of the family.
-        template: The file to start from.
-        is_complete: Whether the template is a whole file, of which only what differs is changed.
+        model: Section of the model.
+        entries: Entries of the family.
+        template: File to start from.
+        is_complete: Whether the template is a whole file, of which only differing fields are changed.
 
     Raises:
         UnsayableError: The family cannot describe this model.
     """
-    # deep: what is returned must share no object with the caller's file
+    # deep: the result must share no object with the caller's file
     config = copy.deepcopy(dict(template))
     for entry in entries:
-        # what already agrees stays as it is written, so that an import that is exported again has the same bytes
+        # fields that already agree stay as they are written, so that an import that is exported again has the same
+        # bytes
         if not is_complete or not entry.agrees(config, model):
             config.update(entry.write(config, model))
-    # Read back what was written: whatever the family cannot say shows as a difference here, field by field, so no entry
-    # has to know what it cannot express.
+    # Read back what was written: whatever the family cannot express shows as a difference here, field by field, so no
+    # entry has to know what it cannot express.
     said = model_of(config, entries)
     reasons = {name: f"={_shown(mine)} would be {_shown(theirs)}" for name, theirs, mine in differences(said, model)}
     reasons |= {f"megatron.{name}": f"={value}, which changes what is computed" for name, value in unsayable(model)}

@@ -1,4 +1,4 @@
-"""The architecture that a folder in Hugging Face's layout describes, as `model.hf` asks for it; loads no torch."""
+"""The architecture that a folder in Hugging Face's layout describes, for `model.hf`; loads no torch."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from mtrain.hf.schema.sameness import differences
 from mtrain.hf.schema.values import shown_name
 
 _SHOWN_FIELDS = 8
-"""Of those that are unknown."""
+"""Largest number of unknown fields that are shown."""
 
 
 def described_model(folder: Path) -> ModelSection:
-    """The model whose weights the folder holds.
+    """Reads the architecture of the weights that a folder holds.
 
     Raises:
-        DataError: Files are missing or damaged, or the model is one that is not supported.
+        DataError: Files are missing or damaged, or the model is not supported.
     """
     config = read_json(inside(folder, CONFIG_NAME))
-    # the index is read only where it decides something: a config may promise depths whose weights are not there
+    # the index is read only where it matters: a config may promise depths whose weights are not there
     names = tensor_names(folder, config) if config.get(DEPTHS) else ()
     return read_model(folder, config, names)[1]
 
 
 def read_model(folder: Path, config: dict[str, Any], names: Collection[str]) -> tuple[Family, ModelSection]:
-    """The family and the model that a folder's config.json describes.
+    """Reads the family and the model that a folder's config.json describes.
 
     Args:
-        folder: For messages.
-        config: Content of its config.json.
-        names: Of its tensors.
+        folder: Path of the folder, for messages.
+        config: Content of the folder's config.json.
+        names: Names of the folder's tensors.
 
     Raises:
-        DataError: It is one that is not supported; names the file.
+        DataError: The model is not supported; names the file.
     """
     try:
         family = family_of(config)
         return family, family.model(family.as_held(config, names))
     except DataError as fault:
-        # the entries do not know the folder; the first mention alone, as the message may quote the file
+        # the entries do not know the folder; only the first mention, as the message may quote the file
         raise DataError(str(fault).replace(CONFIG_NAME, str(folder / CONFIG_NAME), 1)) from None
 
 
 def notes_on_folder(folder: str | None) -> list[str]:
-    """A line on fields of its config.json whose meaning nobody here knows; none where there is no folder.
+    """Returns a note on fields of a folder's config.json whose meaning is not known; empty where there is no folder.
 
     Raises:
         DataError: The file is damaged.
@@ -74,36 +74,36 @@ def notes_on_folder(folder: str | None) -> list[str]:
 
 
 def tensor_names(folder: Path, config: Mapping[str, Any]) -> Collection[str]:
-    """Names of all tensors, from the index or from the header of the one file; nothing else of them is checked.
+    """Reads the names of all tensors, from the index or from the header of the single file; nothing else is checked.
 
     Args:
-        folder: Where the weights are.
-        config: Content of its config.json.
+        folder: Path of the folder with the weights.
+        config: Content of the folder's config.json.
 
     Raises:
-        DataError: As `chosen_places`, or what was chosen is damaged.
+        DataError: There are no weights, two files contradict each other, or the chosen file is damaged.
     """
     found = chosen_places(folder, config)
     return read_header(inside(folder, SINGLE_NAME)).tensors if found is None else found
 
 
 def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
-    """The content of a configuration with `model.*` filled in from the folder that `model.hf` names.
+    """Fills `model.*` of a configuration in from the folder that `model.hf` names.
 
-    Where the folder is gone, as it may be long after a run, the section has to describe the model itself.
+    Where the folder is gone, as may happen long after a run, the section has to describe the model itself.
 
     Args:
         content: Sections by name, not validated yet.
 
     Raises:
         ConfigError: A key of `model.*` does not agree with the folder, or there is no such folder.
-        DataError: As `described_model`.
+        DataError: Files are missing or damaged, or the model is not supported.
     """
     given = content.get("model")
     if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str) or not can_be_a_path(folder):
         return content
     if not (Path(folder) / CONFIG_NAME).exists():
-        # a run's own config.yaml: it says the architecture in full, and the folder may be gone by now
+        # a run's own config.yaml: it has the full architecture, and the folder may be gone by now
         if "num_layers" in given:
             return content
         raise ConfigError(
@@ -112,7 +112,7 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
         )
     # before the section is validated, which asks for sizes that only the folder gives
     described = described_model(Path(folder))
-    # what the user gives is the stronger one, so that a contradiction is reported by its key below
+    # the user's value takes precedence, so that a contradiction is reported by its key below
     filled = _merged(described.model_dump(), given)
     try:
         model = ModelSection.model_validate(filled)
@@ -127,12 +127,13 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[str, Any, Any]]:
-    """Fields that would make the folder's weights mean something else: name, the folder's value, the model's.
+    """Lists fields that would change the meaning of the folder's weights: name, the folder's value, the model's value.
 
-    Fewer predictions further ahead are allowed: their weights stay unread. So is a head, which then begins at random.
+    Fewer depths of multi-token prediction are allowed: their weights stay unread. So is a head, which then begins at
+    random.
     """
     if described.experts is not None and model.experts is not None:
-        # tokens that are dropped while training do not change what the weights mean
+        # dropping tokens in training does not change the meaning of the weights
         free = {"capacity_factor": described.experts.capacity_factor}
         model = model.model_copy(update={"experts": model.experts.model_copy(update=free)})
     found = differences(described, model)
@@ -144,7 +145,7 @@ def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[st
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Section by section; `over` is the stronger one."""
+    """Merges two mappings section by section; `over` takes precedence."""
     both = {
         name: _merged(under[name], value) if isinstance(value, dict) and isinstance(under.get(name), dict) else value
         for name, value in over.items()

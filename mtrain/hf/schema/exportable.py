@@ -1,4 +1,4 @@
-"""Whether a run's model can be written as config.json, found before the run and not at its first export."""
+"""Check, before a run, that its model can be written as config.json."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of, fitting_family
 
 ORIGIN = "hf"
-"""Folder in an imported checkpoint with what came with the weights: config.json, index, tokenizer."""
+"""Folder in an imported checkpoint with the files that came with the weights: config.json, index, tokenizer."""
 SHARDS_NAME = "shards.json"
-"""File in it: the names of tensors in each file of weights, and its metadata."""
+"""File in that folder: the names of tensors in each file of weights, and its metadata."""
 
 
 def refuse_unexportable(config: Config) -> None:
-    """Refuses a run that is to export what no config.json can say.
+    """Refuses a run that is to export a model that no config.json can describe.
 
     Weights from a folder of Hugging Face, or from its import, are exported as its family; others as the first family
-    that fits. (Of weights that another run began with, the export itself finds the family.)
+    that fits. (For weights of another run, the export itself finds the family.)
 
     Raises:
-        ConfigError: The model cannot be written so.
+        ConfigError: The model cannot be written.
     """
     if config.checkpoint.export_hf_every_steps == 0:
         return
     try:
-        # found before any rank starts: else a run would train for hours up to its first export
+        # before any rank starts: otherwise a run would train for hours up to its first export
         template, family = _template(config), family_of_run(config)
-        # the very call of the export, so both refuse the same models
+        # the same call as in the export, so both refuse the same models
         family.config(config.model, template)
     except DataError as fault:
         raise ConfigError(
@@ -41,10 +41,10 @@ def refuse_unexportable(config: Config) -> None:
 
 
 def family_of_run(config: Config) -> Family:
-    """The family that a run's model belongs to: of the folder or import that its weights come from, else one that fits.
+    """Finds the family of a run's model: that of the folder or import with its weights, else one that fits.
 
     Raises:
-        DataError: There is none.
+        DataError: No family fits.
     """
     template = _template(config)
     return fitting_family(config.model) if template is None else family_of(template)

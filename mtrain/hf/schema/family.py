@@ -1,4 +1,4 @@
-"""What a family is: how its config.json reads, and where its tensors go."""
+"""Description of a family: the conversion of its config.json, and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ class Family:
     """One family of models."""
 
     model_type: str
-    """As config.json names it."""
+    """Name of the family in config.json."""
     architecture: str
-    """Class in transformers."""
+    """Name of the class in transformers."""
     entries: tuple[Entry, ...]
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq",)
-    """Tensors in files of old versions that follow from config.json."""
+    """Patterns of tensors in files of old versions that follow from config.json."""
     inert: tuple[str, ...] = ()
     """Fields of config.json that transformers leaves unread in this family, though other families have them."""
     base: str = BASE
-    """What the names of all tensors but those of heads begin with."""
+    """Beginning of the names of all tensors except those of heads."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Fields of config.json whose meaning is known in this family."""
+        """Returns the fields of config.json whose meaning is known in this family."""
         return frozenset(self.inert).union(*(entry.names for entry in self.entries))
 
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """The config.json of what a folder holds: predictions further ahead may be configured and not be there."""
+        """Returns the config.json of what a folder holds: depths of multi-token prediction may be configured and not be
+        there."""
         layer = f"layers.{config.get('num_hidden_layers')}."
-        # transformers saves the field and leaves the weights out: with the count alone tensors would be missing
+        # transformers saves the field and omits the weights: by the field alone tensors would be missing
         if config.get(DEPTHS) and not any(name.startswith((layer, BASE + layer)) for name in names):
             return {**config, DEPTHS: 0}
         return config
 
     def as_stored(self, names: Collection[str], for_all_versions: bool = False) -> Family:
-        """The family with the names that tensors have in a folder.
+        """Returns the family with the names that tensors have in a folder.
 
-        What was saved from a base model lacks `model.`. transformers 5 also saves and loads the experts of a layer as
-        one tensor, which transformers 4 does not know.
+        Weights saved from a base model lack `model.`. transformers 5 also saves and loads the experts of a layer as one
+        tensor, which transformers 4 does not know.
 
         Args:
-            names: Of all tensors; where there are none, they have the usual names.
+            names: Names of all tensors; without any, tensors have the usual names.
             for_all_versions: Whether to keep only names that transformers 4 reads, too.
         """
         there = {_NUMBER.sub("*", name) for name in names}
@@ -69,7 +70,7 @@ class Family:
         return replace(self, rules=tuple(rules), base=base)
 
     def model(self, config: dict[str, Any]) -> ModelSection:
-        """The architecture that a config.json describes.
+        """Builds the architecture that a config.json describes.
 
         Raises:
             DataError: A field is missing, wrong or not supported.
@@ -77,11 +78,11 @@ class Family:
         return model_of(config, self.entries)
 
     def config(self, model: ModelSection, template: Mapping[str, Any] | None) -> dict[str, Any]:
-        """A config.json that describes the model.
+        """Builds a config.json that describes the model.
 
         Args:
-            model: The architecture.
-            template: The file that the weights came with; None where there is none.
+            model: Section of the model.
+            template: File that came with the weights; None where there is none.
 
         Raises:
             DataError: The family cannot describe this model.
@@ -90,10 +91,11 @@ class Family:
         return config_of(model, self.entries, start, template is not None)
 
     def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json that transformers 4 reads as transformers 5 does: what is missing in the older words is added.
+        """Builds a config.json that transformers 4 reads as transformers 5 does: older fields are added where they are
+        missing.
 
         Args:
-            config: Of a model of this family.
+            config: Content of config.json of a model of this family.
         """
         given, found = dict(config), dict(config)
         for entry in self.entries:
@@ -101,7 +103,7 @@ class Family:
         return found
 
     def table(self, model: ModelSection) -> Table:
-        """Where each tensor of a model goes."""
+        """Builds the table that says where each tensor of a model goes."""
         table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
         return replace(table, copies=_copies(model, self.base))
 
@@ -111,12 +113,12 @@ def _under(base: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, 
 
 
 def _numberless(name: str) -> str:
-    """A pattern's name without the numbers of layer and expert."""
+    """Returns a pattern's name without the numbers of layer and expert."""
     return name.replace("{L}", "*").replace("{E}", "*")
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
-    """The axes that tables speak of: these, and those that the parts of layers add (`LayerPart.axes`).
+    """Returns the sizes of the axes that tables use: these, and those that the parts of layers add (`LayerPart.axes`).
 
     V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
     value), d dimensions of a head, c halves of a gated projection, L layers, n labels of a head of sequences, j both
@@ -129,7 +131,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "f": model.ffn_hidden_size,
         "H": model.num_attention_heads,
         "G": model.query_groups,
-        # + 2: one key and one value for each group, as megatron-core's linear_qkv has them
+        # + 2: one key and one value for each group, as in megatron-core's linear_qkv
         "s": model.num_attention_heads // model.query_groups + 2,
         "d": model.head_size,
         "c": 2,
@@ -142,13 +144,13 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
 
 
 def stacks_layers(model: ModelSection) -> bool:
-    """Whether a checkpoint keeps the layers in one tensor: where all are alike."""
+    """Says whether a checkpoint keeps the layers in one tensor, which needs layers that are all alike."""
     # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
     return len(set(kinds(model))) == 1
 
 
 def _copies(model: ModelSection, base: str) -> dict[str, str]:
-    """Tables of the vocabulary that some folders hold twice."""
+    """Returns the tables of the vocabulary that some folders hold twice: copy -> original."""
     embeddings = f"{base}embed_tokens.weight"
     if model.num_labels is not None:
         return {}

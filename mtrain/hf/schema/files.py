@@ -1,6 +1,6 @@
-"""Files of a folder in Hugging Face's layout, by name; none of them leads out of it.
+"""Files of a folder in Hugging Face's layout, by name; no name leads out of the folder.
 
-What a model is can be read here without loading torch.
+A model's description can be read here without loading torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_config.json"
 NAMED_WEIGHTS = "transformers_weights"
-"""Field of config.json: the file that transformers reads in place of those that it looks for."""
+"""Field of config.json that names the file which transformers reads in place of the usual ones."""
 _MOST_BYTES = 1 << 26
-"""Of a JSON file; the index of the largest models has ten million."""
+"""Largest size of a JSON file; the index of the largest models has ten million bytes."""
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
     r"generation_config\.json|tokenizer.*\.(json|model)|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
@@ -34,32 +34,33 @@ _SIDE_FOLDERS = ("additional_chat_templates",)
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """Tokenizer, chat templates, generation defaults, licence: what a conversion copies. Paths inside the folder."""
+    """Yields the files that a conversion copies: tokenizer, chat templates, generation defaults, licence. Paths inside
+    the folder."""
     for place in (folder, *(folder / name for name in _SIDE_FOLDERS)):
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             name = file.relative_to(folder)
             if file.is_file() and _SIDE_FILES.fullmatch(file.name):
-                # refuses a link that leads out: what it points at would be copied
+                # refuses a link that leads out: its target would be copied
                 inside(folder, name.as_posix())
                 yield name
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file that must lie in the folder.
+    """Returns the path of a file that must lie in the folder.
 
     Raises:
-        DataError: It is missing, or the name or a link leads elsewhere.
+        DataError: The file is missing, or the name or a link leads elsewhere.
     """
     path = folder / name
-    # what the file system would refuse with errors of many kinds
+    # names that the file system would refuse with errors of many kinds
     is_plain = "\0" not in name and all(len(os.fsencode(part)) <= _LONGEST_FILE_NAME for part in Path(name).parts)
-    # the name first, and the file that it leads to below: a link inside the folder can lead anywhere
+    # first the name, then the file that it leads to: a link inside the folder can lead anywhere
     if Path(name).is_absolute() or ".." in Path(name).parts or not name or not is_plain:
         raise DataError(f"{folder} names the file {name[:_LONGEST_FILE_NAME]!r}, which does not lie inside it")
     try:
-        # strict: a link that leads nowhere is missing, and not a file that lies outside
+        # strict: a link that leads nowhere is missing, not a file that lies outside
         real = path.resolve(strict=True)
-    except RuntimeError as fault:  # as Python 3.11 says it
+    except RuntimeError as fault:  # raised by Python 3.11
         raise DataError(f"{path} is a link to itself; download it again") from fault
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
@@ -69,7 +70,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
         DataError: The file cannot be read or holds something else.
@@ -86,22 +87,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are weights that can be read, whatever they are."""
+    """Says whether there are weights that can be read, of whatever model."""
     return (folder / SINGLE_NAME).exists() or (folder / INDEX_NAME).exists()
 
 
 def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | None:
-    """Tensor -> file, as the index says; None where one file holds all weights.
+    """Returns tensor -> file, as in the index; None where one file holds all weights.
 
-    Versions 4 and 5 of transformers choose alike: the file that config.json names, else the one file, else the index;
-    and they put an adapter that lies there on top. A folder in which two of these are different models is refused.
+    Versions 4 and 5 of transformers choose alike: the file that config.json names, else the single file, else the
+    index; and they apply an adapter that lies there. A folder in which two of these are different models is refused.
 
     Args:
-        folder: Where the weights are.
-        config: Content of its config.json.
+        folder: Path of the folder with the weights.
+        config: Content of the folder's config.json.
 
     Raises:
-        DataError: There are no weights, or two things say what they are; names both.
+        DataError: There are no weights, or two files contradict each other; names both.
     """
     if (folder / ADAPTER_NAME).exists():
         raise DataError(
@@ -124,7 +125,7 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     if chosen == INDEX_NAME:
         return places(folder)
     if (folder / INDEX_NAME).exists():
-        # an index of files that are gone is what an earlier save has left: transformers does not look at it
+        # an index of absent files is left from an earlier save: transformers does not look at it
         shards = sorted({file for file in places(folder).values() if file != SINGLE_NAME and (folder / file).exists()})
         if shards:
             raise DataError(
@@ -135,10 +136,10 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
 
 
 def places(folder: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says, whether it counts or not.
+    """Returns tensor -> file, as in the index, whether the index is used or not.
 
     Raises:
-        DataError: It cannot be read, or names files outside of the folder.
+        DataError: The index cannot be read, or names files outside of the folder.
     """
     found = read_json(inside(folder, INDEX_NAME)).get("weight_map")
     is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
@@ -155,12 +156,12 @@ def places(folder: Path) -> dict[str, str]:
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a tensor may be called so: in messages it has to stand on one line."""
+    """Says whether a tensor may have this name: in messages it has to stand on one line."""
     return 0 < len(name) <= _LONGEST_TENSOR_NAME and name.isprintable()
 
 
 def _roots(folder: Path) -> list[Path]:
-    """The folder, and in the cache of huggingface_hub the model's own blobs, where its files are links to."""
+    """Returns the folder and, in the cache of huggingface_hub, the model's own blobs, to which its files are links."""
     real = folder.resolve()
     # models--owner--name/snapshots/COMMIT/file is a link to models--owner--name/blobs/HASH
     blobs = real.parent.parent / "blobs"

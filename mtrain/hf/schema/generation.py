@@ -1,4 +1,4 @@
-"""At which tokens a folder of Hugging Face says that generation ends."""
+"""Tokens at which generation ends, as a folder of Hugging Face declares them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ EOS_KEY = "eos_token_id"
 
 
 def declared_ends(folder: Path | None) -> list[int]:
-    """Ids that end an answer for transformers and vLLM, in the order of the file; empty where nothing names one.
+    """Returns the ids that end an answer for transformers and vLLM, in the order of the file; empty where no file names
+    any.
 
     Args:
-        folder: Of a model; None: there is none.
+        folder: Folder of a model; None where there is none.
 
     Raises:
         DataError: A file is damaged, or names something else than ids.
@@ -30,7 +31,7 @@ def declared_ends(folder: Path | None) -> list[int]:
 
 
 def as_declared(ids: list[int]) -> int | list[int]:
-    """The value of `EOS_KEY`: a list where there are several."""
+    """Returns the value of `EOS_KEY`: a list where there are several ids."""
     return ids[0] if len(ids) == 1 else ids
 
 

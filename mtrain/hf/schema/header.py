@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds and where, without torch and without reading them.
+"""The header of a safetensors file: its tensors and their places, without torch and without reading the tensors.
 
 Format: eight bytes with the length of a JSON object, the object, then the tensors
 (https://github.com/huggingface/safetensors).
@@ -17,34 +17,34 @@ from mtrain.hf.schema.files import is_tensor_name
 PREFIX_BYTES = 8
 METADATA = "__metadata__"
 _LONGEST_BYTES = 100_000_000
-"""As the format allows."""
+"""Largest length of a header in the format."""
 
 
 class Header(NamedTuple):
-    """What a file says of itself; places and shapes are not checked here."""
+    """Content of a header; places and shapes are not checked here."""
 
     metadata: dict[str, str]
-    """Free text."""
+    """Free text, by name."""
     tensors: dict[str, Any]
-    """Name -> what is said of it."""
+    """Name -> unchecked description of a tensor."""
     end: int
-    """First byte behind the header; places count from here."""
+    """Number of the first byte after the header; places count from here."""
     size_bytes: int
-    """Of the file."""
+    """Size of the file."""
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header alone.
+    """Reads only the header.
 
     Raises:
         DataError: The file cannot be read or is damaged.
     """
     try:
         with open_plain_file(path) as file:
-            size = os.fstat(file.fileno()).st_size  # of what is open: the path may name another file by now
+            size = os.fstat(file.fileno()).st_size  # size of the open file: the path may name another file by now
             length = int.from_bytes(file.read(PREFIX_BYTES), "little")
-            # before the header is read: the length comes from the file and decides how much memory is taken; {} has 2
-            # bytes
+            # checked before the header is read: the length comes from the file and decides how much memory is taken; {}
+            # has 2 bytes
             if not 2 <= length <= min(_LONGEST_BYTES, size - PREFIX_BYTES):
                 raise ValueError(f"its header should have {length} bytes, but the file has {size}")
             content = parsed_json(file.read(length))

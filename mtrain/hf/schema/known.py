@@ -1,7 +1,7 @@
 """Fields of config.json that no table of a family reads: without effect, refused, or unknown.
 
-What a folder's weights compute is said by its config.json alone. A field that transformers reads and we do not would
-make two functions of the same bytes, so every field is one of these:
+A folder's config.json alone says what its weights compute. A field that transformers reads and this program does not
+would make two functions of the same bytes, so every field is one of these:
 
 - read by the family's entries (`Entry.names`);
 - INERT: it changes nothing of what the weights compute;
@@ -32,8 +32,8 @@ no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam
 remove_invalid_values repetition_penalty suppress_tokens target_lookbehind temperature top_k top_p typical_p"""
 _TRAINING = "router_aux_loss_coef aux_loss_alpha seq_aux ep_size"
 INERT = frozenset(" ".join([_DESCRIPTION, _TOKENS, _OUTPUTS, _GENERATION, _TRAINING]).split())
-"""They change nothing of what the weights compute: origin, formats, special tokens, what is reported, sampling, losses
-of training. (Weights in other formats are judged where they are read.)"""
+"""Fields that do not change what the weights compute: origin, formats, special tokens, reports, sampling, losses of
+training. (Weights in other formats are judged where they are read.)"""
 
 _ELSEWHERE = """add_cross_attention alibi attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv
 cross_attention_hidden_size embedding_multiplier final_logit_softcapping is_decoder is_encoder_decoder layer_norm_eps
@@ -41,10 +41,10 @@ logit_scale logits_scaling mrope_section no_rope_layer_interval no_rope_layers n
 parallel_attn per_layer_config pruned_heads qk_layernorm qk_norm qkv_bias residual_multiplier rope_ratio rotary_pct
 tie_encoder_decoder use_alibi use_mrope use_parallel_residual use_qk_norm use_qkv_bias"""
 CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
-"""Fields that models of transformers read and none of our families has."""
+"""Fields that models of transformers read, but none of our families."""
 
 _SHOWN_FIELDS = 4
-"""Of those that are refused at once."""
+"""Largest number of refused fields that are shown."""
 # These switch a feature off. 0 and 0.0 are not among them: a factor of 0 is a value.
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 
@@ -52,18 +52,18 @@ _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 def refuse_fields_of_others(
     config: Mapping[str, Any], model_type: str, own: Collection[str], of_others: Collection[str]
 ) -> None:
-    """Refuses what could change the function and is not read.
+    """Refuses fields that could change the function and are not read.
 
     Args:
         config: Content of the file.
-        model_type: Of the family, for the message.
-        own: Fields that the family reads, or that it is known to leave unread.
+        model_type: Name of the family, for the message.
+        own: Fields that the family reads, or is known to leave unread.
         of_others: Fields that other families read.
 
     Raises:
-        DataError: Names them.
+        DataError: A field could change the function; names it.
     """
-    # apart: here the neutral value is true, so false would pass below
+    # separately: here the neutral value is true, so false would pass below
     if config.get("is_causal", True) is not True:
         raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
     of_another = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
@@ -77,11 +77,11 @@ def refuse_fields_of_others(
 
 
 def unknown_fields(config: Mapping[str, Any], own: Collection[str], of_others: Collection[str]) -> list[str]:
-    """Fields whose meaning nobody here knows, sorted."""
+    """Returns the fields whose meaning is not known, sorted."""
     known = INERT | CHANGES_THE_FUNCTION | frozenset(own) | frozenset(of_others) | {"is_causal"}
     return sorted(name for name in config if name not in known and not _is_neutral(config[name]))
 
 
 def _is_neutral(value: object) -> bool:
-    # the type as well: 0 == False, and 0 is a value
+    # the type as well: 0 == False, but 0 is a value
     return any(value is one or (value == one and type(value) is type(one)) for one in _NEUTRAL)

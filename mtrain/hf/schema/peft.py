@@ -1,7 +1,7 @@
-"""Adapters in PEFT's words: names of their tensors, and adapter_config.json.
+"""Adapters in the terms of PEFT: names of their tensors, and adapter_config.json.
 
-What is called `experts` here are parameters and no modules there (`target_parameters`): one pair of matrices holds all
-experts of a projection, and the second parameter of a module wraps the first.
+`experts` here are parameters and no modules in PEFT (`target_parameters`): one pair of matrices holds all experts of a
+projection, and the second parameter of a module wraps the first.
 
 Source: peft 0.21.2, tuners/lora/layer.py (Linear, Embedding, ParamWrapper), utils/save_and_load.py.
 """
@@ -27,17 +27,17 @@ _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _HEAD = "head"
-"""Kind of a head, which PEFT trains and saves whole (`modules_to_save`)."""
+"""Kind of a head, which PEFT trains and saves as a whole (`modules_to_save`)."""
 _CLASSIFIERS = frozenset(("score", "classifier"))
-"""PEFT saves modules of both names of every model that judges sequences, and ours have the first."""
+"""Names of heads; PEFT saves modules of both names in every model that judges sequences, and ours have the first."""
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
-"""Projection -> what stands before its pair: gate_up_proj is wrapped first, and down_proj around it."""
+"""Projection -> text before the name of its pair: gate_up_proj is wrapped first, and down_proj around it."""
 _PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _INTERLEAVED = ("gpt_oss",)
-"""Families whose experts have gate and up in turn, where ours have all gates first."""
+"""Families whose experts have alternating gate and up, where ours have all gates first."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
-"""Settings of PEFT that are not empty, and values of theirs that change nothing of a saved adapter."""
+"""Settings of PEFT that are not empty, with values that change nothing of a saved adapter."""
 _UNREAD = frozenset(
     {
         "auto_mapping",
@@ -55,7 +55,7 @@ _UNREAD = frozenset(
         "task_type",
     }
 )
-"""Settings that say nothing of what the tensors mean, or what the tensors themselves say."""
+"""Settings that do not affect the meaning of the tensors, or that the tensors show themselves."""
 _OURS = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "use_dora"})
 
 
@@ -63,20 +63,20 @@ class PeftTensor(NamedTuple):
     """A tensor of an adapter on both sides."""
 
     name: str
-    """PEFT's."""
+    """Name in PEFT."""
     key: str
-    """Global name here; `{E}` where all experts are in one tensor there."""
+    """Global name here; with `{E}` where PEFT has all experts in one tensor."""
     shape: Sizes
-    """PEFT's."""
+    """Shape in PEFT."""
     kind: str
-    """lora_a, lora_b or magnitude; `head` of a module that is saved whole."""
+    """Kind of the tensor: lora_a, lora_b or magnitude; `head` for a module that is saved as a whole."""
     matrix: AdaptedMatrix
     is_interleaved: bool = False
-    """Whether rows of gate and up stand in turn there."""
+    """Whether rows of gate and up alternate in PEFT."""
 
 
 def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
-    """Every tensor of an adapter, in the order of the model.
+    """Yields every tensor of an adapter, in the order of the model.
 
     Raises:
         DataError: PEFT has no form for a target in this family.
@@ -105,12 +105,12 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
-    """Those of a tensor; several models of a family may have it under other names, one model under one."""
+    """Returns the rules of a tensor; several models of a family may have it under other names, one model under one."""
     return [rule for rule in family.rules if rule.key == key and rule.when(model, layer)]
 
 
 def _place(matrix: AdaptedMatrix, rule: Rule) -> int:
-    """Which of the tensors that make up a fused projection a part is: queries, keys, values; gate, up."""
+    """Returns the number of a part among the tensors of a fused projection: queries, keys, values; gate, up."""
     # a projection without a gate is one tensor, so up is its first and its last
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": len(rule.parts) - 1}
     return order.get(matrix.part, 0)
@@ -136,7 +136,7 @@ def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str
 def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, layer: int) -> Iterator[PeftTensor]:
     linear = matrix.linear.removeprefix("mlp.experts.")
     module = f"{_ROOT}model.layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
-    # PEFT lays the pairs of all experts side by side, as one pair of this rank
+    # PEFT puts the pairs of all experts side by side, as one pair of this rank
     count = adapter.rank * matrix.num_experts
     for kind, shape in (("lora_a", (count, matrix.columns)), ("lora_b", (matrix.rows, count))):
         ours = f"decoder.layers.{layer}.mlp.experts.{{E}}.{linear}_adapter.{kind}"
@@ -145,15 +145,15 @@ def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, 
 
 
 def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json.
+    """Builds the content of adapter_config.json.
 
     Args:
-        family: Of the frozen model.
-        model: Its architecture.
-        adapter: Of the run.
-        base: Where PEFT finds the frozen model; None: nobody knows.
+        family: Family of the frozen model.
+        model: Architecture of the frozen model.
+        adapter: Adapter of the run.
+        base: Path or name by which PEFT finds the frozen model; None where it is not known.
     """
-    # experts are parameters there, and named by target_parameters
+    # experts are parameters in PEFT, named by target_parameters
     named = list(tensors(family, model, adapter))
     names = [each.name for each in named if not each.matrix.num_experts and each.kind != _HEAD]
     heads = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _HEAD]
@@ -163,15 +163,15 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
-        # declared as an int there; a float is taken as well
+        # declared as an int in PEFT; a float is accepted as well
         "lora_alpha": adapter.alpha if adapter.alpha % 1 else int(adapter.alpha),
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.scaling == "rslora",
         "use_dora": adapter.has_magnitudes,
-        # the last part of a name stands for that module in every layer
+        # the last part of a name means that module in every layer
         "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
         "bias": "none",
-        # true is for modules that keep their weight transposed, as Conv1D of GPT-2
+        # true is for modules with transposed weights, such as Conv1D of GPT-2
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -190,7 +190,7 @@ def _module_of(name: str) -> str:
 
 
 def differences(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> list[str]:
-    """What a file says otherwise than the run, and what it says that has no form here; a line each."""
+    """Describes where a file differs from the run, and settings that have no form here; one line each."""
     found = []
     if config.get("peft_type") != "LORA":
         return [f"peft_type={config.get('peft_type')!r}, but LORA is needed"]
@@ -205,7 +205,7 @@ def differences(config: Mapping[str, Any], model: ModelSection, adapter: Adapter
         if config.get(key, False) != wanted:
             found.append(f"{key}={config.get(key, False)}, but {ours}")
     for key, value in config.items():
-        # a setting that is not known may change what the tensors mean, unless it is off
+        # an unknown setting may change the meaning of the tensors, unless it is off
         if key == "modules_to_save" and model.num_labels is not None and _CLASSIFIERS.issuperset(value or ()):
             continue
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())

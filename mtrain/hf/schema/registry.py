@@ -1,4 +1,4 @@
-"""Finds the family of a config.json or of a model."""
+"""Search for the family of a config.json or of a model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ FAMILIES = {
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS, OLMO2, OLMO3)
 }
 _SHOWN_KEYS = 2
-"""Of each family, where none fits."""
+"""Largest number of keys that are shown for each family, where none fits."""
 _ALL_NAMES = frozenset(name for family in FAMILIES.values() for name in family.names)
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family that a config.json names.
+    """Returns the family that a config.json names.
 
     Raises:
-        DataError: It names none, or one that is not known; or it has fields that could change what a model of this
-            family computes and that are not read.
+        DataError: The file names no family, or an unknown one; or it has unread fields that could change the function
+            of a model of this family.
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -46,24 +46,24 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def fields_nobody_knows(config: dict[str, Any]) -> list[str]:
-    """Fields of a config.json that are kept and not computed, since their meaning is unknown.
+    """Returns the fields of a config.json that are kept but not used, since their meaning is not known.
 
     Raises:
-        DataError: As `family_of`.
+        DataError: The file names no family, or an unknown one, or has unread fields that could change the function.
     """
     return unknown_fields(config, family_of(config).names, _ALL_NAMES)
 
 
 def fitting_family(model: ModelSection) -> Family:
-    """The first family whose config.json can describe the model, for weights that did not come from one.
+    """Finds the first family whose config.json can describe the model, for weights that did not come from one.
 
     Raises:
-        DataError: There is none; names for each family what it cannot say.
+        DataError: No family fits; names for each family what it cannot describe.
     """
     reasons = []
     for family in FAMILIES.values():
         try:
-            # tried, not asked: writing and reading back is what shows a difference
+            # tried, not asked: writing and reading back shows differences
             family.config(model, None)
         except UnsayableError as fault:
             reasons.append(f"{family.model_type} lacks model.{', model.'.join(fault.keys[:_SHOWN_KEYS])}")

@@ -31,9 +31,10 @@ _FIELDS = {
         "mscale_all_dim": "mscale_all_dim",
     },
 }
-"""Our scaling -> their field -> ours. What is not there or null has the default, which is the same on both sides."""
+"""Our scaling -> field in the file -> our field. Absent fields and null have the default, which is the same on both
+sides."""
 _KINDS: dict[str, type[int] | type[bool]] = {"original_max_position_embeddings": int, "truncate": bool}
-"""Those that are not plain numbers."""
+"""Types of fields that are not plain numbers."""
 
 
 ROPE_NAMES = (
@@ -43,27 +44,27 @@ ROPE_NAMES = (
     "partial_rotary_factor",
     "original_max_position_embeddings",
 )
-"""Fields of config.json that say how positions turn; the original length is max_position_embeddings by default."""
+"""Fields of config.json that define the rotary embedding; the original length is max_position_embeddings by default."""
 _NEEDED = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
-"""Our scaling -> fields that transformers has no default for."""
+"""Our scaling -> fields without a default in transformers."""
 
 
 def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
-    """The rotary fields of a config.json in the words of transformers 5.
+    """Returns the rotary fields of a config.json in the terms of transformers 5.
 
-    Two versions of transformers read different fields: the 4th `rope_scaling` with `rope_theta`, the 5th the same
-    before `rope_parameters`. A file that has both, or that they read differently, has to say one thing.
+    Two versions of transformers read different fields: version 4 `rope_scaling` with `rope_theta`, version 5 the same
+    before `rope_parameters`. A file that has both, or that they read differently, must not contradict itself.
 
     Args:
         config: Content of the file.
-        default_base: What the family has where the file says nothing.
+        default_base: Base of the family where the file has none.
         by_kind: Whether transformers 5 keeps these fields for each kind of layer, as in Gemma-3 and OLMo-3.
 
     Raises:
-        DataError: They are said twice, and differently.
+        DataError: The file contradicts itself.
     """
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
-    # one form, that of transformers 5; everything after this line is the same for both styles
+    # one form, that of transformers 5; all code below is the same for both styles
     found = _normal(parameters or scaling or {})
     if by_kind:
         _drop_truncation(found, is_older=not parameters)
@@ -72,7 +73,7 @@ def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool =
         older = _normal(scaling)
         if by_kind:
             _drop_truncation(older, is_older=True)
-        if older.setdefault("rope_theta", base) != base:  # transformers 4 reads the outer one alone
+        if older.setdefault("rope_theta", base) != base:  # transformers 4 reads only the outer one
             _agree("rope_scaling", older, "config.json", {"rope_theta": base})
         if parameters:
             _agree("rope_parameters", {"rope_theta": base} | found, "rope_scaling", older)
@@ -82,7 +83,7 @@ def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool =
     found.setdefault("rope_theta", base)
     outer = {name: config[name] for name in (_ORIGINAL,) if name in config}
     if outer and found["rope_type"] in ("llama3", "yarn"):
-        # the outer one fills in for the inner one in transformers 5 alone, and not where each kind has its own
+        # the outer one replaces a missing inner one only in transformers 5, and not where each kind has its own
         if scaling or by_kind:
             found.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
         found = outer | found
@@ -91,7 +92,8 @@ def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool =
 
 
 def _drop_truncation(found: dict[str, Any], is_older: bool) -> None:
-    """Takes `truncate` out where transformers 5 looks for it in vain, outside of the kinds of layers, and truncates."""
+    """Removes `truncate` where transformers 5 looks for it outside of the kinds of layers, does not find it, and
+    truncates."""
     if found["rope_type"] != "yarn":
         return  # refused as a field of another type
     if is_older and value_of(found, "truncate", bool, True) is False:
@@ -110,10 +112,10 @@ def _object(config: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _normal(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Without nulls, which say nothing, and with the type under its newer name.
+    """Removes nulls, which have no meaning, and puts the type under its newer name.
 
     Raises:
-        DataError: Both names of the type are there, and differ.
+        DataError: The file has both names of the type, with different values.
     """
     older, newer = parameters.get("type"), parameters.get("rope_type")
     if older is not None and newer not in (None, older):  # transformers 4 prefers the one, transformers 5 the other
@@ -132,15 +134,15 @@ def _agree(one: str, said: Mapping[str, Any], other: str, again: Mapping[str, An
 
 
 def read_rope(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
-    """Fields of `model.rope` that differ from its defaults.
+    """Reads the fields of `model.rope` that differ from its defaults.
 
     Args:
         config: Content of the file.
-        default_base: As `rope_parameters`.
-        by_kind: As `rope_parameters`.
+        default_base: Base of the family where the file has none.
+        by_kind: Whether transformers 5 keeps these fields for each kind of layer.
 
     Raises:
-        DataError: The scaling is one that is not supported.
+        DataError: The scaling is not supported.
     """
     theirs = rope_parameters(config, default_base, by_kind)
     if needed_value(theirs, "rope_type", str) not in _TYPES:
@@ -152,7 +154,7 @@ def read_rope(config: dict[str, Any], default_base: float, by_kind: bool = False
     if theirs.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise DataError("config.json: partial_rotary_factor must be 1: heads that rotate in part are not supported")
     scaling = _TYPES[theirs["rope_type"]]
-    # a field that this type does not read is a sign of a mistyped type
+    # a field that this type does not read suggests a mistyped type
     _check_names(theirs, scaling)
     ours: dict[str, Any] = {"base": needed_value(theirs, "rope_theta", float), "scaling": scaling}
     for name, field in _FIELDS[scaling].items():
@@ -174,19 +176,20 @@ def _check_names(theirs: dict[str, Any], scaling: str) -> None:
 
 
 def _lengths(ours: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers takes from the model's longest sequence where the rotary parameters leave it out."""
+    """Returns the values that transformers takes from the model's longest sequence where the rotary parameters lack
+    them."""
     found: dict[str, Any] = {}
     if ours["scaling"] in ("llama3", "yarn") and "original_max_positions" not in ours:
         found["original_max_positions"] = needed_value(config, "max_position_embeddings", int)
     if ours["scaling"] == "yarn" and "factor" not in ours:
         original = (ours | found)["original_max_positions"]
-        if original > 0:  # another one is refused with the model
+        if original > 0:  # another value is refused with the model
             found["factor"] = needed_value(config, "max_position_embeddings", int) / original
     return found
 
 
 def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:
-    """The changes of a config.json that make it say `rope`, in the style that it has."""
+    """Returns the changes of a config.json that make it describe `rope`, in the style of the file."""
     theirs = {name: getattr(rope, field) for name, field in _FIELDS[rope.scaling].items()}
     theirs = {name: value for name, value in theirs.items() if value is not None}
     kind = next(name for name, scaling in _TYPES.items() if scaling == rope.scaling)
@@ -201,15 +204,16 @@ def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:
 def older_rope(
     parameters: dict[str, Any] | None, by_kind: bool = False, type_name: str = "rope_type"
 ) -> dict[str, Any]:
-    """What transformers 4 reads in place of `rope_parameters`, which it does not know: it would rotate by its defaults.
+    """Returns the fields that transformers 4 reads in place of `rope_parameters`, which it does not know: it would
+    rotate by its defaults.
 
     Args:
-        parameters: Of transformers 5; of layers without a window where each kind has its own.
-        by_kind: As `rope_parameters`.
+        parameters: Rotary parameters of transformers 5; those of layers without a window where each kind has its own.
+        by_kind: Whether transformers 5 keeps these fields for each kind of layer.
         type_name: Name of the scaling's type.
     """
     if not parameters:
-        return {}  # the file is in the older words, or both versions take their default
+        return {}  # the file has the older fields, or both versions take their default
     found = _normal(parameters)
     if by_kind:
         _drop_truncation(found, is_older=False)
@@ -219,7 +223,8 @@ def older_rope(
 
 
 def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
-    """Names of the fields by which two sections rotate by other angles; those of other scalings do not count."""
+    """Returns the names of the fields by which two sections rotate by different angles; fields of other scalings do not
+    count."""
     names = ["base", "scaling", "interleaved", "local_base"]
     if one.scaling == other.scaling:
         # fields that this scaling does not read may differ: no angle depends on them

@@ -1,4 +1,4 @@
-"""Whether two descriptions of a model mean the same function of the same weights."""
+"""Comparison of two descriptions of a model: whether they mean the same function of the same weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.rope import rope_differences
 
 _NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
-"""Fields of `model.*` that config.json has no word for, or that do not change what the weights mean."""
+"""Fields of `model.*` that config.json cannot express, or that do not change the meaning of the weights."""
 _TRAINING = ("dispatcher", "implementation", "bias_update_rate")
-"""Fields of `model.experts` that say how it is trained, not what it computes."""
+"""Fields of `model.experts` that concern training, not the function."""
 _GROUPS = ("num_groups", "group_top_k", "group_score_top_k")
 
 Difference = tuple[str, Any, Any]
@@ -20,17 +20,17 @@ Difference = tuple[str, Any, Any]
 
 
 def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
-    """Fields of the architecture that differ, those of sections by their own names."""
+    """Returns the fields of the architecture that differ, those of sections by their own names."""
     found: list[Difference] = []
     for name in ModelSection.model_fields:
         mine, theirs = getattr(one, name), getattr(other, name)
         if name == "num_query_groups":
-            # left out means as many as heads: compared is what it comes to
+            # left out means as many as heads: the resulting numbers are compared
             mine, theirs = one.query_groups, other.query_groups
         elif name == "head_dim":
             mine, theirs = one.head_size, other.head_size
         elif name == "mtp_depths" and 0 in (mine, theirs):
-            # without depths on one side nothing is said about the layers that both have
+            # where one side has no depths, nothing is known about the layers that both have
             continue
         if name == "rope":
             names = rope_differences(one.rope, other.rope)
@@ -43,7 +43,8 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
 
 
 def unsayable(model: ModelSection) -> list[tuple[str, Any]]:
-    """Fields passed through to megatron-core that change the function, which config.json cannot say; their values."""
+    """Returns the fields passed through to megatron-core that change the function, which config.json cannot express,
+    with their values."""
     return [
         (name, value)
         for name, value in model.megatron.items()
@@ -56,7 +57,7 @@ def _inside(section: str, one: dict[str, Any], other: dict[str, Any]) -> list[Di
 
 
 def _meant(model: ModelSection, name: str) -> dict[str, Any]:
-    """A section's fields, those that mean the same made equal."""
+    """Returns a section's fields, with equal values where they mean the same."""
     if name == "experts":
         assert model.experts is not None
         return _meant_by(model.experts)
@@ -68,6 +69,6 @@ def _meant(model: ModelSection, name: str) -> dict[str, Any]:
 def _meant_by(experts: ExpertsSection) -> dict[str, Any]:
     fields = {name: value for name, value in experts.model_dump().items() if name not in _TRAINING}
     if experts.num_groups == experts.group_top_k:  # no groups, or all of them: every expert may be chosen
-        # their number then changes nothing, whatever it is
+        # their number then has no effect
         return fields | dict.fromkeys(_GROUPS)
     return fields | {"group_score_top_k": experts.num_scored}

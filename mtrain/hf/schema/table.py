@@ -1,4 +1,4 @@
-"""Tables: which tensors of Hugging Face make up which tensor of a checkpoint.
+"""Tables of the tensors of Hugging Face that make up each tensor of a checkpoint.
 
 A family is a tuple of rules. A rule names one tensor of a checkpoint, its axes, and the tensors on disk that it
 consists of. `{L}` and `{E}` in a name run over layers and experts, which are axes like any other: where all layers are
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Condition: TypeAlias = Callable[[ModelSection, int], bool]
-"""Model and layer (-1 outside of layers) -> whether the tensor is there."""
+"""Function of model and layer (-1 outside of layers) that says whether the tensor exists."""
 
 
 def always(model: ModelSection, layer: int) -> bool:
-    """Of every model."""
+    """Applies to every model."""
     return True
 
 
 @dataclass(frozen=True)
 class TensorPattern:
-    """A tensor of Hugging Face, of every layer and expert that its name has a place for."""
+    """A tensor of Hugging Face, for every layer and expert if its name has a place for the number."""
 
     name: str
     axes: str
-    """As it lies on disk."""
+    """Axes of the tensor on disk."""
     at: Fixed = field(default_factory=dict)
-    """Where it lies in the fused tensor."""
+    """Place of the tensor in the fused tensor."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A tensor of a checkpoint and what it consists of."""
+    """A tensor of a checkpoint and its parts on disk."""
 
     key: str
-    """In layers with `.*.` for the layer's number."""
+    """Key of the tensor; in layers with `.*.` for the layer's number."""
     axes: str
-    """Without the axis of layers."""
+    """Axes of the tensor, without the axis of layers."""
     parts: tuple[TensorPattern, ...]
     when: Condition = always
     keeps_dtype: bool = False
-    """Whether a cast of the weights leaves it alone."""
+    """Whether the tensor keeps its dtype when weights are cast."""
     others: tuple[tuple[TensorPattern, ...], ...] = ()
-    """Parts under the names of other files of the family, which hold the same; `Family.as_stored` chooses."""
+    """Parts under the names in other files of the family, which hold the same; `Family.as_stored` chooses."""
 
     def only(self, condition: Condition) -> Rule:
-        """The same rule where the condition holds as well."""
+        """Returns the same rule with an additional condition."""
         own = self.when
         return replace(self, when=lambda model, layer: own(model, layer) and condition(model, layer))
 
@@ -69,13 +69,13 @@ class HfTensor:
 
     @property
     def shape(self) -> Sizes:
-        """On disk."""
+        """Returns the shape on disk."""
         return self.arrangement.shape
 
 
 @dataclass(frozen=True)
 class FilledSlice:
-    """A slice of a global tensor and the tensors that fill it; none of them lies in another one."""
+    """A slice of a global tensor and the tensors that fill it; no tensor lies inside another."""
 
     key: str
     at: TensorSlice
@@ -90,17 +90,17 @@ class Table:
     shapes: dict[str, Sizes]
     """Checkpoint key -> shape of the global tensor, vocabulary without padding."""
     slices: tuple[FilledSlice, ...]
-    """In the order of the model."""
+    """Slices in the order of the model."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensor that some folders hold a second time -> the one that it must equal."""
+    """Name of a tensor that some folders hold a second time -> name of the tensor that it must equal."""
 
     def without(self, key: str) -> Table:
-        """The same but for one tensor of a checkpoint."""
+        """Returns the same table without one tensor of a checkpoint."""
         shapes = {name: shape for name, shape in self.shapes.items() if name != key}
         return replace(self, shapes=shapes, slices=tuple(filled for filled in self.slices if filled.key != key))
 
     def tensors(self) -> Iterator[tuple[HfTensor, FilledSlice]]:
-        """Every tensor of Hugging Face and the slice that it fills."""
+        """Yields every tensor of Hugging Face with the slice that it fills."""
         for filled in self.slices:
             for tensor in filled.tensors:
                 yield tensor, filled
@@ -111,11 +111,11 @@ _LAYERS, _DEPTHS = "decoder.layers.", "mtp.layers."
 
 
 def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str, int], stacked: bool) -> Table:
-    """The rules applied to a model.
+    """Applies the rules to a model.
 
     Args:
-        rules: Of its family.
-        model: The architecture.
+        rules: Rules of the model's family.
+        model: Section of the model.
         sizes: Axis -> size; L is the number of layers.
         stacked: Whether the checkpoint keeps all layers in one tensor.
     """
@@ -124,7 +124,7 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
     # layers outside, rules inside: slices come in the order of the model
     for scope in _scopes(model, stacked):
         for rule in rules:
-            # `like`, not `number`: a depth is built as the last layer is, and has no place among the layers of the
+            # `like`, not `number`: a depth is built like the last layer, and has no place among the layers of the
             # section
             if _prefix(rule.key) == scope.prefix and rule.when(model, scope.like):
                 key, axes = rule.key.replace(".*.", scope.infix), f"L {rule.axes}" if "L" in scope.fixed else rule.axes
@@ -135,19 +135,20 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
 
 @dataclass(frozen=True)
 class _Scope:
-    """One layer, or what lies outside of layers."""
+    """One layer, or the model outside of layers."""
 
     prefix: str
     infix: str
     number: int
-    """Of the layer in Hugging Face's names."""
+    """Number of the layer in Hugging Face's names."""
     like: int
-    """The layer whose kind it has."""
+    """Number of the layer whose kind it has."""
     fixed: Fixed
 
 
 def _scopes(model: ModelSection, stacked: bool) -> Iterator[_Scope]:
-    """Depths of multi-token prediction follow the layers in Hugging Face's numbers, and are of the last one's kind."""
+    """Yields all scopes. Depths of multi-token prediction follow the layers in Hugging Face's numbers, and are like the
+    last one."""
     yield _Scope("", "", -1, -1, {})
     for layer in range(model.num_layers):
         yield _Scope(_LAYERS, "." if stacked else f".{layer}.", layer, layer, {"L": layer} if stacked else {})
@@ -160,13 +161,13 @@ def _prefix(key: str) -> str:
 
 
 def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
-    """One for each expert where experts lie in tensors of their own, else one."""
-    # GPT-OSS has all experts of a layer in one tensor: then the axis of experts is one like any other
+    """Yields one slice for each expert where experts have tensors of their own, else one slice."""
+    # GPT-OSS has all experts of a layer in one tensor: then the axis of experts is like any other
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
         place = {**scope.fixed, **dict(zip("E", experts))}
         hull = Arrangement(axes, " ".join(name for name in _names(axes) if name not in place), place, sizes)
-        # each fixed axis (layer, expert) is a dimension of its own, so what is left is one slice
+        # each fixed axis (layer, expert) is a dimension of its own, so the rest is one slice
         (block,) = hull.blocks()
         tensors = tuple(
             HfTensor(
@@ -183,19 +184,19 @@ def _names(axes: str) -> list[str]:
 
 
 Read: TypeAlias = "Callable[[str], Tensor]"
-"""Name of a tensor of Hugging Face -> the tensor, as a view where it can be one."""
+"""Function that returns a tensor of Hugging Face by name, as a view where possible."""
 
 
 def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
-    """A slice of a global tensor, made from tensors on disk; only what lies in the slice is copied.
+    """Reads a slice of a global tensor from tensors on disk; only numbers inside the slice are copied.
 
     Args:
         filled: A part of the global tensor.
-        wanted: Of the global tensor; it must lie inside `filled`.
-        read: Gives the tensors on disk.
+        wanted: Slice of the global tensor; it must lie inside `filled`.
+        read: Function that returns the tensors on disk.
 
     Returns:
-        Of the wanted shape, contiguous; where it is a whole tensor on disk, that tensor itself.
+        Tensor of the wanted shape, contiguous; where it is a whole tensor on disk, that tensor itself.
     """
     result: Tensor | None = None
     for tensor in filled.tensors:
@@ -216,34 +217,35 @@ def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
 
 
 def slices_to_write(filled: FilledSlice) -> list[TensorSlice]:
-    """Those in which a part is best written: single tensors on disk where each is a slice, else all at once."""
+    """Returns the slices in which a part is best written: single tensors on disk where each is a slice, else the whole
+    part."""
     blocks = [block for tensor in filled.tensors for block in tensor.arrangement.blocks()]
-    # gate and up each as one slice: written from the page cache without being put together first
+    # gate and up each as one slice: written from the page cache without being joined first
     return [block.whole for block in blocks] if len(blocks) == len(filled.tensors) else [filled.at]
 
 
 ReadGlobal: TypeAlias = "Callable[[str, TensorSlice], Tensor]"
-"""Key and slice -> that slice of a global tensor, as a view where it can be one."""
+"""Function that returns a slice of a global tensor by key, as a view where possible."""
 
 
 def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tensor]:
-    """The numbers of a tensor in the order of the disk, made from the global tensor, a part at a time.
+    """Yields the numbers of a tensor in the order of the disk, a part at a time, from the global tensor.
 
     Args:
-        tensor: From the table.
-        key: Of the global tensor.
-        read: Gives slices of global tensors.
+        tensor: Entry of the table.
+        key: Key of the global tensor.
+        read: Function that returns slices of global tensors.
 
     Returns:
-        [elements] each; views where `read` gives views. A reordered tensor comes as a whole.
+        Parts of [elements] each; views where `read` gives views. A reordered tensor comes as a whole.
     """
     arrangement = tensor.arrangement
     blocks = list(arrangement.blocks())
     if arrangement.is_reordered:
-        # a reordered tensor has its numbers scattered over the whole, so no part of it can be streamed
+        # the numbers of a reordered tensor are scattered over the whole, so no part of it can be streamed
         (block,) = blocks
         yield arrangement.on_disk(read(key, block.whole)).contiguous().view(-1)
         return
-    for block in blocks:  # each lies in one stretch on disk, since only layers and experts come before what repeats
+    for block in blocks:  # each is one stretch on disk, since only layers and experts come before the repeated axes
         for part in block.whole.cut(_STREAMED_ELEMENTS):
             yield read(key, part).contiguous().view(-1)

@@ -1,4 +1,4 @@
-"""Values of config.json as what they are: "64", 64.0 and true are not the integer 64."""
+"""Values of config.json with their exact types: "64", 64.0 and true are not the integer 64."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ T = TypeVar("T", int, float, bool, str)
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 _FOUND = {str: "a text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "an object"}
 _LONGEST = 60
-"""Characters of a value that are shown."""
+"""Largest number of characters of a value that are shown."""
 
 
 def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | None) -> T | None:
-    """A field; None where it is null.
+    """Reads a field; None where it is null.
 
     Args:
         config: Content of the file, or an object in it.
-        name: Of the field.
-        kind: What it must be. An integer is a number too, where it is finite; nothing else is converted.
-        default: What is meant where the file says nothing.
+        name: Name of the field.
+        kind: Required type. An integer is a number too, where it is finite; nothing else is converted.
+        default: Value where the file has none.
 
     Raises:
-        DataError: It is something else.
+        DataError: The field has another type.
     """
-    # the default stands for a missing field alone: null says that the model has no such thing
+    # the default replaces only a missing field: null means that the model has no such thing
     value = config.get(name, default)
     if value is None:
         return None
@@ -41,10 +41,10 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
 
 
 def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """As `value_of`, of a field that has no meaning where it is null.
+    """Reads a field that has no meaning where it is null.
 
     Raises:
-        DataError: It is null, missing without a default, or something else.
+        DataError: The field is null, missing without a default, or of another type.
     """
     value = value_of(config, name, kind, default)
     if value is None:
@@ -54,18 +54,18 @@ def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T
 
 
 def wrong_type(name: str, value: object, needed: str) -> DataError:
-    """The refusal of a value of another type."""
-    # parsed JSON has no other types, so what is none of these is null
+    """Builds the error of a value of another type."""
+    # parsed JSON has no other types, so anything else is null
     found = _FOUND.get(type(value), "null")
     return DataError(f"config.json: {name}={shown(value)} is {found}, but {needed} is needed; correct the file")
 
 
 def shown(value: object) -> str:
-    """A value for a message, on one line and not endless."""
-    text = repr(value)  # escapes line breaks: a message is one line, whatever a damaged file holds
+    """Writes a value for a message, on one line and of limited length."""
+    text = repr(value)  # repr escapes line breaks: a message is one line, whatever a damaged file holds
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def shown_name(name: str) -> str:
-    """The name of a field, which may be anything in a damaged file; an ordinary one as it stands."""
+    """Writes the name of a field, which may be any text in a damaged file; an ordinary name stays as it is."""
     return name if name.isidentifier() and len(name) <= _LONGEST else shown(name)

@@ -16,40 +16,40 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 _EXTRA, _ADDITIONAL, _SPECIFIC = "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"
 _DECODER = "added_tokens_decoder"
 _MISTRAL_SIZE = 100_000
-"""Vocabularies above it have their pattern replaced where the settings say fix_mistral_regex."""
+"""Size of a vocabulary above which its pattern is replaced where the settings say fix_mistral_regex."""
 
 ReadJson = Callable[[str], dict[str, Any]]
-"""Name of a file -> the object in it; empty where there is no such file."""
+"""Function that returns the object in a file by its name; empty where there is no such file."""
 
 
 class BuiltTokenizer(NamedTuple):
-    """A folder's tokenizer."""
+    """Tokenizer of a folder."""
 
     model: Any
-    """A `tokenizers.Tokenizer`."""
+    """Object of the class `tokenizers.Tokenizer`."""
     named: dict[str, str]
-    """Role, such as eos_token -> text; those that a model names for itself too."""
+    """Role, such as eos_token -> text; with the roles that a model defines itself."""
     fresh: frozenset[str]
-    """Roles whose token nothing else declares, so that it is a new one at the end of the vocabulary."""
+    """Roles whose token is declared nowhere else, so that it is a new one at the end of the vocabulary."""
 
 
 def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_file: bool) -> BuiltTokenizer:
-    """Builds it.
+    """Builds the tokenizer of a folder.
 
     Args:
-        folder: Of the tokenizer.
-        read: Reads a file of it.
-        load: Makes the `tokenizers.Tokenizer` that tokenizer.json says.
+        folder: Folder of the tokenizer.
+        read: Function that reads a file of the folder.
+        load: Function that makes the `tokenizers.Tokenizer` that tokenizer.json describes.
         has_file: Whether there is a tokenizer.json.
 
     Raises:
-        NotReadError: transformers would not read it, or by code that is not known here.
+        NotReadError: transformers would not read the folder, or by code that is not known here.
     """
     settings, content = read("tokenizer_config.json"), read(TOKENIZER_NAME) if has_file else {}
     _refuse_settings(settings)
     name = class_of(settings, read("config.json"), _mentions_bytes(content))
     built = built_class(name)
-    # transformers takes post-processors as tokenizer.json has them, and makes one only where there is none
+    # transformers takes post-processors as they are in tokenizer.json, and makes one only where there is none
     settings = {
         key: each for key, each in settings.items() if not has_file or key not in ("add_bos_token", "add_eos_token")
     }
@@ -69,7 +69,7 @@ def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_f
 
 
 def _mentions_bytes(content: Mapping[str, Any]) -> bool:
-    """Whether a part is ByteLevel; the texts of tokens are looked through as well, as transformers does."""
+    """Says whether a part is ByteLevel; the texts of tokens are searched as well, as in transformers."""
     import json
 
     return '"ByteLevel"' in json.dumps(content, ensure_ascii=False) if content else False
@@ -104,7 +104,7 @@ def _built(
         return built.build(*listed, given)
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of a Unigram model
+    if isinstance(vocabulary, list):  # form of a Unigram model
         vocabulary = {each[0] if isinstance(each, list) else each: place for place, each in enumerate(vocabulary)}
     if not isinstance(model, dict) or not isinstance(vocabulary, dict):
         raise NotReadError("its tokenizer.json has no vocabulary")
@@ -119,12 +119,12 @@ def _merges(model: Mapping[str, Any]) -> Merges:
 def _with_tokens(
     settings: Mapping[str, Any], read: ReadJson, content: Mapping[str, Any], has_file: bool
 ) -> dict[str, Any]:
-    """The settings with all that other files say of added and special tokens; their values are `AddedToken`s."""
+    """Merges the settings with added and special tokens of other files; tokens become `AddedToken`s."""
     from tokenizers import AddedToken
 
     given = dict(settings)
     for role in ROLES:
-        if isinstance(given.get(role), dict) and "__type" not in given[role]:  # as special_tokens_map.json has it
+        if isinstance(given.get(role), dict) and "__type" not in given[role]:  # the form of special_tokens_map.json
             given[role] = {"__type": "AddedToken", **given[role]}
     if _ADDITIONAL in given and not given.get(_EXTRA):
         given[_EXTRA] = given.pop(_ADDITIONAL)
@@ -163,7 +163,8 @@ def _is_specific(key: str, value: object) -> bool:
 
 
 def _content_of(value: object) -> str:
-    """The text of a token; of one that is written as an object, what transformers compares: its Python form."""
+    """Returns the text of a token; for a token that is written as an object, its Python form, which transformers
+    compares."""
     return str(value)
 
 
@@ -186,7 +187,7 @@ def _take_special_map(given: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _as_tokens(value: Any) -> Any:
-    """Objects with `"__type": "AddedToken"` as such, at any depth."""
+    """Converts objects with `"__type": "AddedToken"` at any depth."""
     from tokenizers import AddedToken
 
     if isinstance(value, dict) and value.get("__type") == "AddedToken":

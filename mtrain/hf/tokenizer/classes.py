@@ -1,7 +1,7 @@
-"""Which class transformers takes for a folder, and what that class makes of its vocabulary.
+"""The class that transformers chooses for a folder, and the tokenizer that the class builds from its vocabulary.
 
-A generic class takes tokenizer.json as it is. Others build normalizer, pre-tokenizer and model anew in their code, and
-take from the file no more than vocabulary, merges and post-processor. Those that are known here are built alike.
+A generic class takes tokenizer.json as it is. Others build normalizer, pre-tokenizer and model in their code, and take
+only vocabulary, merges and post-processor from the file. Known ones are built in the same way here.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py (AutoTokenizer.from_pretrained) and the classes' own files.
 """
@@ -30,35 +30,36 @@ Merges = list[tuple[str, str]]
 
 
 class NotReadError(Exception):
-    """transformers does not read the folder, or by code that is not known here; says why."""
+    """Error of a folder that transformers does not read, or by code that is not known here; says why."""
 
 
 @dataclass(frozen=True)
 class BuiltClass:
-    """A class that builds its parts itself."""
+    """A class of transformers that builds the parts of a tokenizer itself."""
 
     build: Callable[[Vocabulary, Merges, Mapping[str, Any]], Any]
-    """Makes a `tokenizers.Tokenizer` of vocabulary, merges and settings."""
+    """Function that makes a `tokenizers.Tokenizer` of vocabulary, merges and settings."""
     named: Mapping[str, str | None]
-    """Special tokens where the settings name none."""
+    """Special tokens by role where the settings name none."""
     adds_named: str | None = None
-    """How its code adds the named tokens once more: as "special" ones, or ("posted") as written in the settings."""
+    """Way in which its code adds the named tokens once more: as "special" ones, or ("posted") as written in the
+    settings; None: it does not."""
     drops_post_processor: bool = False
-    """Whether its code replaces the post-processor of tokenizer.json by one that adds what the settings say."""
+    """Whether its code replaces the post-processor of tokenizer.json by one that adds the tokens of the settings."""
     reads_merges_file: bool = True
-    """Whether vocab.json and merges.txt do without a tokenizer.json."""
+    """Whether vocab.json and merges.txt are enough without a tokenizer.json."""
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
-    """Name of the class that AutoTokenizer takes, without `Fast`; `GENERIC` for the generic one.
+    """Returns the name of the class that AutoTokenizer chooses, without `Fast`; `GENERIC` for the generic one.
 
     Args:
-        settings: tokenizer_config.json.
-        config: config.json; empty where there is none.
+        settings: Content of tokenizer_config.json.
+        config: Content of config.json; empty where there is none.
         is_byte_level: Whether tokenizer.json mentions ByteLevel.
 
     Raises:
-        NotReadError: It takes code from the folder.
+        NotReadError: The class is code in the folder.
     """
     said, model = _text(settings.get("tokenizer_class")), _text(config.get("model_type"))
     named = said or _text(config.get("tokenizer_class"))
@@ -80,10 +81,10 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_lev
 
 
 def built_class(name: str) -> BuiltClass | None:
-    """What a class builds itself; None where it takes tokenizer.json as it is.
+    """Returns the class that builds its parts itself; None where it takes tokenizer.json as it is.
 
     Raises:
-        NotReadError: It is none of those that are known here.
+        NotReadError: The class is not known here.
     """
     if name in _AS_THE_FILE_SAYS:
         return None

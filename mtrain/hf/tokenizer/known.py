@@ -1,4 +1,4 @@
-"""Which class of transformers reads a tokenizer, as tables of transformers 5.24.
+"""Classes of transformers that read tokenizers, as tables of transformers 5.24.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py; a test compares them with the installed library.
 """
@@ -129,7 +129,7 @@ _CLASSES = {
     "XLNetTokenizer": "xlnet",
 }
 CLASS_OF_MODEL = {model: name for name, models in _CLASSES.items() for model in models.split()}
-"""`model_type` of config.json -> the class that its tokenizers have."""
+"""`model_type` of config.json -> class of its tokenizers."""
 _WRONG = """
 arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat hyperclovax
 hyperclovax_vision_v2 hyperclovax_vlm internlm2 internlm3 iquestcoder jamba llava llava_next minicpm3
@@ -137,7 +137,7 @@ minicpmv minimax_m2 modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 op
 phi3 phi3_v phimoe qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava
 """
 WRONG_CLASS = frozenset(_WRONG.split())
-"""Models whose published tokenizer_config.json names a class that is not believed."""
+"""Models whose published tokenizer_config.json names a class that transformers does not use."""
 _NAMES = """
 AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BasicTokenizer BertGenerationTokenizer
 BertJapaneseTokenizer BertTokenizer BertweetTokenizer BigBirdTokenizer BioGptTokenizer
@@ -160,4 +160,4 @@ Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer WordpieceTokenizer XGLMTokenizer XL
 XLMTokenizer XLNetTokenizer
 """
 CLASSES = frozenset(_NAMES.split())
-"""All classes that have a name there, without `Fast`; another name means the generic one."""
+"""All classes with a name in these tables, without `Fast`; any other name means the generic one."""

@@ -1,1 +1,1 @@
-"""Model families: for each the fields of config.json and the table of tensors."""
+"""Model families: the fields of config.json and the table of tensors of each."""

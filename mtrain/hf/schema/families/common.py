@@ -1,4 +1,4 @@
-"""What families share: rules of the usual transformer, and fields of config.json."""
+"""Parts that families share: rules of the usual transformer, and fields of config.json."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 MAX_LISTED_LAYERS = 100_000
-"""A mistyped number of layers would fill the memory with a list."""
+"""Largest number of layers for which lists are made: a mistyped number would fill the memory."""
 KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 
 def untied(model: ModelSection, layer: int) -> bool:
-    """Whether the output layer has a table of its own."""
+    """Says whether the output layer has a table of its own."""
     return not model.tied_embeddings and model.num_labels is None
 
 
 def has_head(model: ModelSection, layer: int) -> bool:
-    """Whether a head stands in the place of the output layer."""
+    """Says whether a head replaces the output layer."""
     return model.num_labels is not None
 
 
 def has_qkv_bias(model: ModelSection, layer: int) -> bool:
-    """Whether queries, keys and values have biases."""
+    """Says whether queries, keys and values have biases."""
     return model.qkv_bias or model.linear_bias
 
 
 def has_linear_bias(model: ModelSection, layer: int) -> bool:
-    """Whether the other projections have biases."""
+    """Says whether the other projections have biases."""
     return model.linear_bias
 
 
 def has_qk_norm(model: ModelSection, layer: int) -> bool:
-    """Whether heads of queries and of keys are normalised."""
+    """Says whether heads of queries and of keys are normalised."""
     return model.qk_norm and model.qk_norm_width == "head"
 
 
 def has_full_qk_norm(model: ModelSection, layer: int) -> bool:
-    """Whether queries and keys are normalised over all heads."""
+    """Says whether queries and keys are normalised over all heads."""
     return model.qk_norm and model.qk_norm_width == "full"
 
 
 def is_dense(model: ModelSection, layer: int) -> bool:
-    """Whether the layer's feed-forward part is a plain one."""
+    """Says whether the layer's feed-forward part is dense."""
     return not model.has_experts(layer)
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Whether the layer's feed-forward part is a router and experts."""
+    """Says whether the layer's feed-forward part is a router and experts."""
     return model.has_experts(layer)
 
 
 def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
-    """Of each query group: the rows of its queries, then of its key, then of its value."""
+    """Returns the tensors that are interleaved by query group: the rows of its queries, then of its key, then of its
+    value."""
     return (
         # megatron-core's linear_qkv is ordered by group (SelfAttention.get_query_key_value_tensors), so that tp cuts
         # whole groups; Hugging Face has three tensors ordered by head.
@@ -70,24 +71,24 @@ def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
 
 
 def gate_and_up(kind: str, last: str) -> tuple[TensorPattern, ...]:
-    """The gate's rows, then the other half's."""
+    """Returns the tensors of a gated projection: the gate's rows, then those of the other half."""
     return halves(f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}", f"f{last}")
 
 
 def halves(gate: str, up: str, axes: str) -> tuple[TensorPattern, ...]:
-    """A gated projection of two tensors."""
+    """Returns the two tensors of a gated projection."""
     # linear_fc1 has the gate's rows first, and tp cuts both halves alike
     return (TensorPattern(gate, axes, {"c": 0}), TensorPattern(up, axes, {"c": 1}))
 
 
 def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
-    """Experts; a checkpoint has one tensor with an axis of experts.
+    """Builds the rules of experts; a checkpoint has one tensor with an axis of experts.
 
     Args:
-        modules: What holds them in files of the family, the usual name first.
-        gate: Name of the gate of an expert with tensors of its own.
-        up: Name of the projection that it multiplies.
-        down: Name of the projection back.
+        modules: Names of the module that holds them in files of the family, the usual name first.
+        gate: Name of an expert's gate where each expert has tensors of its own.
+        up: Name of the projection that is multiplied by the gate.
+        down: Name of the projection back to the hidden size.
     """
     first: list[tuple[TensorPattern, ...]] = []
     second: list[tuple[TensorPattern, ...]] = []
@@ -95,7 +96,7 @@ def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: s
         names = [f"{THEIRS}{module}.experts.{{E}}.{name}.weight" for name in (gate, up, down)]
         first.append(halves(names[0], names[1], "e h"))
         second.append((TensorPattern(names[2], "h e"),))
-    for module in modules:  # all experts of a layer in one tensor, as transformers 5 holds them
+    for module in modules:  # all experts of a layer in one tensor, as transformers 5 stores them
         first.append((TensorPattern(f"{THEIRS}{module}.experts.gate_up_proj", "E (c e) h"),))
         second.append((TensorPattern(f"{THEIRS}{module}.experts.down_proj", "E h e"),))
     ours = f"{KEY}mlp.experts.experts.linear"
@@ -107,18 +108,18 @@ def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: s
 
 
 def router(*names: str) -> Rule:
-    """The router's weights; the usual name in files of the family first."""
+    """Builds the rule of the router's weights; the usual name in files of the family comes first."""
     parts = [(TensorPattern(THEIRS + name, "E h"),) for name in names]
     return Rule(f"{KEY}mlp.router.weight", "E h", parts[0], has_experts, others=tuple(parts[1:]))
 
 
 def same(key: str, name: str, axes: str) -> Rule:
-    """A tensor that is the same on both sides."""
+    """Builds the rule of a tensor that is the same on both sides."""
     return Rule(key, axes, (TensorPattern(name, axes),))
 
 
 def in_layer(key: str, name: str, axes: str) -> Rule:
-    """The same inside of a layer."""
+    """Builds the rule of a tensor in a layer that is the same on both sides."""
     return same(KEY + key, THEIRS + name, axes)
 
 
@@ -155,11 +156,11 @@ ACTIVATION = (Required("hidden_act", "silu", "silu", ("swish",)), Constant("acti
 
 
 def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
-    """Fields of every family.
+    """Returns the fields of every family.
 
     Args:
-        norm_epsilon: Of norms, where the file says nothing.
-        tied: Whether one table embeds tokens and predicts them, where the file says nothing.
+        norm_epsilon: Epsilon of norms where the file has none.
+        tied: Whether one table embeds tokens and predicts them where the file does not say.
     """
     return (
         Field("num_hidden_layers", "num_layers"),
@@ -177,7 +178,7 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
 @final
 @dataclass(frozen=True)
 class LayerWindows(Entry):
-    """Which layers have a sliding window: one word for each layer, or the number of layers without one."""
+    """Layers with a sliding window: one word for each layer, or the number of layers without one."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -187,7 +188,7 @@ class LayerWindows(Entry):
         window = value_of(config, "sliding_window", int, 4096)
         # a window that is switched off is still written in the files of this family
         window = window if needed_value(config, "use_sliding_window", bool, False) else None
-        # so many layers at the beginning have none (transformers counts from 0, `layer_kinds` from 1)
+        # this many layers at the beginning have none (transformers counts from 0, `layer_kinds` from 1)
         first = needed_value(config, "max_window_layers", int, 28)
         return windows(
             layer_kinds(config, lambda layer: layer <= first or window is None), window, "use_sliding_window is false"
@@ -195,7 +196,7 @@ class LayerWindows(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         window, kinds = model.sliding_window, kinds_of(model)
-        # read back where layer_types is missing, as older programs write it
+        # read where layer_types is missing, as in files of older programs
         first = kinds.index(_WINDOWED) if _WINDOWED in kinds else model.num_layers
         return {
             "use_sliding_window": window is not None,
@@ -208,12 +209,12 @@ class LayerWindows(Entry):
 @final
 @dataclass(frozen=True)
 class ListedWindows(Entry):
-    """Which layers have a sliding window: one word for each layer, or a pattern that the family has."""
+    """Layers with a sliding window: one word for each layer, or a pattern of the family."""
 
     every: int
-    """By default every so manieth layer has none."""
+    """Distance of layers without a window where the file lists no layers."""
     window: int
-    """By default so many tokens."""
+    """Number of tokens in a window where the file has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -228,7 +229,7 @@ class ListedWindows(Entry):
 
 
 def kinds_of(model: ModelSection) -> list[str]:
-    """For each layer `full_attention` or `sliding_attention`."""
+    """Returns `full_attention` or `sliding_attention` for each layer."""
     window, every = model.sliding_window, model.global_attention_every
     return [
         _WIDE if window is None or (every is not None and layer % every == 0) else _WINDOWED
@@ -237,11 +238,11 @@ def kinds_of(model: ModelSection) -> list[str]:
 
 
 def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[str]:
-    """For each layer `full_attention` or `sliding_attention`, as the file lists them.
+    """Reads `full_attention` or `sliding_attention` for each layer from the file.
 
     Args:
         config: Content of the file.
-        is_wide: Layer, counted from 1 -> whether it has no window; asked where the file lists nothing.
+        is_wide: Function that says whether a layer, counted from 1, has no window; used where the file lists no layers.
 
     Raises:
         DataError: The list has another length, or other words.
@@ -249,7 +250,7 @@ def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
     if kinds is None:
-        # before the list is made; where the file lists the layers, its own length limits the number
+        # checked before the list is made; where the file lists the layers, its own length limits the number
         if num_layers > MAX_LISTED_LAYERS:
             raise DataError(f"config.json: num_hidden_layers={num_layers} is more than any model has; correct the file")
         return [_WIDE if is_wide(layer) else _WINDOWED for layer in range(1, num_layers + 1)]
@@ -262,15 +263,15 @@ def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[
 
 
 def windows(kinds: list[str], window: int | None, why_none: str = "sliding_window is null") -> dict[str, Any]:
-    """Our window fields of layers that are `full_attention` or `sliding_attention`.
+    """Returns our fields of windows for layers that are `full_attention` or `sliding_attention`.
 
     Args:
-        kinds: One a layer.
-        window: Tokens.
-        why_none: For the message where there is no window.
+        kinds: Kind of each layer.
+        window: Number of tokens in a window; None without a window.
+        why_none: Reason, for the message, why there is no window.
 
     Raises:
-        DataError: The order is not all, none, or every n-th layer without a window.
+        DataError: The layers without a window are not all, none, or every n-th one.
     """
     wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == _WIDE]
     if len(wide) == len(kinds):
@@ -279,7 +280,7 @@ def windows(kinds: list[str], window: int | None, why_none: str = "sliding_windo
         raise DataError(f"config.json: layer_types lists {_WINDOWED}, but {why_none}; correct the file")
     if not wide:
         return {"sliding_window": window, "global_attention_every": None}
-    # ours is one number, every n-th layer; any other order has no words in model.*
+    # ours is one number, every n-th layer; model.* cannot express any other order
     if wide != list(range(wide[0], len(kinds) + 1, wide[0])) or wide[0] == 1:
         raise DataError(
             "config.json: layer_types must have a window in all layers, in none, or in all but every n-th; layers "

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, shared and routed experts behind dense layers, predictions further ahead."""
+"""DeepSeek-V3: latent attention, shared and routed experts after dense layers, predictions further ahead."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mtrain.hf.schema.table import Rule
 from mtrain.hf.schema.values import needed_value, value_of
 
 _SCORED = 2
-"""Experts of a group whose sum ranks it."""
+"""Number of best experts whose sum ranks a group."""
 _LATENT_EPSILON = 1e-6
 _TOP_K = "num_experts_per_tok"
 _ROTATED = ("mla.qk_rope_head_dim", 64)
@@ -49,7 +49,7 @@ def _has_shared_experts(model: ModelSection, layer: int) -> bool:
 @final
 @dataclass(frozen=True)
 class _SharedExperts(Entry):
-    """Their number, each as large as a routed one; ours is their size together."""
+    """Number of shared experts, each as large as a routed one; ours is their total size."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,14 +61,14 @@ class _SharedExperts(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
-        # a remainder shows when the file is read back (`config_of`)
+        # a remainder is noticed when the file is read back (`config_of`)
         return {"n_shared_experts": None if together is None else together // one}
 
 
 @final
 @dataclass(frozen=True)
 class _DenseLayers(Entry):
-    """The number of dense layers before those with experts; transformers also takes one that leaves no layer with
+    """Number of dense layers before those with experts; transformers also accepts one that leaves no layer with
     experts."""
 
     @property
@@ -92,9 +92,10 @@ class _DenseLayers(Entry):
 @final
 @dataclass(frozen=True)
 class _DividedScores(Entry):
-    """Whether the scores of the chosen experts are divided by their sum.
+    """Switch that says whether the scores of the chosen experts are divided by their sum.
 
-    Ours are where several are chosen. transformers asks norm_topk_prob alone, so that the weight of a single one is 1.
+    Ours are divided where several are chosen. transformers uses only norm_topk_prob, so that the weight of a single one
+    is 1.
     """
 
     @property
@@ -142,8 +143,8 @@ class _Groups(Entry):
     """Groups of experts. The family ranks a group by its 2 best experts; our default is top_k / group_top_k.
 
     `group_score_top_k` is left out where it changes nothing: where the default is 2, as in DeepSeek-V3 with 8 experts
-    of 4 groups, and where all groups are kept. So what 0.1.0 imported agrees with its folder where it computed the
-    family's function, and disagrees where it did not.
+    of 4 groups, and where all groups are kept. So an import of version 0.1.0 agrees with its folder if and only if it
+    computed the family's function.
     """
 
     @property
@@ -170,8 +171,7 @@ class _Groups(Entry):
 class _LatentNorms(Entry):
     """The epsilon of the norms of latents, which is 1e-6 whatever rms_norm_eps says.
 
-    It is left out where rms_norm_eps is the same, as our default is that.
-    Source: transformers 5.23, modeling_deepseek_v3.py, `q_a_layernorm` and `kv_a_layernorm`.
+    Our field is left out where rms_norm_eps has the same value, as it is our default.
     """
 
     @property
@@ -183,12 +183,12 @@ class _LatentNorms(Entry):
         return {"mla.norm_epsilon": None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {}  # not to be said; `config_of` refuses another one
+        return {}  # cannot be written; `config_of` refuses another value
 
 
 _LATENT_ATTENTION = (
     in_layer("input_layernorm.weight", "input_layernorm.weight", "h"),
-    # one of two ways to the queries: direct, or down to a latent, a norm of it, and up
+    # one of two ways to the queries: direct, or down to a latent, its norm, and up
     in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "(H x) h").only(_has_direct_queries),
     in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q h").only(
         _has_low_rank_queries
@@ -199,7 +199,7 @@ _LATENT_ATTENTION = (
     in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "(H x) q").only(
         _has_low_rank_queries
     ),
-    # m: the latent of keys and values, and behind it the rotated part of the key, which all heads share
+    # m: the latent of keys and values, followed by the rotated part of the key, which all heads share
     in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "m h"),
     in_layer("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "k"),
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "(H y) k"),
@@ -208,7 +208,7 @@ _LATENT_ATTENTION = (
 _SHARED = f"{THEIRS}mlp.shared_experts."
 _EXPERTS = (
     router("mlp.gate.weight"),
-    # float32 in files of bf16 weights too: it moves by small steps, which bf16 would round away
+    # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
     replace(
         in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
     ),
@@ -225,7 +225,7 @@ _EXPERTS = (
 )
 _LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *_EXPERTS)
 _DEPTH = "mtp.layers.*."
-_AHEAD = (  # transformers leaves these tensors out, so names are those of DeepSeek's own files
+_AHEAD = (  # transformers omits these tensors, so the names are those of DeepSeek's own files
     same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
     same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
     same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
@@ -251,7 +251,7 @@ DEEPSEEK_V3 = Family(
         Field("qk_nope_head_dim", "mla.qk_nope_head_dim", 128),
         Field("qk_rope_head_dim", "mla.qk_rope_head_dim", 64),
         Field("v_head_dim", "mla.v_head_dim", 128),
-        # the alias is of its attribute_map, and some programs write it
+        # the alias is in its attribute_map, and some programs write it
         Field("n_routed_experts", "experts.num_experts", 256, alias="num_local_experts"),
         Field("num_experts_per_tok", "experts.top_k", 8),
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),

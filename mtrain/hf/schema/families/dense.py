@@ -27,7 +27,7 @@ _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 @final
 @dataclass(frozen=True)
 class _LlamaBiases(Entry):
-    """Llama has biases in attention and in the feed-forward part, in both or in neither."""
+    """Biases of Llama: in attention and in the feed-forward part, in both or in neither."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ MISTRAL = Family(
         Labels("Mistral"),
         *common(),
         *ACTIVATION,
-        # the number of MistralConfig where the file has none; other families say their own
+        # the default of MistralConfig where the file has none; other families have their own
         *heads(groups=8),
         # left out means 4096, as in transformers; null means no window
         Field("sliding_window", "sliding_window", 4096),
@@ -83,7 +83,7 @@ QWEN2 = Family(
         *common(),
         *ACTIVATION,
         *heads(groups=32),
-        # not a field of the file: Qwen2Attention has them fixed
+        # not a field of the file: Qwen2Attention has fixed biases
         Constant("qkv_bias", True),
         LayerWindows(),
         Rope(),
@@ -99,7 +99,7 @@ QWEN3 = Family(
         *ACTIVATION,
         # 128 whatever hidden_size / num_attention_heads is
         *heads(groups=32, head_dim=128),
-        # true would be biases of q, k, v and o alone: linear_bias has those of the feed-forward part too
+        # true would mean biases of q, k, v and o only: linear_bias includes the feed-forward part
         Required("attention_bias", False, False),
         Constant("qk_norm", True),
         LayerWindows(),

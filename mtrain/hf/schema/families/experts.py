@@ -15,9 +15,9 @@ from mtrain.hf.schema.values import needed_value, value_of
 @final
 @dataclass(frozen=True)
 class _Renormalised(Entry):
-    """Whether the weights of the chosen experts are divided by their sum.
+    """Switch that says whether the weights of the chosen experts are divided by their sum.
 
-    A softmax over the chosen ones is the same as a softmax over all whose chosen ones are divided by their sum.
+    A softmax over the chosen experts equals a softmax over all, divided by the sum of the chosen ones.
     """
 
     @property
@@ -61,7 +61,7 @@ MIXTRAL = Family(
         Field("num_local_experts", "experts.num_experts", 8),
         Field("num_experts_per_tok", "experts.top_k", 2),
         Constant("experts.pre_softmax", False),
-        # noise on the input of router and experts, which transformers draws in training; no such draw exists here
+        # noise on the input of router and experts, which transformers draws in training; this program has none
         Required("router_jitter_noise", 0.0, 0.0, (None,)),
         Rope(1e6),
     ),

@@ -1,4 +1,4 @@
-"""Gemma-3, text: four zero-centred norms a layer, GELU gates, five windowed layers to a wide one."""
+"""Gemma-3, text: four zero-centred norms a layer, GELU gates, five windowed layers for each wide one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 @final
 @dataclass(frozen=True)
 class _GemmaWindows(Entry):
-    """One word for each layer, or which of every so many layers is wide."""
+    """Kinds of layers: one word for each layer, or the distance of wide layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class _Ropes(Entry):
                 f"config.json: rope_parameters must have {_WIDE} and {_WINDOWED} with an object each; correct the file"
             )
         wide = {**config, "rope_parameters": None if said is None else said.get(_WIDE)}
-        # the outer scaling is that of wide layers
+        # the outer scaling is for wide layers
         windowed = {"rope_parameters": None if said is None else said.get(_WINDOWED)}
         if "rope_local_base_freq" in config:
             windowed["rope_theta"] = config["rope_local_base_freq"]
@@ -95,7 +95,7 @@ GEMMA3 = Family(
     (
         *common(tied=True),
         *heads(groups=4, head_dim=256),
-        # queries are divided by its root instead of that of the head's size
+        # queries are divided by its root instead of the root of the head's size
         Field("query_pre_attn_scalar", "query_scalar", 256),
         Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
         Required("attention_bias", False, False),
@@ -107,7 +107,7 @@ GEMMA3 = Family(
         # the files hold weight - 1: Gemma3RMSNorm multiplies by 1 + weight
         Constant("zero_centered_norm", True),
         Constant("sandwich_norm", True),
-        # by the root of the hidden size, in the dtype of the weights
+        # scaled by the root of the hidden size, in the dtype of the weights
         Constant("scale_embeddings", True),
         _GemmaWindows(),
         _Ropes(),
@@ -121,6 +121,6 @@ GEMMA3 = Family(
         *ATTENTION,
         *FEED_FORWARD,
     ),
-    # hidden_activation is the one that the model reads
+    # hidden_activation is the field that the model reads
     inert=("hidden_act", "_sliding_window_pattern"),
 )

@@ -26,7 +26,7 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Scaling of a file that says nothing of it."""
+"""Scaling of a file that has none."""
 
 
 def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
@@ -53,7 +53,7 @@ GPT_OSS = Family(
         Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),
         Required("hidden_act", "silu", "silu", ("swish",)),
-        # linear_bias below is one switch for all projections: a file without those of attention has no words in model.*
+        # linear_bias below is one switch for all projections: model.* cannot express a file without those of attention
         Required("attention_bias", True, True),
         # our swiglu_clamped has both numbers fixed
         Required("swiglu_alpha", 1.702, 1.702),

@@ -1,4 +1,4 @@
-"""Heads in config.json: the class of the model says that there is one, its labels how many numbers it makes."""
+"""Heads in config.json: the model's class says whether there is a head, its labels how many outputs it has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Labels(Entry):
     """`LlamaForSequenceClassification` and its like: `score.weight` on the last token, one row a label."""
 
     prefix: str
-    """Of the class in transformers."""
+    """Beginning of the name of the class in transformers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Labels(Entry):
         labels = config.get("id2label")
         if labels is not None and not isinstance(labels, dict):
             raise DataError(f"config.json: id2label={shown(labels)} must be an object of numbers and names; correct it")
-        # transformers counts the names where there are any, and has two labels where nothing is said
+        # transformers counts the names where there are any, and has two labels otherwise
         return {"num_labels": len(labels) if labels else value_of(config, "num_labels", int, 2)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:

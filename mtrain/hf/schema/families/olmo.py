@@ -1,4 +1,4 @@
-"""OLMo-2 and OLMo-3: norms behind attention and the feed-forward part, and over whole queries and keys."""
+"""OLMo-2 and OLMo-3: norms after attention and the feed-forward part, and over whole queries and keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WINDOWS = ListedWindows(every=4, window=4096)
 @final
 @dataclass(frozen=True)
 class _OlmoRopes(Entry):
-    """The rotary embeddings of both kinds of layer; only that of layers without a window may be scaled."""
+    """Rotary embeddings of both kinds of layer; only that of layers without a window may be scaled."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class _OlmoRopes(Entry):
         if local["scaling"] != "none":
             raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
         if config.get("rope_theta", local["base"]) != local["base"]:
-            # transformers 4 turned windowed layers by it, transformers 5 turns them by its default
+            # transformers 4 rotated windowed layers by it, transformers 5 rotates them by its default
             raise DataError(
                 f"config.json: rope_theta={config['rope_theta']} does not say whether windowed layers turn by it or by "
                 f"{local['base']:g}; give rope_parameters with {_WIDE} and {_WINDOWED} in its place"
@@ -66,8 +66,8 @@ class _OlmoRopes(Entry):
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         base = model.rope.base if model.rope.local_base is None else model.rope.local_base
-        # The old style has one theta, which two versions of transformers apply to windowed layers differently: it is
-        # clear at the default alone.
+        # The old style has one theta, which two versions of transformers apply to windowed layers differently: only the
+        # default is unambiguous.
         if "rope_theta" in config and "rope_parameters" not in config and base == model.rope.base == _BASE:
             return written_rope(config, model.rope)
         wide = written_rope({}, model.rope)["rope_parameters"]
@@ -86,7 +86,7 @@ _ENTRIES = (
     *ACTIVATION,
     *heads(),
     Required("attention_bias", False, False),
-    # no norm before attention and feed-forward, one behind each
+    # no norm before attention and feed-forward, one after each
     Constant("post_norm", True),
     Constant("qk_norm", True),
     Constant("qk_norm_width", "full"),
@@ -99,6 +99,6 @@ _RULES = (
     *FEED_FORWARD,
 )
 
-# transformers 4 takes exactly `type` and `factor` there, of linear scaling, and refuses all others
+# transformers 4 accepts exactly `type` and `factor` there, for linear scaling, and refuses all others
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", (*_ENTRIES, Rope(older_type="type")), _RULES)
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", (*_ENTRIES, _WINDOWS, _OlmoRopes()), _RULES)
