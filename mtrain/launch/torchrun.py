@@ -3,7 +3,8 @@
 `python -m mtrain.launch.torchrun` takes torchrun's own arguments. torchrun handles signals only once it starts its
 ranks, seconds after its own start, and a rank handles them a moment later still. So they are blocked before torch is
 imported, which the ranks inherit until their handlers stand (`StopSignal`), and let through to torchrun when it has
-started all of its ranks. torchrun then passes them on.
+started all of its ranks. torchrun then passes them on. Where it has none a while after a signal, it waits for other
+nodes, which may never come: there is nothing to save, and it ends.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ENVIRONMENT = {
 }
 """What the ranks and torchrun need, unless it is set."""
 _POLL_S = 0.05
+_LONGEST_WITHOUT_RANKS_S = 5.0
+"""How long after a stop signal ranks may still begin, in seconds."""
 
 
 def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
@@ -60,7 +63,8 @@ def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_no
 def main() -> None:
     """Runs torchrun in this process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    threading.Thread(target=_let_through, name="signals", daemon=True).start()
+    folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
+    threading.Thread(target=_let_through, args=[folder], name="signals", daemon=True).start()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from torch.distributed import DistError
@@ -69,7 +73,6 @@ def main() -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as run
 
-    folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
     reported = Path(os.environ.setdefault(REPORT_TO, str(Path(folder, "run_dir"))))
     try:
         run()
@@ -115,23 +118,40 @@ def _exit_code(file: Path) -> int | None:
     return None if first is None else first.exit_code
 
 
-def _let_through() -> None:
-    """A signal to the process reaches the thread that does not block it; Python's handler runs in the main thread."""
-    while not _has_started_its_ranks():
+def _let_through(folder: str) -> None:
+    """A signal to the process reaches the thread that does not block it; Python's handler runs in the main thread.
+
+    Args:
+        folder: Temporary files, deleted where this ends the process.
+    """
+    asked_s = None
+    while not _has_started_its_ranks(ranks := _ranks()):
+        sent = signal.sigpending().intersection(STOP_SIGNALS)
+        asked_s = asked_s or (time.monotonic() if sent else None)
+        if asked_s is not None and not ranks and time.monotonic() - asked_s > _LONGEST_WITHOUT_RANKS_S:
+            shutil.rmtree(folder, ignore_errors=True)
+            name = signal.Signals(min(sent)).name
+            print(f"torchrun was stopped by {name} before its ranks began", file=sys.stderr, flush=True)
+            os._exit(STOPPED)  # the main thread waits for other nodes, where no handler runs
         time.sleep(_POLL_S)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Event().wait()
 
 
-def _has_started_its_ranks() -> bool:
+def _has_started_its_ranks(ranks: list[dict[str, str]]) -> bool:
+    return bool(ranks) and len(ranks) >= int(ranks[0]["LOCAL_WORLD_SIZE"])
+
+
+def _ranks() -> list[dict[str, str]]:
+    """The environments of the ranks that run."""
     own = psutil.Process().environ()
-    sizes = []
+    found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             environment = child.environ()
             if environment != own and "LOCAL_WORLD_SIZE" in environment:  # equal: between fork and exec
-                sizes.append(int(environment["LOCAL_WORLD_SIZE"]))
-    return bool(sizes) and len(sizes) >= sizes[0]
+                found.append(environment)
+    return found
 
 
 if __name__ == "__main__":
