@@ -1,4 +1,4 @@
-"""A run as far as a login node can check it: without torch, and before anything waits in a queue."""
+"""Check of a run as far as a login node can make it: without torch, and before anything waits in a queue."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mtrain.plan.layout import Layout
 
 
 def checked_config(paths: Sequence[Path], overrides: Sequence[str], num_ranks: int) -> Config:
-    """The configuration of a run that is started elsewhere.
+    """Reads and checks the configuration of a run that is started elsewhere.
 
     Args:
-        paths: Its files.
-        overrides: Its single values, `section.key=value`.
-        num_ranks: How many it gets.
+        paths: Paths of the run's YAML files.
+        overrides: Texts that set single values, `section.key=value`.
+        num_ranks: Number of ranks that the run gets.
 
     Raises:
-        ConfigError: The configuration is wrong, or does not run on so many ranks.
+        ConfigError: The configuration is wrong, or does not run on `num_ranks` ranks.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 notes them when it runs
+        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 reports them when it runs
         config = load_config(paths, overrides)
     Layout.from_config(config, num_ranks)
     refuse_unexportable(config)
@@ -34,7 +34,7 @@ def checked_config(paths: Sequence[Path], overrides: Sequence[str], num_ranks: i
 
 
 def check_printable(option: str, text: str | None) -> None:
-    """Refuses what would break a line of a script.
+    """Refuses a text that would break a line of a script.
 
     Raises:
         ConfigError: The text holds a control character.

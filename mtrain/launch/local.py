@@ -1,4 +1,4 @@
-"""Several ranks on this machine: started together, stopped together, none left behind."""
+"""Several ranks on this machine: they start together, stop together, and none is left running."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ _PORTS = (15000, 32768)
 _AFTER_WATCHDOG_S = 12.0
 _POLL_S = 0.05
 _LOG_LINES = 60
-"""Lines of a failing rank's log that are shown."""
+"""Number of lines of a failing rank's log that are shown."""
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-"""Looked up here, since a forked child must not wait for the loader's lock."""
+"""Function looked up here, since a forked child must not wait for the loader's lock; None outside of Linux."""
 
 
 def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]) -> int:
     """Trains with `num_ranks` ranks on this machine and returns the exit code.
 
     Raises:
-        ConfigError: before a rank starts.
-        MachineError: the log folder cannot be written.
+        ConfigError: The configuration is wrong; no rank was started.
+        MachineError: The log folder cannot be written.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 notes them
+        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 reports them
         config = load_config(paths, overrides)
     Layout.from_config(config, num_ranks)
     command = [sys.executable, "-m", "mtrain", "train", *map(str, paths), *overrides]
     folder = Path(config.run.dir)
-    # where there is a watchdog it speaks first, as it knows more
+    # where there is a watchdog it reports first, as it knows more
     patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0
     heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s + patience_s)
     return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
 
 
 def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> int:
-    """Runs a program of the user's own, such as one with an `Engine`, on `num_ranks` ranks; the exit code.
+    """Runs a program of the user's own, such as one with an `Engine`, on `num_ranks` ranks and returns the exit code.
 
     Raises:
-        ConfigError: there is no such file.
-        MachineError: the log folder cannot be written.
+        ConfigError: The file does not exist.
+        MachineError: The log folder cannot be written.
     """
     if not program.is_file():
         raise ConfigError(f"{program} is not there; name a Python program, or the YAML files of a run")
@@ -92,33 +92,33 @@ def run_ranks(
 ) -> int:
     """Runs `command` once for each rank, under torchrun's environment variables, and returns the exit code.
 
-    Rank 0 shares our output; what the others print is appended to `log_dir`/rank_<r>.log. Stop signals are passed on to
-    every rank, also one that came before the ranks were there; a second SIGINT kills them. Ranks start with these
-    signals blocked, so that none is lost before they can handle it, and have to let them through. Once a rank has
-    failed, the others have `grace_s` seconds to end, then they are killed; the failing rank's error is shown once.
-    Ranks that are stopped (SIGSTOP) for `grace_s` seconds after a stop signal are killed, as are all when none of them
-    gives a sign of life.
+    Rank 0 shares our output; the output of the others is appended to `log_dir`/rank_<r>.log. Stop signals are passed on
+    to every rank, even signals that came before the ranks existed; a second SIGINT kills them. Ranks start with these
+    signals blocked, so that none is lost before they can handle it, and have to unblock them. Once a rank has failed,
+    the others have `grace_s` seconds to end, then they are killed; the failing rank's error is shown once. Ranks that
+    are stopped (SIGSTOP) for `grace_s` seconds after a stop signal are killed, as are all when none of them gives a
+    sign of life.
 
     Args:
-        command: What every rank runs.
-        num_ranks: How many.
-        log_dir: Of the ranks' output.
-        grace_s: See above.
-        heartbeats: Where to look for signs of life.
+        command: Command that every rank runs.
+        num_ranks: Number of ranks.
+        log_dir: Folder for the ranks' output.
+        grace_s: Seconds that ranks get to end after a failure or a stop signal.
+        heartbeats: Signs of life of the ranks; None: they are not watched.
 
     Returns:
         0; the exit code of the rank that failed first; 5 where a signal killed it or it was stopped; 130 after a second
         SIGINT.
 
     Raises:
-        MachineError: the log folder cannot be written.
+        MachineError: The log folder cannot be written.
     """
     mark = secrets.token_hex(8)
     try:
         with StopSignal() as stop, _started(command, num_ranks, log_dir, mark) as ranks:
             failure = RankWatch(ranks, stop, grace_s, heartbeats).wait()
             if failure is not None:
-                _await_watchdog(mark)  # before it is ended with all that came from the ranks
+                _await_watchdog(mark)  # before it is ended with all processes that came from the ranks
     except KeyboardInterrupt:
         return _INTERRUPTED
     if failure is None:
@@ -136,7 +136,7 @@ def run_ranks(
 
 @contextmanager
 def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -> Iterator[list[Rank]]:
-    """Starts the ranks; afterwards nothing that came from them is running."""
+    """Starts the ranks; after the block no process that came from them is running."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -154,7 +154,7 @@ def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -
         yield ranks
     finally:
         _kill(ranks, mark)
-        shutil.rmtree(node_folder({MARK: mark}), ignore_errors=True)  # the watchdog was among them
+        shutil.rmtree(node_folder({MARK: mark}), ignore_errors=True)  # the watchdog was one of them
 
 
 def _start(command: Sequence[str], environment: dict[str, str], number: int, log_dir: Path) -> Rank:
@@ -177,7 +177,8 @@ def _start(command: Sequence[str], environment: dict[str, str], number: int, log
 
 
 def _prepare(parent: int) -> None:
-    """Runs in the child before the command: the kernel kills it when the launcher ends, however that ends."""
+    """Prepares the child before the command: the kernel kills it when the launcher ends, in whatever way that
+    happens."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # kept across exec; StopSignal lets them through
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -187,7 +188,7 @@ def _prepare(parent: int) -> None:
 
 def _kill(ranks: Sequence[Rank], mark: str) -> None:
     """Ends the ranks, their process groups, and every process that carries our mark in its environment."""
-    with suppress(OSError):  # first: the watchdog must not take a rank that is ended here for lost
+    with suppress(OSError):  # first: the watchdog must not report a rank that is ended here as lost
         (folder := node_folder({MARK: mark})).mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / ORDERED).touch()
     for rank in ranks:
@@ -201,7 +202,7 @@ def _kill(ranks: Sequence[Rank], mark: str) -> None:
 
 
 def _show(failure: Failure, first: Rank, heartbeats: Heartbeats | None) -> None:
-    """Says which rank failed first, why and what it did, unless rank 0 has said so itself."""
+    """Reports which rank failed first, why and what it did, unless rank 0 has reported that itself."""
     failed, code = failure.rank, failure.rank.process.returncode
     if failure.is_of_its_own and (failed.log is None or (code > 1 and first.process.returncode == code)):
         return
@@ -216,7 +217,7 @@ def _seen(beat: Beat | None) -> str:
 
 
 def _show_log(rank: Rank) -> None:
-    """The end of what the rank has printed, unless that was shown when it was printed."""
+    """Shows the end of the rank's output, unless it was shown when it was printed."""
     if rank.log is None:
         return
     with rank.log.open("rb") as log:
@@ -227,14 +228,15 @@ def _show_log(rank: Rank) -> None:
 
 
 def _await_watchdog(mark: str) -> None:
-    """Where it is ending the job, until it has said everything, for some seconds."""
+    """Waits, for some seconds, while the watchdog is ending the job, until it has reported everything."""
     folder, deadline = node_folder({MARK: mark}), time.monotonic() + _AFTER_WATCHDOG_S
     while (folder / ENDING).exists() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: str) -> FailureRecord | None:
-    """What the run folder says of this launch, once the launcher has reported what it has seen; None: nothing."""
+    """Returns the run folder's record of this launch's failure, after the launcher has added its own; None where there
+    is none."""
     reported = last_failure(run_dir)
     beat = heartbeats.of(failure.rank)
     if not failure.is_of_its_own and beat is not None and beat.start:
@@ -251,13 +253,14 @@ def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: 
             launch=mark,
             host=socket.gethostname(),
         )
-        with suppress(OSError):  # a full disk: it is shown all the same
+        with suppress(OSError):  # on a full disk it is shown all the same
             reported = record_failure(run_dir, seen)
     return reported if reported is not None and reported.launch == mark else None
 
 
 def free_port() -> int:
-    """A port that nothing listens on now, below those that systems hand out, so that none is given away meanwhile."""
+    """Finds a port that nothing listens on, below those that systems assign, so that it is not assigned in the
+    meantime."""
     for port in random.sample(range(*_PORTS), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

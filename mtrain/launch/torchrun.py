@@ -28,28 +28,28 @@ from mtrain.launch.watch import exit_code_of
 from mtrain.runs.failure import REPORT_TO, last_failure, last_summary
 
 STOPPED = 75
-"""Exit code after a stop signal: what was begun is saved, and may be started again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code after a stop signal: all work is saved, and the run may be started again (EX_TEMPFAIL of sysexits.h)."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # communication is queued in the order in which it was issued
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGHUP",  # torchrun passes them on to its ranks,
-    "PET_SHUTDOWN_TIMEOUT": "300",  # which get so many seconds to save
+    "PET_SHUTDOWN_TIMEOUT": "300",  # which get this many seconds to save
 }
-"""What the ranks and torchrun need, unless it is set."""
+"""Environment variables that the ranks and torchrun need; given values are kept."""
 _POLL_S = 0.05
 _LONGEST_WITHOUT_RANKS_S = 5.0
-"""How long after a stop signal ranks may still begin, in seconds."""
+"""Seconds after a stop signal in which ranks may still begin."""
 
 
 def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
-    """How one node of several is named to torchrun.
+    """Returns the arguments by which torchrun knows one node of several.
 
     Args:
-        nodes: How many there are.
-        ranks_per_node: Of each.
-        node_rank: Of this one; text, since others may fill it in.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each node.
+        node_rank: Number of this node; text, since it may be a variable that is filled in later.
         first_node: Host name or address of node 0.
-        port: On that node, and free there.
+        port: Port on the first node, which must be free there.
     """
     return [
         f"--nnodes={nodes}",
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _without_a_meeting_place(fault: Exception) -> str:
-    """Why torchrun's nodes could not find each other; torch says it in many lines."""
+    """Explains why torchrun's nodes could not find each other; torch says it in many lines."""
     lines = str(fault).splitlines() or [type(fault).__name__]
     port = re.search(r"port: (\d+)", lines[0])
     if "EADDRINUSE" in lines[0] and port is not None:
@@ -109,7 +109,8 @@ def _without_a_meeting_place(fault: Exception) -> str:
 
 
 def _exit_code(file: Path) -> int | None:
-    """Shows what the run folder says of the failure; the exit code of its first cause, None where it says nothing."""
+    """Shows the failure that the run folder reports; returns the exit code of its first cause, None where it reports
+    none."""
     if not file.exists():
         return None
     run_dir = Path(file.read_text())
@@ -119,10 +120,12 @@ def _exit_code(file: Path) -> int | None:
 
 
 def _let_through(folder: str) -> None:
-    """A signal to the process reaches the thread that does not block it; Python's handler runs in the main thread.
+    """Unblocks stop signals in this thread, so that they reach the process; Python's handler runs in the main thread.
+
+    Ends the process where a signal came and no rank begins.
 
     Args:
-        folder: Temporary files, deleted where this ends the process.
+        folder: Folder of temporary files, deleted where this ends the process.
     """
     asked_s = None
     while not _has_started_its_ranks(ranks := _ranks()):

@@ -1,4 +1,4 @@
-"""Watching the ranks of a launch: who fails, who is stopped, and whether any still gives a sign of life."""
+"""Watch over the ranks of a launch: which fails, which is stopped, and whether any still gives a sign of life."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from mtrain.base.signals import StopSignal
 
 _POLL_S = 0.02
 _LOOK_S = 0.5
-"""Between two looks at what costs more than a poll: states of processes, files."""
+"""Seconds between two looks at anything that costs more than a poll: states of processes, files."""
 _LONGEST_GAP_S = 4 * _LOOK_S
-"""Between two readings of a clock; in a longer one the launcher itself stood still, and its ranks may have, too."""
+"""Longest time in seconds between two readings of a clock; in a longer gap the launcher itself stood still, and its
+ranks may have, too."""
 
 
 @dataclass(frozen=True)
@@ -31,51 +32,51 @@ class Rank:
     number: int
     process: subprocess.Popen[bytes]
     log: Path | None
-    """Where its output goes; None: it shares ours."""
+    """File of the rank's output; None where it shares ours."""
     log_start_bytes: int
     """Size of the log before this launch."""
 
     @property
     def is_running(self) -> bool:
-        """Looks, so that the return code of one that has ended is known."""
+        """Says whether the rank is running; after that, the return code of an ended rank is known."""
         return self.process.poll() is None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a launch ends."""
+    """Reason why a launch ends."""
 
     rank: Rank
     cause: str
-    """As it follows "rank 3"."""
+    """Text that follows "rank 3"."""
     exit_code: int
     is_of_its_own: bool
-    """The rank left with an exit code, and may have said why."""
+    """Whether the rank left with an exit code, and may have said why."""
     seen_s: float = field(default_factory=time.time)
     """Unix time at which the launcher saw it."""
 
 
 class Heartbeats:
-    """Signs of life of one launch's ranks: a heartbeat, or time of a processor where the disk takes no heartbeat."""
+    """Signs of life of one launch's ranks: a heartbeat, or processor time where the disk takes no heartbeat."""
 
     def __init__(self, folder: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            folder: The run's `heartbeats`.
-            limit_s: A rank that gives no sign of life for so long is lost.
-            clock: Gives the time in seconds.
+            folder: Folder `heartbeats` of the run.
+            limit_s: Seconds without a sign of life after which a rank is lost.
+            clock: Function that gives the time in seconds.
         """
         self._folder, self.limit_s, self._clock = folder, limit_s, AwakeClock(_LONGEST_GAP_S, clock)
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
-        """Rank -> its latest sign of life, and when it was seen."""
+        """Rank -> its latest sign of life, and the time at which it was seen."""
 
     def of(self, rank: Rank) -> Beat | None:
-        """The latest beat; None where it has not written any, or an earlier start of the run has."""
+        """Returns the latest beat; None where the rank has not written any, or an earlier start of the run has."""
         beat = read_beat(self._folder, rank.number)
         return beat if beat is not None and beat.pid == rank.process.pid else None
 
     def is_lost(self, rank: Rank) -> bool:
-        """Whether a running rank is silent for too long; to be asked often."""
+        """Says whether a running rank has been silent for too long; to be asked often."""
         now, sign = self._clock(), (self.of(rank), _processor_seconds(rank))
         latest = self._latest.get(rank.number)
         if latest is None or latest[0] != sign:
@@ -85,17 +86,17 @@ class Heartbeats:
 
 
 class RankWatch:
-    """Waits for the ranks of one launch."""
+    """Watch over the ranks of one launch until they end."""
 
     def __init__(
         self, ranks: Sequence[Rank], stop: StopSignal, grace_s: float, heartbeats: Heartbeats | None = None
     ) -> None:
         """
         Args:
-            ranks: All of them, started.
-            stop: What this process is sent.
-            grace_s: How long ranks may take to end after one has failed, and stopped ones to answer a signal.
-            heartbeats: Where to look for signs of life.
+            ranks: All ranks of the launch, started.
+            stop: Stop signals that this process receives.
+            grace_s: Seconds that ranks may take to end after one has failed, and stopped ones to answer a signal.
+            heartbeats: Signs of life of the ranks; None: they are not watched.
         """
         self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
         self._num_passed_on = 0
@@ -104,10 +105,10 @@ class RankWatch:
         self._looked_s = self._clock()
 
     def wait(self) -> Failure | None:
-        """Until every rank has ended, or the grace after a failure is over; what failed first.
+        """Waits until every rank has ended, or the grace after a failure is over; returns the first failure.
 
         Raises:
-            KeyboardInterrupt: At the second Ctrl-C.
+            KeyboardInterrupt: A second Ctrl-C was received.
         """
         failure: Failure | None = None
         deadline = float("inf")
@@ -131,7 +132,8 @@ class RankWatch:
                 rank.process.send_signal(number)
 
     def _first_failed(self) -> Failure | None:
-        """Of the ranks seen to have failed at once: who was killed, then who left with a code of its own, not 1 or 5.
+        """Returns the first cause among ranks seen to have failed at once: a killed rank, then one with an exit code of
+        its own, not 1 or 5.
 
         A rank whose peer is gone fails too, with 1 or 5, or by SIGABRT under NCCL; such followers must not hide the
         cause.
@@ -149,7 +151,7 @@ class RankWatch:
         return Failure(first, cause, RankLostError.exit_code, False)
 
     def _lost(self) -> Failure | None:
-        """A rank that will not end by itself; looked for now and then."""
+        """Returns the failure of a rank that will not end by itself; looked for only now and then."""
         now = self._clock()
         if now - self._looked_s < _LOOK_S:
             return None
@@ -181,13 +183,13 @@ def _precedence(rank: Rank) -> tuple[bool, bool, bool, int]:
 
 
 def exit_code_of(code: int) -> int:
-    """What a launcher leaves with for a rank that has ended, as shells write it: 128 + number for a signal.
+    """Returns the exit code of a launcher for a rank that has ended, as shells write it: 128 + number for a signal.
 
-    But 5 for SIGABRT. NCCL's own watchdog aborts a process whose peer is lost or does not answer, past all handlers of
+    SIGABRT gives 5. NCCL's own watchdog aborts a process whose peer is lost or does not answer, past all handlers of
     Python, and what follows from a lost rank must not depend on the backend.
 
     Args:
-        code: As of subprocess: the exit code, or the negative number of the signal.
+        code: Return code as in subprocess: the exit code, or the negative number of the signal.
     """
     if code == -signal.SIGABRT:
         return RankLostError.exit_code
@@ -195,7 +197,7 @@ def exit_code_of(code: int) -> int:
 
 
 def _is_stopped(rank: Rank) -> bool:
-    """By SIGSTOP; a debugger is another state."""
+    """Says whether the rank is stopped by SIGSTOP; a debugger is another state."""
     with suppress(psutil.Error):
         return bool(psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED)
     return False

@@ -1,10 +1,10 @@
-"""The manifest: the configuration, frozen in a ConfigMap, and a JobSet of one pod a node.
+"""The manifest: the configuration, frozen in a ConfigMap, and a JobSet of one pod per node.
 
-A JobSet, not a PyTorchJob: it starts all pods again when one is lost, tells a run that was asked to stop from one that
-failed, and is kept by Kubernetes' own batch group.
+A JobSet, not a PyTorchJob: it starts all pods again when one is lost, distinguishes a run that was asked to stop from
+one that failed, and is maintained by Kubernetes' own batch group.
 
 The exit code of a pod decides what happens to the run (`mtrain.base.errors`, and STOPPED of torchrun's start). A Job
-says in words why it failed, so the rules of the JobSet look for these words; they come from the Job controller of
+states in words why it failed, so the rules of the JobSet look for these words; they come from the Job controller of
 Kubernetes.
 """
 
@@ -33,38 +33,40 @@ _JOB = "nodes"
 _CONTAINER = "ranks"
 _PORT = 29500
 _FINAL = (ConfigError.exit_code, DataError.exit_code, NumericError.exit_code, RunFolderError.exit_code)
-"""Exit codes that another try does not change."""
+"""Exit codes of failures that another try does not change."""
 _POD_FAILURE_POLICY = "PodFailurePolicy"
-"""Reason of a Job that ended by one of its rules."""
+"""Reason of a Job that was ended by one of its rules."""
 _DISRUPTED = "DisruptionTarget"
 """Condition of a pod that was preempted, evicted, or whose node went away."""
 
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """What one manifest runs."""
+    """The run that one manifest describes."""
 
     options: KubernetesOptions
     config: Config
     run_dir: str
-    """Absolute, in the pods."""
+    """Absolute path of the run folder in the pods."""
 
     @property
     def name(self) -> str:
-        """The JobSet's, the same for every manifest of a run folder: the cluster refuses a second one beside it."""
+        """Returns the name of the JobSet, the same for every manifest of a run folder: the cluster refuses a second
+        one."""
         if self.options.name is not None:
             return self.options.name
-        # two run folders of one name are two runs
+        # two run folders of the same name are two runs
         return f"{shorten(PurePosixPath(self.run_dir).name)}-{_code(self.run_dir)}"
 
     @property
     def config_text(self) -> str:
-        """What the ranks read."""
+        """Returns the configuration that the ranks read, as YAML."""
         return config_yaml(self.config)
 
     @property
     def config_name(self) -> str:
-        """The ConfigMap's; another configuration is another one, since neither changes under a running JobSet."""
+        """Returns the name of the ConfigMap; another configuration has another name, since neither changes under a
+        running JobSet."""
         return f"{self.name}-{_code(self.config_text)}"
 
 
@@ -72,7 +74,7 @@ def kubernetes_job(paths: Sequence[Path], overrides: Sequence[str], options: Kub
     """Checks a run without touching a cluster.
 
     Raises:
-        ConfigError: The configuration is wrong, does not run on so many ranks, or its run folder is in no volume.
+        ConfigError: The configuration is wrong, does not run on the given ranks, or its run folder is in no volume.
     """
     config = checked_config(paths, overrides, options.num_ranks)
     run_dir = PurePosixPath(config.run.dir)
@@ -85,7 +87,7 @@ def kubernetes_job(paths: Sequence[Path], overrides: Sequence[str], options: Kub
 
 
 def render(job: KubernetesJob) -> str:
-    """The manifest, two documents of YAML for `kubectl apply`."""
+    """Writes the manifest, two documents of YAML for `kubectl apply`."""
     yaml = YAML()
     yaml.width = 120
     yaml.indent(mapping=2, sequence=4, offset=2)
@@ -122,7 +124,8 @@ def _job_set(job: KubernetesJob) -> dict[str, Any]:
 
 
 def _restart_rules() -> Iterator[dict[str, Any]]:
-    """The first that fits counts; what fits none (a lost rank, node or disk) starts again within maxRestarts."""
+    """Yields the rules, of which the first that fits counts; other failures (a lost rank, node or disk) restart within
+    maxRestarts."""
     yield {
         "name": "wronginput",
         "action": "FailJobSet",
@@ -144,7 +147,7 @@ def _job(job: KubernetesJob) -> dict[str, Any]:
         "completionMode": "Indexed",  # each pod knows its number, which is its node rank
         "completions": nodes,
         "parallelism": nodes,
-        "backoffLimit": 0,  # a pod alone cannot start again: the others have to as well
+        "backoffLimit": 0,  # a single pod cannot start again: the others have to as well
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": of_exit_codes},
@@ -175,9 +178,9 @@ def _pod(job: KubernetesJob) -> dict[str, Any]:
 
 def _container(job: KubernetesJob, claims: dict[str, str]) -> dict[str, Any]:
     options = job.options
-    first = f"{job.name}-{_JOB}-0-0.{job.name}"  # JobSet's name for the pod with number 0
+    first = f"{job.name}-{_JOB}-0-0.{job.name}"  # JobSet's name for pod 0
     train = ["train", f"{_CONFIG_DIR}/{_CONFIG_FILE}"]
-    # Kubernetes itself puts the variable of its environment in place of $(...)
+    # Kubernetes itself replaces $(...) by the variable of its environment
     arguments = torchrun_arguments(options.nodes, options.ranks_per_node, "$(JOB_COMPLETION_INDEX)", first, _PORT)
     container: dict[str, Any] = {
         "name": _CONTAINER,
@@ -196,7 +199,7 @@ def _container(job: KubernetesJob, claims: dict[str, str]) -> dict[str, Any]:
 
 
 def _resources(options: KubernetesOptions) -> dict[str, Any]:
-    """Requests equal limits: a pod that is throttled or evicted for memory holds up all the others."""
+    """Returns requests that equal limits: a pod that is throttled or evicted for memory holds up all the others."""
     given = {"cpu": options.cpus, "memory": options.memory, "nvidia.com/gpu": options.gpus_per_node}
     amounts = {name: str(amount) for name, amount in given.items() if amount is not None}
     return {"requests": amounts, "limits": dict(amounts)} if amounts else {}

@@ -1,4 +1,4 @@
-"""What a user asks Kubernetes for; every value is checked here, so that a manifest is refused before a cluster sees
+"""Options of a user for Kubernetes; every value is checked here, so that a manifest is refused before a cluster sees
 it."""
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from mtrain.base.errors import ConfigError
 from mtrain.launch.checked import check_printable
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""A name of RFC 1123, as namespaces, claims and secrets have."""
+"""Pattern of a name of RFC 1123, as for namespaces, claims and secrets."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-"""Of a JobSet: its service has it too, and services begin with a letter."""
+"""Pattern of a JobSet's name, which its service also has; services begin with a letter."""
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _LONGEST_NAME = 40
-"""Of a JobSet: a pod's host name is this with `-nodes-0-` and its number, and has at most 63 characters."""
+"""Longest name of a JobSet: a pod's host name is this with `-nodes-0-` and its number, and has at most 63
+characters."""
 
 
 class Volume(NamedTuple):
@@ -30,7 +31,7 @@ class Volume(NamedTuple):
         """Reads CLAIM:/PATH.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: The text does not have the form CLAIM:/PATH.
         """
         claim, _, path = text.partition(":")
         if not _LABEL.fullmatch(claim) or not path.startswith("/") or len(path) == 1 or ":" in path:
@@ -41,32 +42,36 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Of one JobSet."""
+    """Options of one JobSet."""
 
     nodes: int
     image: str
     gpus_per_node: int | None = None
-    """As many ranks each; without, one rank a node and no GPU."""
+    """Number of GPUs, and of ranks, on each node; None: one rank a node and no GPU."""
     volumes: tuple[Volume, ...] = ()
     cpus: str | None = None
-    """Of a pod, as Kubernetes writes quantities; so is memory."""
+    """Number of processors of a pod, as Kubernetes writes quantities; None leaves it to the cluster."""
     memory: str | None = None
+    """Memory of a pod, as Kubernetes writes quantities; None leaves it to the cluster."""
     shm: str = "16Gi"
-    """Of /dev/shm, over which NCCL and gloo talk inside a node; 64 MiB without."""
+    """Size of /dev/shm, over which NCCL and gloo communicate inside a node; the cluster's default is 64 MiB."""
     namespace: str | None = None
     name: str | None = None
     queue: str | None = None
-    """Of Kueue."""
+    """Name of the queue of Kueue; None: no queue."""
     env_secret: str | None = None
-    """A Secret whose keys become environment variables of the ranks."""
+    """Name of a Secret whose keys become environment variables of the ranks; None: there is none."""
     node_selector: tuple[tuple[str, str], ...] = ()
     max_retries: int = 3
+    """Number of restarts after a lost rank, node or disk."""
     grace_s: int = 300
-    """From the request to stop, as when a node is drained, to the kill: the time for a step and a save."""
+    """Seconds from the request to stop, as when a node is drained, to the kill: the time for a step and a save."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: A value is not what Kubernetes takes.
+        """Checks every value.
+
+        Raises:
+            ConfigError: A value is not accepted by Kubernetes.
         """
         for option, number, least in (
             ("--nodes", self.nodes, 1),
@@ -100,17 +105,17 @@ class KubernetesOptions:
 
     @property
     def ranks_per_node(self) -> int:
-        """How many ranks every node gets."""
+        """Returns the number of ranks on each node."""
         return self.gpus_per_node or 1
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole run."""
+        """Returns the number of ranks in the whole run."""
         return self.nodes * self.ranks_per_node
 
 
 def shorten(name: str) -> str:
-    """A name that Kubernetes takes, from any text; not empty."""
+    """Turns any text into a name that Kubernetes accepts; never empty."""
     text = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     text = text if text[:1].isalpha() else f"run-{text}"
     return text[: _LONGEST_NAME - len("-00000000")].strip("-")

@@ -1,4 +1,4 @@
-"""What the environment of whoever submits says to Slurm: defaults of a few options, and nothing that overrides one."""
+"""Variables of the submitting user's environment for Slurm: defaults of a few options; none overrides an option."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _DEFAULTS = {
     "SBATCH_QOS": "qos",
     "SBATCH_TIMELIMIT": "time",
 }
-"""Variable of sbatch -> the option that it stands for where that is not given: sites set them for all jobs."""
+"""Variable of sbatch -> the option for which it is the default: sites set these variables for all jobs."""
 _CONNECTION = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"))
-"""Which Slurm it is, and who asks."""
+"""Variables that say which Slurm it is, and who asks."""
 
 
 def with_defaults(options: SlurmOptions, environ: Mapping[str, str]) -> tuple[SlurmOptions, list[str]]:
-    """The options, completed by the environment, and notes that say what counts of it and what does not.
+    """Completes the options from the environment; returns them with notes on which variables count.
 
     Raises:
-        ConfigError: A default is not what Slurm takes.
+        ConfigError: A default is not a value that Slurm accepts.
     """
     given = {name: value for name, value in environ.items() if name.startswith("SBATCH_") and value}
     taken = {name: field for name, field in _DEFAULTS.items() if name in given and getattr(options, field) is None}
@@ -39,9 +39,9 @@ def with_defaults(options: SlurmOptions, environ: Mapping[str, str]) -> tuple[Sl
 
 
 def for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for Slurm's commands.
+    """Returns the environment for Slurm's commands.
 
-    sbatch prefers SBATCH_* to the options of a script, and hands every SLURM_* on to the job, whose srun reads them;
+    sbatch prefers SBATCH_* to the options of a script, and passes every SLURM_* on to the job, whose srun reads them;
     within another job there are dozens.
     """
     return {

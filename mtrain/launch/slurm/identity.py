@@ -1,4 +1,4 @@
-"""One name for a folder, by whatever path it is reached: links are followed, and bind mounts too."""
+"""One name for a folder, by whatever path it is reached: links and bind mounts are followed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 class _Mount(NamedTuple):
     device: str
-    """Of the file system."""
+    """Number of the device of the file system."""
     root: Path
-    """Folder of the file system that is mounted; not / for a bind mount of one."""
+    """Folder of the file system that is mounted; not / for a bind mount of a folder."""
     point: Path
-    """Where it is mounted."""
+    """Folder at which it is mounted."""
 
 
 def main_path(folder: Path, mounts: str | None = None) -> Path:
-    """The folder without links, by the mount that shows most of its file system.
+    """Returns the path of the folder without links, by the mount that shows most of its file system.
 
     Args:
-        folder: Any path to it; it need not exist yet.
-        mounts: As in /proc/self/mountinfo, which is read where this is None.
+        folder: Any path of the folder, which need not exist yet.
+        mounts: Text in the form of /proc/self/mountinfo; None reads that file.
     """
     path = folder.resolve()
     if mounts is None:

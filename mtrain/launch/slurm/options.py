@@ -1,4 +1,4 @@
-"""What a user asks Slurm for; every value is checked here, so that none can become shell code."""
+"""Options of a user for Slurm; every value is checked here, so that none can become shell code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ContainerRuntime = Literal["pyxis", "apptainer"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _VALUE = re.compile(r"[A-Za-z0-9._,:=@%+*&|!()\[\]/-]{1,256}")
-"""Of Slurm's own options: sbatch reads them from comment lines, where bash runs nothing; quotes and blanks would end
-them."""
+"""Pattern of a value of Slurm's own options: sbatch reads them from comment lines, where bash runs nothing; quotes and
+blanks would end them."""
 _OPTION = re.compile(r"([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED")
-"""minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+"""Pattern of a time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 _OURS = frozenset(
     (
         *(
@@ -43,14 +43,15 @@ _OURS = frozenset(
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Of one job."""
+    """Options of one job."""
 
     nodes: int
     gpus_per_node: int | None = None
+    """Number of GPUs on each node; None where gpus_per_task counts them, or there are none."""
     gpus_per_task: int | None = None
-    """Instead of gpus_per_node: each rank sees its own GPU alone."""
+    """Number of GPUs for each rank, which sees no others; used in the place of gpus_per_node."""
     tasks_per_node: int | None = None
-    """Ranks of a node; as many as it has GPUs, or 1."""
+    """Number of ranks on each node; None: as many as it has GPUs, or 1."""
     cpus_per_task: int | None = None
     partition: str | None = None
     account: str | None = None
@@ -60,16 +61,19 @@ class SlurmOptions:
     container: str | None = None
     container_runtime: ContainerRuntime = "pyxis"
     mounts: tuple[str, ...] = ()
-    """HOST[:CONTAINER[:FLAGS]], for the container."""
+    """Mounts of the container, as HOST[:CONTAINER[:FLAGS]]."""
     env_file: Path | None = None
-    """NAME=VALUE lines for the ranks; read when the job runs, not copied."""
+    """File with NAME=VALUE lines for the ranks; read when the job runs, not copied."""
     max_retries: int = 3
+    """Number of times that a failed job is started again."""
     more: tuple[str, ...] = ()
-    """Further options of sbatch, as in `reservation=weekend`."""
+    """Further options of sbatch, such as `reservation=weekend`."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ConfigError: A value is not what Slurm takes, or could be read as something else.
+        """Checks every value.
+
+        Raises:
+            ConfigError: A value is not accepted by Slurm, or could be read as something else.
         """
         for option in ("nodes", "gpus_per_node", "gpus_per_task", "tasks_per_node", "cpus_per_task"):
             number = getattr(self, option)
@@ -94,21 +98,21 @@ class SlurmOptions:
 
     @property
     def ranks_per_node(self) -> int:
-        """How many ranks every node gets."""
+        """Returns the number of ranks on each node."""
         return self.tasks_per_node or self.gpus_per_node or 1
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole job."""
+        """Returns the number of ranks in the whole job."""
         return self.nodes * self.ranks_per_node
 
     @property
     def time_limit_s(self) -> float | None:
-        """The time limit in seconds; None where the partition's counts, or there is none."""
+        """Returns the time limit in seconds; None where the partition's counts, or there is none."""
         return None if self.time is None else seconds_of(self.time)
 
     def directives(self) -> Iterator[str]:
-        """The options for sbatch, without those that every job has."""
+        """Yields the options for sbatch, without those that every job has."""
         yield f"--nodes={self.nodes}"
         yield f"--ntasks-per-node={self.ranks_per_node}"
         for option in ("gpus_per_node", "gpus_per_task", "cpus_per_task", "partition", "account", "qos", "time"):
@@ -118,7 +122,7 @@ class SlurmOptions:
         yield from (f"--{option}" for option in self.more)
 
     def _check_env_file(self) -> None:
-        """A line that the job would pass over in silence is refused now."""
+        """Refuses a line that the job would skip silently."""
         if self.env_file is None:
             return
         check_printable("--env-file", str(self.env_file))
@@ -134,12 +138,12 @@ class SlurmOptions:
 
 
 def seconds_of(time: str) -> float | None:
-    """A time limit as Slurm writes it, in seconds; None for UNLIMITED, and for what is no time."""
+    """Converts a time limit as Slurm writes it to seconds; None for UNLIMITED, and for a text that is no time."""
     if time == "UNLIMITED" or not _TIME.fullmatch(time):
         return None
     days, _, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
-    # without days one number is minutes, two are minutes and seconds; with days the first is hours
+    # without days one number means minutes, two mean minutes and seconds; with days the first means hours
     if days:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     else:
@@ -148,10 +152,10 @@ def seconds_of(time: str) -> float | None:
 
 
 def runtime_named(name: str) -> ContainerRuntime:
-    """The container runtime of this name.
+    """Returns the container runtime of this name.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No runtime has this name.
     """
     for runtime in get_args(ContainerRuntime):
         if runtime == name:
@@ -162,12 +166,12 @@ def runtime_named(name: str) -> ContainerRuntime:
 
 
 def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tuple[list[str], list[str]]:
-    """How a rank starts: (options for srun, command before the verb).
+    """Returns how a rank starts: (options for srun, command before the verb).
 
     Args:
-        options: Which image, if any.
-        python: Of this environment, for jobs without a container; in one it is the image's own.
-        work_dir: Relative paths start there.
+        options: Options of the job, with the image, if any.
+        python: Python of this environment, for jobs without a container; a container has its own.
+        work_dir: Folder in which relative paths start.
     """
     if options.container is None:
         return [], [python, "-m", "mtrain"]
@@ -193,7 +197,7 @@ def _check_option(option: str) -> None:
     found = _OPTION.fullmatch(option)
     if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
         raise ConfigError(f"--sbatch {option!r} is not of the form name=value, without blanks and quotes; change it")
-    ours = next((name for name in sorted(_OURS) if name.startswith(found[1])), None)  # sbatch takes names cut short
+    ours = next((name for name in sorted(_OURS) if name.startswith(found[1])), None)  # sbatch accepts abbreviated names
     if ours is not None:
         raise ConfigError(f"--sbatch {option!r}: --{ours} is set by mtrain itself; use its own option, if it has one")
 
@@ -202,7 +206,7 @@ def checked_paths(paths: Sequence[Path]) -> None:
     """Refuses paths that would break lines of the script.
 
     Raises:
-        ConfigError: One holds a control character.
+        ConfigError: A path holds a control character.
     """
     for path in paths:
         check_printable("a path", str(path))

@@ -1,4 +1,4 @@
-"""The batch script: launch/slurm.sbatch with its settings filled in; what follows them is the same in every job."""
+"""The batch script: launch/slurm.sbatch with its settings filled in; the part after them is the same in every job."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ _NAME_LENGTH = 48
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What one script runs."""
+    """The run that one script starts."""
 
     options: SlurmOptions
     run_dir: Path
-    """Absolute."""
+    """Absolute path of the run folder."""
     work_dir: Path
-    """Absolute; where relative paths of the configuration start."""
+    """Absolute path of the folder in which relative paths of the configuration start."""
     config: Sequence[str]
     """Files and overrides for `mtrain train`."""
     python: str
-    """This environment's own."""
+    """Path of the Python of this environment."""
     signal_s: int
-    """So long before the time limit Slurm asks the job to stop."""
+    """Seconds before the time limit at which Slurm asks the job to stop."""
 
     @property
     def name(self) -> str:
-        """The job's name, the same for every job of a run folder by whatever path: they run one after the other."""
+        """Returns the job's name, the same for every job of a run folder by whatever path: such jobs run one after the
+        other."""
         if self.options.name is not None:
             return self.options.name
         folder = main_path(self.run_dir)
-        # two run folders of one name must not wait for each other
+        # two run folders of the same name must not wait for each other
         code = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
         return f"{re.sub('[^A-Za-z0-9._-]', '_', folder.name)[:_NAME_LENGTH]}-{code}"
 
 
 def render(job: SlurmJob) -> str:
-    """The script, as a text that bash and sbatch read."""
+    """Writes the script, as a text that bash and sbatch read."""
     _, body = TEMPLATE.read_text().split(_BODY)
     in_container, command = container_command(job.options, job.python, job.work_dir)
     log = str(job.run_dir / "logs" / "job-%j.log").replace(str(job.run_dir), str(job.run_dir).replace("%", "%%"))
@@ -58,7 +59,7 @@ def render(job: SlurmJob) -> str:
         "--open-mode=append",
         "--requeue",
         f"--signal=B:USR1@{job.signal_s}",
-        "--export=NONE",  # the environment of whoever submits is not what the ranks should depend on
+        "--export=NONE",  # the ranks should not depend on the environment of the submitting user
         *job.options.directives(),
     ]
     env_file = "" if job.options.env_file is None else shlex.quote(str(job.options.env_file.absolute()))
@@ -81,6 +82,6 @@ def _array(words: Sequence[str]) -> str:
 
 
 def _ranks(options: SlurmOptions) -> list[str]:
-    """For srun, which would take the number of ranks from variables that a profile can set."""
+    """Returns the numbers for srun, which would otherwise take them from variables that a profile can set."""
     counts = {"nodes": options.nodes, "ntasks": options.num_ranks, "ntasks-per-node": options.ranks_per_node}
     return [f"--{name}={count}" for name, count in counts.items()]

@@ -1,4 +1,4 @@
-"""Freezing a job in its run folder and handing it to Slurm."""
+"""Freezing of a job in its run folder, and its submission to Slurm."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ SCRIPT = "job.sbatch"
 _JOB_ID = "job_id"
 _SUBMISSIONS = "submissions"
 _SIGNAL_S = 300
-"""By default; a third of the time limit of a short job."""
+"""Seconds before the time limit at which the job is asked to stop, by default; a third of the time limit for a short
+job."""
 _SHORT_JOB = 3
 _MARGIN_S = 120
-"""Slurm's signals and time limits come up to a minute late."""
+"""Seconds that are added, since Slurm's signals and time limits come up to a minute late."""
 _TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything that a job starts from, by file name."""
+    """All files from which a job starts, by name."""
 
     folder: Path
-    """In the run folder; made by `freeze`."""
+    """Folder of the submission in the run folder; made by `freeze`."""
     files: dict[str, str]
     job: SlurmJob
 
@@ -50,22 +51,22 @@ class Submission:
             MachineError: The run folder cannot be written.
         """
         with disk_faults(f"write {self.folder}"):
-            # Slurm fails a job without a word whose log folder is missing
+            # Slurm fails a job whose log folder is missing without any message
             (self.folder.parents[1] / "logs").mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(parents=True)
             for name, text in self.files.items():
                 (self.folder / name).write_text(text)
 
     def difference(self) -> str:
-        """To the last submission of this run folder, as a unified diff; empty where there was none or nothing
-        differs."""
+        """Returns the difference from the last submission of this run folder, as a unified diff; empty where there was
+        none or nothing differs."""
         before = previous(self.folder)
         if before is None:
             return ""
         old = {path.name: path.read_text() for path in sorted(before.iterdir()) if path.name != _JOB_ID}
         lines: list[str] = []
         for name in dict.fromkeys([*self.files, *old]):
-            # each submission names its own folder, which is no difference
+            # each submission contains its own folder, which is no difference
             earlier = old.get(name, "").replace(str(before), "SUBMISSION").splitlines(keepends=True)
             now = self.files.get(name, "").replace(str(self.folder), "SUBMISSION").splitlines(keepends=True)
             lines += difflib.unified_diff(earlier, now, f"{before.name}/{name}", f"{self.folder.name}/{name}", n=1)
@@ -73,7 +74,7 @@ class Submission:
 
 
 def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptions) -> Submission:
-    """Checks a run as far as a login node can, and writes down what it would be; changes nothing.
+    """Checks a run as far as a login node can, and returns its submission; changes nothing.
 
     Raises:
         ConfigError: The configuration is wrong, or does not run on the job's ranks.
@@ -98,13 +99,13 @@ def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptio
 
 
 def submit(submission: Submission) -> tuple[str, list[str]]:
-    """The number of the job that Slurm makes of a frozen submission, and warnings about it.
+    """Submits a frozen submission; returns the number of the job, and warnings about it.
 
-    The job's options are read back; one that differs from what was given cancels the job.
+    The job's options are read back; if one differs from what was given, the job is cancelled.
 
     Raises:
-        MachineError: There is no Slurm here, or it does not answer.
-        ConfigError: Slurm refuses the job, in its own words, or has made another one of it.
+        MachineError: Slurm is not installed here, or does not answer.
+        ConfigError: Slurm refuses the job, in its own words, or has made a different one.
     """
     if shutil.which("sbatch") is None:
         raise MachineError(
@@ -112,7 +113,7 @@ def submit(submission: Submission) -> tuple[str, list[str]]:
         )
     done = _slurm("sbatch", "--parsable", *_dependency(submission), str(submission.folder / SCRIPT))
     if done.returncode != 0:
-        shutil.rmtree(submission.folder)  # nothing ran from it, and the next one is compared with what did
+        shutil.rmtree(submission.folder)  # nothing ran from it, and the next submission is compared with one that ran
         raise ConfigError(f"Slurm refuses the job ({_words(done)}); change what it names")
     number, _, cluster = (done.stdout.split() or [""])[-1].partition(";")
     if not number.isdecimal():
@@ -123,7 +124,7 @@ def submit(submission: Submission) -> tuple[str, list[str]]:
 
 
 def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
-    """Compares the job that Slurm has made with the one that was given; cancels it where they differ."""
+    """Compares the job that Slurm has made with the given one; cancels it where they differ."""
     try:
         shown = _slurm("scontrol", *cluster, "show", "job", "-o", number)
     except (OSError, MachineError) as fault:
@@ -145,14 +146,15 @@ def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
 
 
 def _dependency(submission: Submission) -> list[str]:
-    """Of the jobs that were submitted from this folder, by whatever name of it or of the job: those not ended yet."""
+    """Returns options that make the job wait for earlier jobs from this folder that have not ended, whatever their
+    names."""
     found = (_job_number(folder) for folder in _all(submission.folder.parent) if folder != submission.folder)
     earlier = [number for number in found if number is not None]
     if not earlier or shutil.which("squeue") is None:
         return []
     waiting = _slurm("squeue", "--noheader", f"--jobs={','.join(earlier)}", "--format=%A").stdout.split()
     living = [number for number in earlier if number in waiting]
-    # instead of the script's own, which holds back jobs of the same name alone
+    # replaces the script's own, which holds back only jobs of the same name
     return [f"--dependency=singleton,afterany:{':'.join(living)}"] if living else []
 
 
@@ -163,10 +165,10 @@ def _job_number(folder: Path) -> str | None:
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm, which sees nothing of another job's environment.
+    """Runs a command of Slurm, which does not see another job's environment.
 
     Raises:
-        MachineError: It does not answer in time.
+        MachineError: Slurm does not answer in time.
     """
     try:
         return subprocess.run(
@@ -184,17 +186,17 @@ def _words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def previous(folder: Path) -> Path | None:
-    """The newest submission before this one."""
+    """Returns the newest submission before this one; None where there is none."""
     earlier = [path for path in _all(folder.parent) if path.name < folder.name]
     return earlier[-1] if earlier else None
 
 
 def signal_seconds(save_s: float | None, time_limit_s: float | None) -> int:
-    """How long before the time limit to ask for the end.
+    """Returns how many seconds before the time limit the job is asked to stop.
 
     Args:
-        save_s: What this run's latest save took; None before the first.
-        time_limit_s: Of the job; None where the options do not say.
+        save_s: Seconds that this run's latest save took; None before the first.
+        time_limit_s: Time limit of the job in seconds; None where the options give none.
 
     Raises:
         ConfigError: The job would be asked to stop before it has done anything.
@@ -220,20 +222,20 @@ def _next_folder(run_dir: Path) -> Path:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """sbatch reads the log's path from a line of its own, in double quotes."""
+    """Refuses a path that sbatch cannot read from a line of its own, in double quotes."""
     if not str(run_dir).isprintable() or set(str(run_dir)) & set('"\\'):
         raise ConfigError(f"run.dir={str(run_dir)!r} holds a quote, backslash or control character; choose another")
 
 
 def _program() -> str:
-    """Versions and commit of what is submitted."""
+    """Describes versions and commit of the submitted program."""
     git = git_checkout()
     facts = {"versions": program_versions(), "git": None if git is None else dict(git._asdict())}
     return json.dumps(facts, indent=2) + "\n"
 
 
 def _uncommitted() -> str:
-    """What tracked files differ in from the commit that `_program` names."""
+    """Returns the difference of tracked files from the commit that `_program` names."""
     git = git_checkout()
     if git is None or not git.dirty:
         return ""
