@@ -19,9 +19,10 @@ class AsyncAllReduce:
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Args:
-        vector: [n], must not be used afterwards.
-        group: Group of the ranks; None means all ranks.
+        """
+        Args:
+            vector: [n], must not be used afterwards.
+            group: Group of the ranks; None means all ranks.
         """
         size = dist.get_world_size(group)
         self._sum: Tensor | None = vector if size == 1 else None
@@ -95,10 +96,11 @@ class _Swap:
     """An exchange of vectors between two ranks."""
 
     def __init__(self, vector: Tensor, distance: int, group: dist.ProcessGroup | None) -> None:
-        """Args:
-        vector: [n] on the CPU.
-        distance: Power of two: the bit in which the partners' ranks in the group differ.
-        group: Group of the ranks; None means all ranks.
+        """
+        Args:
+            vector: [n] on the CPU.
+            distance: Power of two: the bit in which the partners' ranks in the group differ.
+            group: Group of the ranks; None means all ranks.
         """
         partner = dist.get_rank(group) ^ distance  # the rank in the group, hence group_dst and group_src below
         self._own, self._other = vector, torch.empty_like(vector)

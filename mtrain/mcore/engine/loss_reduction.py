@@ -25,11 +25,12 @@ class PairAccumulator:
     def __init__(
         self, terms: Sequence[str], device: torch.device, router_terms: Sequence[str] = (), num_sources: int = 0
     ) -> None:
-        """Args:
-        terms: Names of the terms that are computed from logits.
-        device: Device of the sums.
-        router_terms: Names of the terms that routers compute inside the layers.
-        num_sources: Number of sources by which the main term is reported; 0 where it is not.
+        """
+        Args:
+            terms: Names of the terms that are computed from logits.
+            device: Device of the sums.
+            router_terms: Names of the terms that routers compute inside the layers.
+            num_sources: Number of sources by which the main term is reported; 0 where it is not.
         """
         self.terms = (*terms, *router_terms)
         # float64: float32 holds integer counts of tokens only up to 2^24, and a step may have more.
@@ -245,11 +246,12 @@ class GlobalTotals:
     def __init__(
         self, sums: StepSums, groups: Groups, stop_requested: bool = False, local_grad_norm_sq: Tensor | None = None
     ) -> None:
-        """Args:
-        sums: Sums of this rank.
-        groups: The process groups.
-        stop_requested: Stop request of this rank; one on any rank becomes `stop_requested` of all.
-        local_grad_norm_sq: A scalar on the device, to be summed over all ranks: this rank's part of a squared norm.
+        """
+        Args:
+            sums: Sums of this rank.
+            groups: The process groups.
+            stop_requested: Stop request of this rank; one on any rank becomes `stop_requested` of all.
+            local_grad_norm_sq: A scalar on the device, to be summed over all ranks: this rank's part of a squared norm.
         """
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
         num_sources = sums.pairs.by_source.shape[1]
@@ -313,11 +315,12 @@ class PlannedTotals:
     """
 
     def __init__(self, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
-        """Args:
-        planned: Denominator of each term over this rank's batch.
-        groups: The process groups.
-        everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
-                whose ranks read the whole batch themselves.
+        """
+        Args:
+            planned: Denominator of each term over this rank's batch.
+            groups: The process groups.
+            everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
+                    whose ranks read the whole batch themselves.
         """
         # ranks of TP and CP share rows, and every stage reads them: one of all these counts
         owns = groups.counts_plan if everywhere else groups.tp_rank == groups.cp_rank == 0

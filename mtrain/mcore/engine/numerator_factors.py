@@ -19,11 +19,13 @@ class NumeratorFactors:
     """
 
     def __init__(self, planned: Sequence[float], objective: Objective, is_fp16: bool, groups: Groups) -> None:
-        """Args:
-        planned: Denominator of each term over this rank's batch.
-        objective: Terms of the objective.
-        is_fp16: Whether gradients are kept near 1 by a numerator_scale, a power of two that all stages must agree on.
-        groups: The process groups.
+        """
+        Args:
+            planned: Denominator of each term over this rank's batch.
+            objective: Terms of the objective.
+            is_fp16: Whether gradients are kept near 1 by a numerator_scale, a power of two that all stages must agree
+                on.
+            groups: The process groups.
         """
         self._coefficients, self._router_terms = objective.coefficients, objective.router_terms
         # fp16 needs 1 / D in advance, else sums over a batch overflow; terms with other denominators need the ratios

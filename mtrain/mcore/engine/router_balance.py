@@ -156,12 +156,13 @@ class RouterStats:
     def __init__(
         self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool
     ) -> None:
-        """Args:
-        balance: Balance of all routers of this rank.
-        index: Index of this router among them.
-        section: Section with score and number of choices.
-        groups: The process groups.
-        is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
+        """
+        Args:
+            balance: Balance of all routers of this rank.
+            index: Index of this router among them.
+            section: Section with score and number of choices.
+            groups: The process groups.
+            is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
         """
         self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted
         self._counts_sequences = groups.tp_rank == 0 and groups.cp_rank == 0

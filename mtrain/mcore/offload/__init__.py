@@ -1,1 +1,1 @@
-"""What a GPU can do without for a while, held in memory of the host."""
+"""State that a GPU can do without for a while, kept in memory of the host."""

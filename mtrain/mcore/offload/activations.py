@@ -1,9 +1,9 @@
-"""What backward needs of a layer, on the host between its forward and its backward pass.
+"""Moves what backward needs of a layer to the host, between its forward and its backward pass.
 
-autograd hands each tensor that it keeps to a hook. The memory behind those of a moved layer goes to the host while the
-next layer computes, once for all tensors that share it, and comes back while the layer behind is in its backward pass.
-Weights stay where they are, and so does what is small, what lies on the host, and what others hold anyway. Values are
-copied as they are, so no number changes.
+autograd passes each tensor that it keeps to a hook. The memory of those of a moved layer goes to the host while the
+next layer computes, once for all tensors that share it, and comes back while the following layer is in its backward
+pass. Weights stay where they are, and so do small tensors, those on the host, and those that others hold anyway. Values
+are copied unchanged, so no number changes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from mtrain.plan.activations import SMALLEST_MOVED_BYTES as SMALLEST_MOVED_BYTES
 
 
 class HostSide:
-    """Where moved memory goes: one for all layers and microbatches of a rank."""
+    """The host's memory for moved activations: one for all layers and microbatches of a rank."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args:
-        device: What computes.
+        """
+        Args:
+            device: Device that computes.
         """
         self.device, self.stream = device, CopyStream(device)
         self.host = HostMemory(is_pinned=device.type == "cuda")
 
 
 class _Moved:
-    """The memory behind one or several tensors; freed on both sides as soon as backward needs none of them."""
+    """The memory of one or several tensors; freed on both sides as soon as backward needs none of them."""
 
     def __init__(self, tensor: Tensor, side: HostSide) -> None:
         self._side, self._dtype, self._pieces = side, tensor.dtype, list[Tensor]()
@@ -43,7 +44,7 @@ class _Moved:
         weakref.finalize(self, side.host.give_back, self._pieces).atexit = False
 
     def copy_to_host(self) -> None:
-        """Inside of `CopyStream.copying`; once."""
+        """Copies to the host, inside `CopyStream.copying`; called once."""
         if self._pieces:
             return
         assert self.on_device is not None
@@ -51,22 +52,23 @@ class _Moved:
         copy_to_host(self.on_device, self._pieces)
 
     def allocate(self) -> None:
-        """Memory of the device for its return."""
+        """Allocates memory of the device for the return."""
         self.on_device = torch.empty(self._size, dtype=self._dtype, device=self._side.device)
 
     def copy_from_host(self) -> None:
-        """Inside of `CopyStream.copying`."""
+        """Copies back from the host, inside `CopyStream.copying`."""
         assert self.on_device is not None
         copy_from_host(self._pieces, self.on_device)
 
 
 class KeptByLayer:
-    """What one forward pass of one layer keeps."""
+    """Tensors that one forward pass of one layer keeps."""
 
     def __init__(self, side: HostSide, before: KeptByLayer | None) -> None:
-        """Args:
-        side: Where it goes.
-        before: Of the layer that is next in backward; None where there is none.
+        """
+        Args:
+            side: Host memory that they go to.
+            before: Tensors of the layer that is next in backward; None where there is none.
         """
         self._side, self._before = side, before
         self._found: dict[_Moved, None] = {}
@@ -80,7 +82,7 @@ class KeptByLayer:
         self._is_wanted = self._is_needed = False
 
     def add(self, moved: _Moved) -> None:
-        """One that this layer keeps, perhaps like a layer before it."""
+        """Adds memory that this layer keeps, perhaps together with a layer before it."""
         self._found[moved] = None
 
     def leave(self) -> None:
@@ -93,8 +95,7 @@ class KeptByLayer:
         self._gone = self._side.stream.moment()
 
     def free(self) -> None:
-        """Gives back the memory of the device, unless backward has come first; what that is given next waits for the
-        copies."""
+        """Releases the device's memory, unless backward has come first; its next user waits for the copies."""
         self._side.stream.wait(self._gone)
         if not self._is_wanted:
             for each in self._living():
@@ -106,7 +107,7 @@ class KeptByLayer:
             return
         self._is_wanted = True
         gone = [each for each in self._living() if each.on_device is None]
-        # memory of the stream that computes: whatever it held before is done with when the copies begin
+        # memory of the computing stream: what it held before is no longer used when the copies begin
         for each in gone:
             each.allocate()
         with self._side.stream.copying():
@@ -115,7 +116,7 @@ class KeptByLayer:
         self._back = self._side.stream.moment()
 
     def need(self) -> None:
-        """Backward has come to this layer: everything has to be there, and the layer before it is next."""
+        """Waits for everything of this layer, which backward has reached, and starts the layer before it."""
         if self._is_needed:
             return
         self._is_needed = True
@@ -129,7 +130,7 @@ class KeptByLayer:
 
 
 class _OfMoved(NamedTuple):
-    """In the place of a tensor that autograd keeps."""
+    """Placeholder of a tensor that autograd keeps."""
 
     moved: _Moved
     layer: KeptByLayer
@@ -139,20 +140,20 @@ class _OfMoved(NamedTuple):
     offset: int
 
     def tensor(self) -> Tensor:
-        """As it was."""
+        """Returns the tensor as it was."""
         self.layer.need()
         assert self.moved.on_device is not None
         return self.moved.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class _OfNextLayer(NamedTuple):
-    """A tensor that stays, of the layer behind the last moved one: where backward comes to it, that one is next."""
+    """A tensor that stays, of the layer after the last moved one: when backward reaches it, that one is next."""
 
     value: Tensor
     layer: KeptByLayer
 
     def tensor(self) -> Tensor:
-        """As it was."""
+        """Returns the tensor as it was."""
         self.layer.need()
         return self.value
 
@@ -164,9 +165,10 @@ class MovingPass:
     """A forward pass through layers whose activations move."""
 
     def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
-        """Args:
-        side: Where they go.
-        staying: Tensors whose memory stays: the weights, and what others hold until backward is through.
+        """
+        Args:
+            side: Host memory that they go to.
+            staying: Tensors whose memory stays: the weights, and what others hold until backward is done.
         """
         self._side = side
         self._staying = {each.untyped_storage()._cdata for each in staying}
@@ -176,17 +178,17 @@ class MovingPass:
         self._moves = False
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
-        """Inside of it tensors are looked at."""
+        """Returns a context in which the kept tensors are inspected."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def begin_layer(self, moves: bool) -> KeptByLayer:
-        """Goes on to the next layer.
+        """Moves on to the next layer.
 
         Args:
-            moves: Whether it moves; one behind those that do only has to say when its backward pass begins.
+            moves: Whether the layer moves; one after those that do only has to say when its backward pass begins.
 
         Returns:
-            What the layer before has kept, on its way to the host.
+                The tensors that the layer before has kept, on their way to the host.
         """
         before = self._layer
         before.leave()
@@ -202,7 +204,7 @@ class MovingPass:
         return _OfMoved(moved, self._layer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _moved(self, tensor: Tensor) -> _Moved | None:
-        """The memory behind a tensor; None where it stays."""
+        """Returns the memory of a tensor; None where it stays."""
         if tensor.layout != torch.strided or tensor.device.type != self._side.device.type:
             return None
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Memory of the host that copies come to and go from, and the stream on which they run."""
+"""Memory of the host for copies to and from a device, and the stream on which they run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from mtrain.checkpoint.format.snapshot import pinned_memory
 
 PIECE_BYTES = 2**21
-"""A copy of one takes ten times as long as its start."""
+"""Size of a piece, whose copy takes ten times as long as its start."""
 _PIECES_AT_ONCE = 32
-"""Memory is pinned by 64 MiB."""
+"""Number of pieces that are pinned at a time: 64 MiB."""
 
 
 class HostBlocks:
-    """Memory of the host, block by block: pinned where a GPU copies, and plain from the first time that the driver
-    refuses, which is one warning."""
+    """Memory of the host, block by block: pinned where a GPU copies; plain once the driver has refused to pin, which
+    gives one warning."""
 
     def __init__(self, is_pinned: bool, purpose: str) -> None:
         """
         Args:
-            is_pinned: Whether it is asked for.
-            purpose: What it is for, in the warning.
+            is_pinned: Whether pinned memory is wanted.
+            purpose: Purpose of the memory, for the warning.
         """
         self._is_pinned, self._purpose = is_pinned, purpose
 
     def block(self, size_bytes: int) -> Tensor:
-        """[size_bytes] uint8. To be held itself, and not its views alone: with it what is pinned is given back."""
+        """Returns [size_bytes] uint8. Hold the block itself, not only views: pinned memory is released with it."""
         if not self._is_pinned:
             return torch.empty(size_bytes, dtype=torch.uint8)
         memory = pinned_memory(size_bytes, self._purpose)
@@ -39,32 +39,32 @@ class HostBlocks:
 
 
 class HostMemory:
-    """Pieces of one size, used again and again; pinned where a GPU copies.
+    """Pieces of one size that are used again and again; pinned where a GPU copies.
 
-    Pieces, as sizes change from step to step with the tokens that experts get: blocks as large as what they hold would
-    fit nothing else. It grows when there are too few, and never shrinks.
+    Pieces have one size because needs change from step to step with the tokens that experts get: blocks cut to their
+    content would fit nothing else. The memory grows when there are too few pieces, and never shrinks.
     """
 
     def __init__(self, is_pinned: bool) -> None:
-        """No memory is taken yet."""
+        """Creates an empty pool; no memory is taken yet."""
         self._source = HostBlocks(is_pinned, "moved activations")
         self._blocks: list[Tensor] = []
         self._free: list[Tensor] = []
 
     @property
     def size_bytes(self) -> int:
-        """Of all pieces."""
+        """Returns the bytes of all pieces."""
         return sum(block.nbytes for block in self._blocks)
 
     def take(self, size_bytes: int) -> list[Tensor]:
-        """Pieces that hold so much together, [PIECE_BYTES] uint8 each."""
+        """Returns pieces, [PIECE_BYTES] uint8 each, that together hold `size_bytes`."""
         count = -(-size_bytes // PIECE_BYTES)
         while len(self._free) < count:
             self._grow()
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pieces: list[Tensor]) -> None:
-        """They may be overwritten by copies that are started from now on."""
+        """Gives pieces back; copies that are started from now on may overwrite them."""
         self._free += pieces
 
     def _grow(self) -> None:
@@ -74,12 +74,12 @@ class HostMemory:
 
 
 class CopyStream:
-    """Copies in the order in which they were asked for, beside what the device computes; on a CPU they are done at
-    once."""
+    """Copies in the order of the requests, in parallel with the device's computation; on a CPU done at once."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args:
-        device: From and to which is copied.
+        """
+        Args:
+            device: Device from and to which is copied.
         """
         self._stream: Any = None
         if device.type == "cuda":
@@ -87,7 +87,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies of the block begin when all that the device was given before is done. Allocate outside of it."""
+        """Makes copies of the block begin when all earlier work of the device is done. Allocate outside of it."""
         if self._stream is None:
             yield
             return
@@ -96,28 +96,28 @@ class CopyStream:
             yield
 
     def moment(self) -> Any:
-        """When the copies so far are done; None on a CPU."""
+        """Returns the moment when the copies so far are done; None on a CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, moment: Any) -> None:
-        """What the device is given from now on begins after `moment`; the host goes on."""
+        """Makes the device's work from now on begin after `moment`; the host goes on."""
         if moment is not None:
             torch.cuda.current_stream().wait_event(moment)
 
 
 def copy_to_host(values: Tensor, pieces: list[Tensor]) -> None:
-    """Without waiting, where the pieces are pinned.
+    """Copies to the host, without waiting where the pieces are pinned.
 
     Args:
-        values: Contiguous, of one axis.
-        pieces: As `HostMemory.take` gives them for its size.
+        values: Contiguous tensor of one axis.
+        pieces: Pieces from `HostMemory.take` for its size.
     """
     for part, piece in _parts(values, pieces):
         piece.copy_(part, non_blocking=True)
 
 
 def copy_from_host(pieces: list[Tensor], values: Tensor) -> None:
-    """The way back."""
+    """Copies back from the host."""
     for part, piece in _parts(values, pieces):
         part.copy_(piece, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""Which layers of a model move what they keep, and when one ends and the next begins."""
+"""Layers of a model that move what they keep, and when one ends and the next begins."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mtrain.mcore.offload.activations import HostSide, KeptByLayer, MovingPass
 
 
 def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch.device) -> HostSide:
-    """Lets the first layers of each of a rank's transformer blocks move what they keep for backward.
+    """Makes the first layers of each of a rank's transformer blocks move what they keep for backward.
 
     Args:
-        blocks: megatron-core's TransformerBlocks, one for each virtual stage.
-        num_layers: So many of each, or all where there are fewer.
-        device: What computes.
+        blocks: TransformerBlocks of megatron-core, one for each virtual stage.
+        num_layers: Number of layers of each, or all where there are fewer.
+        device: Device that computes.
 
     Returns:
-        Where it goes.
+            The host memory that they share.
     """
     departures = _Departures(HostSide(device))
     for block in blocks:
@@ -36,21 +36,21 @@ def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch
 
 
 class _Departures:
-    """What the blocks of a rank share."""
+    """State that the blocks of a rank share."""
 
     def __init__(self, side: HostSide) -> None:
         self.side = side
         self._leaving: KeptByLayer | None = None
 
     def follow(self, leaving: KeptByLayer) -> None:
-        """One layer's copies to the host are under way; those of the one before have had the time of a layer."""
+        """Notes a layer whose copies have started; frees the layer before it, whose copies had a layer's time."""
         if self._leaving is not None:
             self._leaving.free()
         self._leaving = leaving
 
 
 class _Block:
-    """A transformer block that is watched while it runs forward with gradients."""
+    """A transformer block that is observed while it runs forward with gradients."""
 
     def __init__(self, departures: _Departures, block: Any, num_layers: int) -> None:
         self._departures, self._block = departures, block
@@ -62,10 +62,10 @@ class _Block:
         self._hooks = contextlib.ExitStack()
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """The forward pass begins."""
+        """Starts a forward pass."""
         if not torch.is_grad_enabled():
             return
-        # Given to all layers, and held by whoever gave it. What a stage receives, the schedule holds for its gradient.
+        # given to all layers, and held by the caller; the schedule holds what a stage receives, for its gradient
         given = [*args, *(value for name, value in options.items() if name != "hidden_states")]
         given.append(None if self._block.pre_process else self._block.input_tensor)
         staying = [*block.parameters(), *block.buffers(), *(each for each in given if isinstance(each, Tensor))]
@@ -73,20 +73,20 @@ class _Block:
         self._hooks.enter_context(self._pass.hooks())
 
     def enter(self, number: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        """A layer begins, or the norm behind the last one."""
+        """Starts a layer, or the norm after the last one."""
         if self._pass is None:
             return
         self._number = number
         self._departures.follow(self._pass.begin_layer(moves=number < self._num_layers))
-        if number > self._num_layers:  # nothing that follows has to be seen
+        if number > self._num_layers:  # nothing that follows needs to be observed
             self._close()
 
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The forward pass is over, or has failed."""
+        """Ends the forward pass, also when it has failed."""
         if self._pass is None:
             return
         left = self._pass.begin_layer(moves=False)
-        if self._number < len(self._block.layers):  # behind the norm copies have the time of the loss, too
+        if self._number < len(self._block.layers):  # after the norm, copies have the time of the loss, too
             self._departures.follow(left)
         self._close()
 

@@ -1,7 +1,7 @@
-"""The frozen model that adapters stand beside: which one it is.
+"""The identity of the frozen model that adapters belong to.
 
-Checkpoints of adapters do not hold it. They name where it came from and a fingerprint of its bits, which is the same
-under every layout; whoever goes on with them loads the model again and compares.
+Checkpoints of adapters do not hold it. They name its origin and a fingerprint of its bits, which is the same under
+every layout; a run that resumes from them loads the model again and compares.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DRAWN = "drawn from train.seed"
 
 
 def settle_base(model: RankModel) -> None:
-    """To be called when the frozen weights are those of the run, before its adapters are loaded. Collective.
+    """Records the base, once the frozen weights are those of the run and before its adapters are loaded. Collective.
 
-    Takes the fingerprint, and gives magnitudes (DoRA) the norms of the rows that they start from. One all-reduce over
-    the world; for magnitudes of row-parallel projections one over TP each.
+    Takes the fingerprint, and sets magnitudes (DoRA) to the norms of their rows. One all-reduce over the world; for
+    magnitudes of row-parallel projections one over TP each.
 
     Raises:
         DataError: A weight is not finite; on all ranks.
@@ -59,8 +59,8 @@ def settle_base(model: RankModel) -> None:
 
 
 def base_of(model: RankModel) -> BaseInfo | None:
-    """What a manifest says of the frozen model; None where the run trains all of it. Collective where it was not
-    settled."""
+    """Returns what a manifest says of the frozen model; None where the run trains all of it. Collective, unless
+    `settle_base` has run."""
     config = model.config
     if config.adapter is None:
         return None
@@ -70,15 +70,15 @@ def base_of(model: RankModel) -> BaseInfo | None:
 
 
 def origin_of(config: Config) -> str:
-    """Where the frozen weights of a run come from."""
+    """Says where the frozen weights of a run come from."""
     return config.model.hf or config.checkpoint.initialize_from or DRAWN
 
 
 def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
-    """A checkpoint of adapters goes on beside the very model that they were trained beside, one of a model alone.
+    """Checks that a checkpoint of adapters resumes on the very model that they were trained on, and others on none.
 
     Raises:
-        DataError: It is another one.
+        DataError: The frozen model is another one.
     """
     saved = manifest.base
     if saved is None and own is not None:
@@ -97,7 +97,7 @@ def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
 
 
 def refused_as_model(base: BaseInfo, path: object) -> DataError:
-    """The error where a whole model is needed and adapters are there."""
+    """Returns the error for adapters where a whole model is needed."""
     return DataError(
         f"{path} holds adapters alone, of a frozen model ({base.origin}), but a whole model is needed; merge them with "
         f"mtrain convert export --checkpoint {path} --out DIR, and take DIR"
@@ -105,7 +105,7 @@ def refused_as_model(base: BaseInfo, path: object) -> DataError:
 
 
 def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int) -> str:
-    """Of all frozen tensors, without padding of the vocabulary. One all-reduce over the world.
+    """Returns the fingerprint of all frozen tensors, without vocabulary padding. One all-reduce over the world.
 
     Raises:
         DataError: A number is not finite; on all ranks.
@@ -114,7 +114,7 @@ def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size:
 
 
 def model_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int, with_adapters: bool) -> str:
-    """Of all tensors of a model, adapters among them or not, as `weights_fingerprint` of frozen ones.
+    """Returns the fingerprint of all tensors of a model, with adapters or without; see `weights_fingerprint`.
 
     Raises:
         DataError: A number is not finite; on all ranks.
@@ -130,9 +130,9 @@ def _models(chunks: Sequence[nn.Module]) -> list[Any]:
 def _fingerprint(places: Sequence[ShardedParameter], groups: Groups, vocab_size: int, name_of_model: str) -> str:
     sums = torch.zeros(2, dtype=torch.int64, device=groups.device)
     for part in _own_parts(places):
-        axes = part.prepend_axis_num  # leading ones, which number layers and experts
+        axes = part.prepend_axis_num  # leading axes, which number layers and experts
         shape, offset, values = part.global_shape[axes:], part.global_offset[axes:], part.data
-        if part.allow_shape_mismatch:  # a table: how many rows only pad it depends on tp
+        if part.allow_shape_mismatch:  # a table: tp decides how many rows are padding
             shape, values = (vocab_size, *shape[1:]), values[: max(0, vocab_size - offset[0])]
         if values.numel():
             name = global_name(part.key, tuple(part.global_offset[:axes]))
@@ -148,7 +148,7 @@ def _fingerprint(places: Sequence[ShardedParameter], groups: Groups, vocab_size:
 
 
 def _own_parts(places: Iterable[ShardedParameter]) -> Iterator[ShardedTensor]:
-    """Parts of the tensors; each element on one rank of the world."""
+    """Yields parts of the tensors; each element on one rank of the world."""
     for place in places:
         if is_written_here(place):
             yield from shards(place, place.key, place.data)

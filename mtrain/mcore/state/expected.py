@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the weights of a model, without building it."""
+"""Checks whether a checkpoint holds the weights of a model, without building the model."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from mtrain.mcore.state.reader import check_keys, check_shapes
 from mtrain.plan.parameters import padded_vocab_size
 
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Have a row for each token, and more as padding."""
+"""Tables with a row for each token, and more rows as padding."""
 
 
 def check_weights(entry: CheckpointEntry, config: Config) -> None:
     """Compares names and shapes, as a run that starts from the checkpoint does; no tensor is read.
 
-    Of a model that no family of Hugging Face describes, and of one with a head, the vocabulary alone.
+    If no family of Hugging Face describes the model, or it has a head, only the vocabulary is compared.
 
     Args:
-        entry: The checkpoint.
-        config: Of the run.
+        entry: Checkpoint to check.
+        config: Configuration of the run.
 
     Raises:
         DataError: The checkpoint is damaged, or of another model.
@@ -59,11 +59,11 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
 
 
 def check_megatron_weights(folder: Path, config: Config) -> None:
-    """The same of another program's checkpoint, in which layers and experts may be spelled out.
+    """Compares names and shapes of another program's checkpoint, in which layers and experts may be spelled out.
 
     Args:
-        folder: From `megatron_folder`.
-        config: Of the run.
+        folder: Folder from `megatron_folder`.
+        config: Configuration of the run.
 
     Raises:
         DataError: The checkpoint is damaged, or of another model.
@@ -81,7 +81,7 @@ def check_megatron_weights(folder: Path, config: Config) -> None:
 
 
 def _shards(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
-    """Each layer and each expert by itself; without data."""
+    """Yields each layer and each expert separately; without data."""
     for filled in table.slices:
         axes = sum(pattern.search(filled.key) is not None for pattern in (STACKED_LAYERS, STACKED_EXPERTS))
         offset, size = filled.at.offset, filled.at.shape
@@ -91,7 +91,7 @@ def _shards(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
 
 
 def _table(config: Config) -> Table | None:
-    """Of the model's parameters; None where no family describes it."""
+    """Returns the table of the model's parameters; None where no family describes it."""
     try:
         return family_of_run(config).table(config.model)
     except DataError:
@@ -99,6 +99,6 @@ def _table(config: Config) -> Table | None:
 
 
 def _padded(table: Table, config: Config) -> dict[str, Sizes]:
-    """Global name -> shape of every parameter."""
+    """Returns global name -> shape of every parameter."""
     rows = padded_vocab_size(config.model, config.layout.tp)
     return {key: (rows, *shape[1:]) if key in _TABLES else shape for key, shape in table.shapes.items()}

@@ -1,5 +1,5 @@
-"""Whole parameters and gradients under their global names: all at once, for comparing layouts of small models, or a few
-at a time in bounded memory."""
+"""Whole parameters and gradients under their global names: all at once, for comparing layouts of small models, or a
+few at a time in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from mtrain.mcore.model.sharded_parameters import is_written_here, sharded_param
 
 
 def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
-    """Copies of this rank's parameters, in their own dtype, on the CPU; of buffers too, which have no gradient."""
+    """Copies this rank's parameters, in their own dtype, to the CPU; buffers too, which have no gradient."""
     return _shards(chunks, groups, lambda value: value)
 
 
 def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
-    """Copies of this rank's reduced gradients, float32, on the CPU.
+    """Copies this rank's reduced gradients, in float32, to the CPU.
 
-    Call between the schedule and the optimizer's update, which clips in place. With the distributed optimizer a rank
+    Call it between the schedule and the optimizer's update, which clips in place. With the distributed optimizer a rank
     has only its own part of the sum, so the parts are first gathered: one all-gather over DP x CP for each bucket.
     """
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:  # else every rank has the whole sum already
             _complete_gradients(chunk)
-    # DDP's float32 view; buffers have none and are left out.
+    # DDP's float32 view; buffers have none and are left out
     return _shards(chunks, groups, lambda parameter: getattr(parameter, "main_grad", None))
 
 
 def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
-    """Global tensors by name on rank 0; None elsewhere. One gather of objects to rank 0 over the world."""
-    # Pickled and sent to rank 0, where the whole model has to fit: for comparisons of small models.
+    """Returns global tensors by name on rank 0; None elsewhere. One gather of objects to rank 0 over the world."""
+    # pickled and sent to rank 0, where the whole model has to fit: for comparisons of small models
     everyone: list[list[_Sent]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather_object([_Sent.of(shard) for shard in shards], everyone)
     return None if everyone is None else assemble(sent.shard() for rank in everyone for sent in rank)
 
 
 class _Sent(NamedTuple):
-    """A shard on its way; a tensor would be pickled as a file of its own: of hundreds that takes longer than a step."""
+    """A shard as bytes: tensors would be pickled as files, which for hundreds takes longer than a step."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -70,25 +70,25 @@ class _Sent(NamedTuple):
 
 
 def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
-    """Puts shards of all ranks together.
+    """Assembles whole tensors from the shards of all ranks.
 
     Raises:
-        ValueError: Two ranks hold different values for the same element, or an element is held by none.
+        ValueError: Two ranks hold different values for the same element, or no rank holds an element.
     """
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for shard in shards:
         if shard.key not in whole:
             whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.data.dtype)
-            # Zeros are a value too, so what has been filled is kept apart.
+            # zeros are a value too, so the filled part is recorded separately
             filled[shard.key] = torch.zeros(shard.global_shape, dtype=torch.bool)
-        # Replicas are compared where an earlier shard has been: ranks that part silently are a fault of their own.
+        # Replicas are compared where an earlier shard has been: ranks that silently differ are an error of their own.
         there, known = shard.at.of(whole[shard.key]), shard.at.of(filled[shard.key])
         if not torch.equal(_bits(there[known]), _bits(shard.data[known])):
             raise ValueError(f"replicas of {shard.key} at {shard.at.offset} differ between ranks")
         there.copy_(shard.data)
         known.fill_(True)
-    # A gap would compare as zeros, silently.
+    # a gap would silently compare as zeros
     missing = [name for name, mask in filled.items() if not mask.all()]
     if missing:
         raise ValueError(f"no rank holds all of {', '.join(missing)}")
@@ -96,7 +96,7 @@ def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """[bytes]: the same NaN on two ranks is no difference between them, although it is not equal to itself."""
+    """Returns [bytes]: the same NaN on two ranks is no difference between them, although it is not equal to itself."""
     return values.flatten().view(torch.uint8)
 
 
@@ -104,7 +104,7 @@ def _complete_gradients(chunk: DistributedDataParallel) -> None:
     for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
         group = bucket_group.intra_distributed_optimizer_instance_group  # DP x CP, for experts their own replicas
         for bucket in bucket_group.buckets:
-            # Buckets are padded to a multiple of the ranks, so parts are equal; cloned, or input and output overlap.
+            # buckets are padded to a multiple of the ranks, so parts are equal; cloned, or input and output overlap
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
@@ -114,11 +114,11 @@ def _shards(
 ) -> list[Shard]:
     shards = []
     for chunk in chunks:
-        # Fused parameters come as their parts, so that names and shapes are the same for every tp.
+        # fused parameters come as their parts, so that names and shapes are the same for every tp
         for part in sharded_tensors(unwrap(chunk), groups, value_of):
             axes = part.prepend_axis_num
             name = global_name(part.key, tuple(part.global_offset[:axes]))
-            # A copy on CPUs too: clipping and the next step write in place.
+            # a copy on CPUs too: clipping and the next step write in place
             values = part.data.detach().to("cpu", copy=True)
             at = TensorSlice(tuple(part.global_offset[axes:]), tuple(values.shape))
             shards.append(Shard(name, tuple(part.global_shape[axes:]), at, values))
@@ -126,32 +126,32 @@ def _shards(
 
 
 class _Box(NamedTuple):
-    """A box of a parameter, and who has it."""
+    """A box of a parameter, with its owner."""
 
     name: str
-    """Global, layers and experts spelled out."""
+    """Global name, layers and experts spelled out."""
     at: TensorSlice
     whole: TensorKind
-    """The parameter; a table with the rows that only pad the vocabulary."""
+    """Kind of the whole parameter; a table includes its rows of vocabulary padding."""
 
     @property
     def kind(self) -> TensorKind:
-        """Of the box."""
+        """Returns the kind of the box."""
         return TensorKind(self.whole.dtype, self.at.shape)
 
 
 class WholeParameters:
     """All parameters of a model that is spread over ranks, adapters and buffers of its state included, by global name.
 
-    Every element is sent by one rank, which has its main replica; replicas share the sending as they share the writing
-    of checkpoints.
+    Every element is sent by one rank, which has its main replica; replicas share the sending like the writing of
+    checkpoints.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
-        """Finds out who has what: one all-gather of a list of boxes over the world.
+        """Finds out which rank has which boxes: one all-gather of a list of boxes over the world.
 
         Args:
-            chunks: This rank's model chunks, their parameters complete; updates are seen.
+            chunks: Model chunks of this rank, their parameters complete; later updates are seen.
             groups: The process groups.
         """
         self._device, self._rank = groups.device, groups.rank
@@ -167,16 +167,17 @@ class WholeParameters:
 
     @torch.no_grad()
     def gather(self, names: Iterable[str], everywhere: bool) -> dict[str, Tensor] | None:
-        """Whole parameters, as new tensors on the device, on every rank or on rank 0. Collective over the world.
+        """Gathers whole parameters, as new tensors on the device, on every rank or on rank 0. Collective over the
+        world.
 
-        One broadcast (or one message to rank 0) from each rank that holds a part of any of them.
+        Costs one broadcast (or one message to rank 0) from each rank that holds a part of any of them.
 
         Args:
-            names: The same on all ranks.
-            everywhere: Whether every rank wants them.
+            names: Names of the parameters; the same on all ranks.
+            everywhere: Whether every rank needs them.
 
         Returns:
-            By name; None on other ranks than the first where that alone wants them.
+                Tensors by name; None on other ranks than the first if only that one needs them.
         """
         wanted = list(names)
         by_owner: dict[int, list[_Box]] = defaultdict(list)
@@ -196,7 +197,7 @@ class WholeParameters:
         return found if is_wanted else None
 
     def _sent(self, owner: int, parts: Sequence[_Box], everywhere: bool) -> Tensor | None:
-        """[bytes] what one rank has, where it arrives."""
+        """Sends what one rank has; returns its [bytes] where they arrive."""
         is_mine = owner == self._rank
         if not (is_mine or everywhere or self._rank == 0):
             return None
@@ -215,7 +216,7 @@ class WholeParameters:
 
 
 def _own_parts(chunks: Sequence[Any], groups: Groups) -> Iterable[tuple[_Box, Tensor]]:
-    """Boxes of which this rank has the main replica, and their elements: views."""
+    """Yields the boxes of which this rank has the main replica, with their elements as views."""
     for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups):
         if not is_written_here(place):
             continue

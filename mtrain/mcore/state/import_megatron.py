@@ -1,8 +1,8 @@
 """Start weights from checkpoints of Megatron-LM and Megatron-Bridge, on any layout.
 
-Their global tensors are ours. What differs are names: a prefix of the wrapper (`model.`, `module.`, `model0.` of a
-virtual stage), norms under the names of TransformerEngine or of the local spec, and layers and experts that are stacked
-in one tensor or spelled out, with a key each.
+Their global tensors are ours. Only names differ: a prefix of the wrapper (`model.`, `module.`, `model0.` of a virtual
+stage), norms under the names of TransformerEngine or of the local spec, and layers and experts that are stacked in one
+tensor or spelled out, with a key each.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mtrain.mcore.state.reader import Wanted, load_parameters, memory_for
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler)\.")
-"""Beginning of the keys of their optimizers, tensors and objects."""
+"""Pattern of the keys of their optimizers, tensors and objects."""
 _OBJECT = re.compile(r"(common_state|rng_state|rerun_state_machine_state)/shard_[\d.]+_[\d.]+")
-"""Objects of their training loop, pickled; the first one is what used to be common.pt, since Megatron-Core 0.19."""
+"""Pattern of pickled objects of their training loop; since Megatron-Core 0.19 the first one replaces common.pt."""
 _SCRATCH = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")
 STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts|experts)\.")
@@ -41,30 +41,27 @@ STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
 def load_megatron_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of another program's checkpoint; each rank reads its own shards. Collective.
 
-    The weights are those that computed, in the precision that they were saved in; the optimizer's are not read.
+    Reads the weights that computed, in the precision that they were saved in; the optimizer's are not read.
 
     Args:
-        folder: From `megatron_folder`.
-        chunks: This rank's model chunks.
-        optimizer: Their optimizer, whose main weights follow.
-        groups: The process groups.
-        config: Of this run; its model must be that of the checkpoint.
+        folder: Folder from `megatron_folder`.
+        model: Model to fill, which must be that of the checkpoint; the main weights of its optimizer follow.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
-    on_first_rank(lambda: check_run_config(folder, config.model))  # one small file: one rank reads it for all
+    on_first_rank(lambda: check_run_config(folder, config.model))  # a small file: one rank reads it for all
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
-    # Their names are brought to ours and not the reverse: they write the same weight in several ways.
+    # their names are mapped to ours and not the reverse: they write the same weight in several ways
     theirs = keys_by_our_names(saved)
     wanted: dict[Tensor, Wanted] = {}
     for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
-        # Once for the spelling, by which the dtype is known, and once more for tensors of that dtype to read into.
+        # once for the spelling, which gives the dtype, and once more for tensors of that dtype to read into
         found = [in_their_words(shard, theirs) for shard in whole_of(place, place.key, place.data)]
         known = next((shard.key for shard in found if shard.key in saved.tensors), None)
-        # Unknown keys are refused below, with all other names.
+        # unknown keys are refused below, with all other names
         values = memory_for(place.data, torch.float32 if known is None else saved.tensors[known].dtype)
         shards = [in_their_words(shard, theirs) for shard in whole_of(place, place.key, values)]
         wanted[place.data] = Wanted(values, shards)
@@ -76,12 +73,12 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
                 shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
         fill(parameter, values)
 
-    # Keys of their optimizer and training loop may stay unread; whatever else the model has not is refused by name.
+    # Keys of their optimizer and training loop may stay unread; any other that the model lacks is refused by name.
     load_parameters(saved, wanted, lambda key: canonical(key) is None, config.model.vocab_size, use)
 
 
 def canonical(key: str) -> str | None:
-    """A weight's name without prefix, in the words of our own modules; None where it is no weight."""
+    """Returns a weight's name without prefix, in the names of our own modules; None where it is no weight."""
     if _OPTIMIZER.match(key) or _OBJECT.fullmatch(key) or any(name in key for name in _SCRATCH):
         return None
     match = _PREFIX.match(key)
@@ -89,17 +86,17 @@ def canonical(key: str) -> str | None:
 
 
 def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
-    """`canonical` name -> key of each weight."""
+    """Returns `canonical` name -> key of each weight."""
     return {named: key for key in saved.tensors if (named := canonical(key)) is not None}
 
 
 def in_their_words(shard: Shard, theirs: Mapping[str, str]) -> Shard:
-    """The same slice under the key, and with the axes, that the checkpoint has; unchanged where it has none."""
+    """Returns the same slice with the key and the axes of the checkpoint; unchanged where it has no such key."""
     return next((each._replace(key=theirs[each.key]) for each in _spellings(shard) if each.key in theirs), shard)
 
 
 def _spellings(shard: Shard) -> Iterator[Shard]:
-    """A shard with layers and experts stacked as in our key, or spelled out, which takes their axes away."""
+    """Yields a shard with layers and experts stacked as in our key, or spelled out, which removes their axes."""
     name = canonical(shard.key)
     assert name is not None, shard.key
     stacked = shard._replace(key=name)
@@ -108,14 +105,14 @@ def _spellings(shard: Shard) -> Iterator[Shard]:
             continue
         yield layered
         depth = len(layered.global_shape) - len(shard.global_shape) + int(STACKED_LAYERS.search(name) is not None)
-        # Behind the axis of layers, if that is still there: a spelled-out layer has taken its own away.
+        # after the axis of layers, if that is still there: a spelled-out layer has removed its own
         experts = _spelled(layered, STACKED_EXPERTS, ".mlp.experts.", depth)
         if experts is not None:
             yield experts
 
 
 def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Shard | None:
-    """With the index along an axis in the key; None where the key has no such axis."""
+    """Returns the shard with the index along an axis in the key; None where the key has no such axis."""
     if not stacked.search(shard.key):
         return None
 

@@ -1,4 +1,4 @@
-"""Starting from an adapter of PEFT: each rank maps the file and copies its own shards."""
+"""Starts from an adapter of PEFT: each rank maps the file and copies its own shards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mtrain.plan import adapters as plan
 
 @torch.no_grad()
 def load_peft_adapter(folder: Path, model: RankModel) -> None:
-    """Puts the values of a folder into the adapters, under any layout. Collective over the world.
+    """Copies the values of a folder into the adapters, under any layout. Collective over the world.
 
     Args:
-        folder: adapter_config.json and adapter_model.safetensors.
-        model: The main weights of its optimizer follow.
+        folder: Folder with adapter_config.json and adapter_model.safetensors.
+        model: Model with the adapters; the main weights of its optimizer follow.
 
     Raises:
         DataError: The folder is damaged or holds another adapter. On all ranks.
@@ -42,7 +42,7 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
     def in_float32(parameter: Tensor) -> Tensor | None:
         if not parameter.requires_grad:
             return None
-        # What is read goes to the main weights unrounded.
+        # values go to the main weights unrounded
         return weights.setdefault(parameter, torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False))
 
     for chunk in chunks:
@@ -50,7 +50,7 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
             if is_adapter_key(part.key) or part.key in plan.learned_whole(config.model):
                 axes = part.prepend_axis_num
                 whole = saved.tensor(global_name(part.key, tuple(part.global_offset[:axes])))
-                # A table has more rows here, which are padding and stay 0.
+                # a table has more rows here, which are padding and stay 0
                 own = part.data[: max(0, len(whole) - part.global_offset[axes])]
                 region = [slice(start, start + size) for start, size in zip(part.global_offset[axes:], own.shape)]
                 own.copy_(whole[tuple(region)])

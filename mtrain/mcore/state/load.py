@@ -45,31 +45,31 @@ from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, lo
 from mtrain.mcore.state.save import Saver
 
 OUTPUT = "output_layer.weight"
-"""Key of the output layer, or of the head in its place."""
+"""Key of the output layer, or of the head that replaces it."""
 _TE_STATE = "._extra_state/"
-"""In keys of what TransformerEngine pickles beside weights; never read."""
+"""Part of the keys of what TransformerEngine pickles with the weights; never read."""
 _log = logging.getLogger(__name__)
 
 
 class LoadedState(NamedTuple):
-    """Where a resumed run stands."""
+    """Result of a load: where a resumed run stands."""
 
     step: int
     """Optimizer updates completed."""
     random_states_continue: bool
-    """False where the layout is another one: the generators were seeded anew from the run's seed and the step."""
+    """Whether random states go on; False on another layout, where the run's seed and the step seed them anew."""
     recent: RecentUpdates | None
-    """By which train.on_spike judges the next step."""
+    """Recent updates, by which train.on_spike judges the next step."""
 
 
 def save_checkpoint(folder: Path, model: RankModel, step: int, tokens: int = 0) -> None:
-    """One save, published when this returns. Collective over the world.
+    """Makes one save, published when this returns. Collective over the world.
 
     Args:
-        folder: The run's `checkpoints`, seen by all ranks.
-        model: What is saved.
-        step: Optimizer updates completed.
-        tokens: Of text that were consumed.
+        folder: Folder `checkpoints` of the run, seen by all ranks.
+        model: Model to save.
+        step: Number of optimizer updates completed.
+        tokens: Number of text tokens consumed.
 
     Raises:
         RunFolderError: The step is published already.
@@ -88,8 +88,8 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     only the order of later sums differs.
 
     Args:
-        entry: From the checkpoint directory.
-        model: Its optimizer need not have stepped.
+        entry: Checkpoint from the checkpoint directory.
+        model: Model to fill; its optimizer need not have stepped.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
@@ -97,35 +97,35 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
-    # Before the tensors are opened: a wrong batch size or precision should say so, and not a wrong dtype of some
-    # tensor.
+    # Before the tensors are opened: a wrong batch size or precision should be reported as such, and not as a wrong
+    # dtype of some tensor.
     base = base_of(model)
     state = on_first_rank(lambda: _resumable_state(entry, config, base))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
-    # The device too: a GPU's generator has a state of another kind.
+    # the device too: a GPU's generator has a state of another kind
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
-    # Tensors hash by identity, so a parameter finds its own place.
+    # tensors hash by identity, so a parameter finds its own place
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
     shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
-    # Straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state.
+    # straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]
         for name, values in states.items():
             shards += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
-    randomness = rng.random_states(groups)  # copies, which are filled from disk and set at the end
-    # Row r of a state of generators is rank r's: on another layout nobody could say whose it should be.
+    randomness = rng.random_states(groups)  # copies, filled from disk and set at the end
+    # row r of a state of generators is rank r's: on another layout it has no owner
     if is_same_layout:
         for sharded in rng.sharded(randomness, groups):
             shards += whole_of(sharded, sharded.key, sharded.data)
 
     def may_be_left(key: str) -> bool:
-        # Everything else must be asked for by some rank: a key that is left over means another model.
+        # some rank must ask for everything else: a key that is left over means another model
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
     load_shards(saved, shards, may_be_left, state.vocab_size)
-    # Behind the reading: states that `flat_slice_states` has just made count from 0.
+    # after the reading: states that `flat_slice_states` has just made count from 0
     optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
-    # Without it fp16 would begin at the initial scale again and skip its first steps.
+    # without it fp16 would begin at the initial scale again and skip its first steps
     optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
     if is_same_layout:
         rng.set_random_states(randomness)
@@ -141,22 +141,22 @@ def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
     The float32 main weights are read where the checkpoint has them, whatever precision it and this run compute in.
 
     Args:
-        entry: From the checkpoint directory; of any layout.
-        model: The main weights of its optimizer follow.
+        entry: Checkpoint from the checkpoint directory; of any layout.
+        model: Model to fill; the main weights of its optimizer follow.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
     model.optimizer.gather_parameters()
     on_first_rank(lambda: _refuse_adapters(entry))
-    # Adapters are no part of a model that is started from.
+    # adapters are not part of a model that a run starts from
     places = base_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
     _read_weights(entry, places, model.config, filler_of(model.optimizer))
 
 
 @torch.no_grad()
 def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
-    """Loads trained adapters beside the frozen model, which is settled; the optimizer's moments stay. Collective.
+    """Loads trained adapters onto the frozen model, which is settled; the optimizer's moments stay. Collective.
 
     Raises:
         DataError: The checkpoint is damaged, or of another frozen model. On all ranks.
@@ -169,19 +169,19 @@ def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:
-    """Puts values into a parameter, rounded to its precision."""
+    """Copies values into a parameter, rounded to its precision."""
     if parameter.data_ptr() != values.data_ptr():  # else they were read into it
         parameter.copy_(values)
 
 
 def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
-    """What puts values into a parameter, and into the optimizer's main weights in the precision that they have."""
+    """Returns a function that fills a parameter, and the optimizer's main weights in the precision of the values."""
     updated = {flat_slice.parameter: flat_slice for flat_slice in optimizer_state.flat_slices(optimizer.inner)}
 
     def fill_both(parameter: Tensor, values: Tensor) -> None:
         fill(parameter, values)
         if parameter in updated:
-            updated[parameter].set_main(values)  # from what was read, not from a parameter that has rounded it
+            updated[parameter].set_main(values)  # from what was read, not from the parameter, which is rounded
 
     return fill_both
 
@@ -190,17 +190,17 @@ def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
 def load_frozen_weights(
     entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
 ) -> None:
-    """Fills a model that has no optimizer, as `load_weights` fills one that has. Collective over the world.
+    """Fills a model without optimizer, as `load_weights` fills one with it. Collective over the world.
 
     Args:
-        entry: From the checkpoint directory; of any layout.
+        entry: Checkpoint from the checkpoint directory; of any layout.
         chunks: This rank's model chunks.
         groups: The process groups.
-        config: Of this run.
-        main: Whether the float32 main weights are read where they are there, rather than those that computed.
+        config: Configuration of this run.
+        main: Whether to read the float32 main weights where they exist, rather than those that computed.
 
     Raises:
-        DataError: As `load_weights`.
+        DataError: See `load_weights`.
     """
     on_first_rank(lambda: _refuse_adapters(entry))
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
@@ -221,35 +221,35 @@ def _read_weights(
 
 
 class Naming:
-    """How the weights of a checkpoint are named."""
+    """The names of the weights in a checkpoint."""
 
     def __init__(self, saved: GlobalTensors, main: bool) -> None:
         """
         Args:
-            saved: What is on disk.
-            main: Whether the float32 main weights are read where they are there.
+            saved: Tensors on disk.
+            main: Whether to read the float32 main weights where they exist.
         """
         self._saved, self._main = saved, main
 
     def key_of(self, key: str) -> str:
-        """The key on disk of a parameter's global name."""
+        """Returns the key on disk of a parameter's global name."""
         main_key = optimizer_key(MAIN, key)
-        # Half-precision weights are a rounding of the main weights: any precision starts from the latter alike.
+        # half-precision weights are a rounding of the main weights, from which runs of any precision start alike
         return main_key if self._main and main_key in self._saved.tensors else key
 
     def may_be_left(self, key: str) -> bool:
-        """Whether a key may stay unread."""
+        """Says whether a key may stay unread."""
         is_beside = key.startswith(rng.PREFIX) or _TE_STATE in key
-        # Moments belong to the run that saved them; those of this run stay as they are.
+        # moments belong to the run that saved them; those of this run stay as they are
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not self._main)
         return is_beside or is_state or (self._main and optimizer_key(MAIN, key) in self._saved.tensors)
 
 
 def check_entry(entry: CheckpointEntry, config: Config) -> None:
-    """Compares what a checkpoint says of itself with the run that starts from its weights.
+    """Compares a checkpoint's metadata with the run that starts from its weights.
 
     Raises:
-        DataError: It holds adapters alone, is damaged, or has another vocabulary.
+        DataError: The checkpoint holds adapters alone, is damaged, or has another vocabulary.
     """
     _refuse_adapters(entry)
     _read_state(entry, config)
@@ -266,15 +266,15 @@ def read_weights(
     """Reads this rank's parameters, in the precision that they have on disk. Collective over the world.
 
     Args:
-        saved: What is on disk.
-        places: Of this rank's parameters that are wanted.
-        model: The architecture; a head stays as it was drawn where the weights are of a model of tokens.
+        saved: Tensors on disk.
+        places: Places of the wanted parameters of this rank.
+        model: Section of the architecture; a head stays as drawn where the weights are those of a language model.
         key_of: Global name of a parameter -> key on disk.
-        may_be_left: As for `load_shards`.
-        use: As for `load_parameters`.
+        may_be_left: Says which keys may stay unread, see `load_shards`.
+        use: Receives parameters and values, see `load_parameters`.
 
     Raises:
-        DataError: As `load_shards`; the model may be half overwritten then.
+        DataError: See `load_shards`; the model may be half overwritten then.
     """
     wanted: dict[Tensor, Wanted] = {}
     replaced = {OUTPUT, key_of(OUTPUT)} if _lacks_head(saved, key_of(OUTPUT), model) else set()
@@ -282,16 +282,16 @@ def read_weights(
         if place.key in replaced:
             continue
         key = key_of(place.key)
-        # In the dtype on disk: load_shards compares dtypes, and rounding is left to whoever uses the values.
+        # in the dtype on disk: load_shards compares dtypes, and rounding is left to the user of the values
         dtype = saved.tensors[key].dtype if key in saved.tensors else torch.float32
         values = memory_for(place.data, dtype)
-        # Whole parameters, although a distributed optimizer updates a part: all are needed to compute.
+        # whole parameters, although a distributed optimizer updates a part: all are needed to compute
         wanted[place.data] = Wanted(values, list(whole_of(place, key, values)))
     load_parameters(saved, wanted, lambda key: key in replaced or may_be_left(key), model.vocab_size, use)
 
 
 def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
-    """Whether the model has a head and the weights are those of a model of tokens; says so on the first rank."""
+    """Says whether the model has a head and the weights are a language model's; reports it on the first rank."""
     output = model.output
     if isinstance(output, TokenOutput):
         return False
@@ -338,7 +338,7 @@ def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | No
 
 
 def _reseed(state: TrainingState, groups: Groups, config: Config) -> None:
-    # With the step: else dropout would repeat the run's first masks.
+    # with the step: else dropout would repeat the run's first masks
     seed_generators(config.train.seed, state.step, groups)
     if groups.rank == 0 and config.dropout_keys:
         _log.warning(

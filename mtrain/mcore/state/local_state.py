@@ -1,4 +1,4 @@
-"""Everything that a rank holds of the training state, under the names of the whole model."""
+"""All of the training state that a rank holds, under the names of the whole model."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import ShardedParameter, optimizer_key, run_of, sharded_parameters, shards
 
 WEIGHTS = "weights"
-"""The weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""
+"""Kind of the weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""
 
 
 class Held(NamedTuple):
     """A shard of one tensor of the state."""
 
     kind: str
-    """WEIGHTS, or one of `optimizer_state.STATES`."""
+    """Kind of the tensor: WEIGHTS, or one of `optimizer_state.STATES`."""
     name: str
     """Global name of the parameter."""
     num_stacked: int
-    """Leading axes of the shard that number layers and experts."""
+    """Number of leading axes of the shard that number layers and experts."""
     shard: Shard
-    """Its key in a checkpoint, its place and its values: a view."""
+    """Key in a checkpoint, place and values: a view."""
 
 
 @torch.no_grad()
 def local_state(model: RankModel) -> Iterator[Held]:
-    """All of it, replicas too, in the order of the model.
+    """Yields all of the state, replicas too, in the order of the model.
 
     Args:
-        model: Its parameters complete; one that was never updated gets zero moments.
+        model: Model with its parameters complete; one that was never updated gets zero moments.
     """
     modules = [unwrap(chunk) for chunk in model.chunks]
     places = {place.data: place for place in sharded_parameters(modules, model.groups)}
     for place in places.values():
-        # Views, not copies: parameters are contiguous.
+        # views, not copies: parameters are contiguous
         yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
     for flat_slice, states in optimizer_state.flat_slice_states(model.optimizer.inner):
-        # The optimizer knows parameters as objects; the name comes from their place in the model.
+        # the optimizer knows parameters as objects; the name comes from their place in the model
         place = places[flat_slice.parameter]
         for kind, values in states.items():
             yield from _held(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])

@@ -1,4 +1,4 @@
-"""A save that is under way, and how its ranks fared."""
+"""A save that is under way, and its outcome on each rank."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ class PendingSave:
     state: TrainingState
     facts: CheckpointInfo
     work: Future[Any]
-    """What this rank does for it now."""
+    """Work that this rank is doing for it now."""
     began_s: float
     blocked_s: float = 0.0
-    """How long training waited for the copy; without checkpoint.async_save it waits for all of the save."""
+    """Seconds that training waited for the copy; without checkpoint.async_save it waits for the whole save."""
     has_written: bool = field(default=False)
-    """Whether all ranks have; then the first one publishes."""
+    """Whether all ranks have written; then the first one publishes."""
     _vote: AsyncVote | None = field(default=None)
-    """Whether a rank was busy when this was asked."""
+    """Vote on whether a rank is busy."""
 
     def was_ready(self, limit_s: float, device: torch.device) -> bool:
-        """Whether at the last call no rank was busy; asks for the next one. Collective over the world.
+        """Says whether no rank was busy at the last call, and asks for the next one. Collective over the world.
 
-        No rank waits for another one, and no host for its device: who was ready stays so, so an answer may be late.
+        No rank waits for another one, and no host for its device: a rank that was ready stays ready, so an answer may
+        be late.
 
         Args:
-            limit_s: After which a save counts as ended.
-            device: Of this rank.
+            limit_s: Seconds after which a save counts as ended.
+            device: Device of this rank.
         """
         asked, self._vote = self._vote, None
         if asked is not None and not asked.read():
@@ -53,14 +54,14 @@ class PendingSave:
         return False
 
     def is_ready(self, limit_s: float, device: torch.device) -> bool:
-        """Whether no rank is busy now; the host waits for all of them. Collective over the world."""
+        """Says whether no rank is busy now; the host waits for all of them. Collective over the world."""
         if self._vote is not None:
-            self._vote.read()  # every rank has to take part to its end
+            self._vote.read()  # every rank has to take part in it to the end
             self._vote = None
         return not any_rank(self._is_busy(limit_s), device)
 
     def outcome(self) -> Outcome | None:
-        """Of work that is done: how this rank fared; None of what gives nothing."""
+        """Returns the outcome on this rank of work that is done; None if the work returns nothing."""
         fault = self.work.exception()
         if fault is None or isinstance(fault, MtrainError):
             return self.work.result() if fault is None else fault
@@ -71,11 +72,11 @@ class PendingSave:
 
 
 Outcome: TypeAlias = Written | Finding | MtrainError
-"""How the writing of one rank ended."""
+"""Result of the writing of one rank."""
 
 
 def first_fault(everyone: Sequence[Outcome | None]) -> MtrainError | None:
-    """A state that is not finite goes before a disk that refuses: no later save can be better."""
+    """Returns the first fault; a state that is not finite comes before a disk error, as no later save can be better."""
     not_finite = described([outcome if isinstance(outcome, Finding) else None for outcome in everyone])
     for rank, outcome in enumerate(everyone):
         if isinstance(outcome, RunFolderError):

@@ -1,7 +1,7 @@
-"""Reads slices of global tensors into the state of each rank, from a checkpoint or from a folder of Hugging Face.
+"""Reads slices of global tensors into the state of each rank, from a checkpoint or from a Hugging Face folder.
 
 Every rank maps the files and copies what it needs, straight to where it computes; nothing is planned or sent between
-ranks. Whatever fails on one rank is raised on all of them.
+ranks. An error on one rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _NAMES_SHOWN = 8
 
 
 class TensorInfo(Protocol):
-    """What is known of a global tensor without reading it."""
+    """Facts about a global tensor that need no reading."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all its numbers."""
+        """Returns the dtype of the tensor."""
         ...
 
     @property
     def shape(self) -> Sizes:
-        """Of the whole."""
+        """Returns the shape of the whole tensor."""
         ...
 
 
 class Wanted(NamedTuple):
-    """What a rank needs of a parameter on disk."""
+    """A parameter that a rank reads from disk."""
 
     values: Tensor
-    """Of the parameter's shape, in the dtype on disk: the parameter's own memory where it can hold them as they are."""
+    """Tensor of the parameter's shape, in the dtype on disk: the parameter's own memory where the dtypes agree."""
     shards: list[Shard]
-    """Of the values."""
+    """Shards of the values."""
 
 
 class GlobalTensors(Protocol):
@@ -53,21 +53,21 @@ class GlobalTensors(Protocol):
 
     @property
     def folder(self) -> Path:
-        """For messages."""
+        """Returns the folder, for messages."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Key -> facts."""
+        """Returns key -> facts of each tensor."""
         ...
 
     @property
     def others(self) -> AbstractSet[str]:
-        """Keys of what is there and is no tensor."""
+        """Returns the keys of what is not a tensor."""
         ...
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """One slice; not to be written to."""
+        """Reads one slice; not to be written to."""
         ...
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
@@ -87,21 +87,21 @@ def load_shards(
     Everything is compared before anything is read.
 
     Args:
-        saved: What is on disk.
-        shards: What this rank needs, with data of the dtype that was saved, on any device.
-        may_be_left: Which keys of the checkpoint may stay unread.
-        vocab_size: Rows that a padded tensor must have at least; what lies behind is padding.
+        saved: Tensors on disk.
+        shards: Shards that this rank needs, with data of the dtype that was saved, on any device.
+        may_be_left: Says which keys of the checkpoint may stay unread.
+        vocab_size: Least number of rows of a padded tensor; further rows are padding.
         after_each: Called with the number of each shard that has been read, while the system reads the next one.
 
     Raises:
-        DataError: A tensor is not in the checkpoint, is there with another shape or dtype, is there and is not asked
-            for by any rank, or cannot be read; on all ranks.
+        DataError: A tensor is missing in the checkpoint, has another shape or dtype, is not asked for by any rank, or
+            cannot be read; on all ranks.
     """
-    # Shape and dtype are those of the whole tensor, so one shard of each key tells them; reversed, the first one stays.
+    # shape and dtype are those of the whole tensor, so one shard of each key gives them; reversed, the first one stays
     firsts = {shard.key: shard for shard in reversed(shards)}
-    # Names over all ranks first: what this stage does not ask for may be another's.
+    # names over all ranks first: what this stage does not ask for may be another's
     everyone: list[set[str]] = [set()] * dist.get_world_size()
-    # Sets of names, a few kilobytes a rank and once a load: stages ask for different tensors.
+    # sets of names, a few kilobytes per rank and once per load: stages ask for different tensors
     dist.all_gather_object(everyone, set(firsts))
     check_keys(saved, set().union(*everyone), may_be_left)
     shapes = {key: shard.global_shape for key, shard in firsts.items()}
@@ -112,8 +112,8 @@ def load_shards(
 
 
 def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where values of a parameter are read into: itself where dtypes agree, as a copy beside it costs as much time as
-    reading."""
+    """Returns memory for the values of a parameter: the parameter itself where dtypes agree, as another copy costs as
+    much time as reading it."""
     is_held = parameter.dtype == dtype and parameter.is_contiguous()
     return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
 
@@ -126,18 +126,18 @@ def load_parameters(
     vocab_size: int,
     use: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Reads parameter after parameter in the order of their keys. Collective over the world.
+    """Reads one parameter after another in the order of their keys. Collective over the world.
 
     Args:
-        saved: What is on disk.
+        saved: Tensors on disk.
         wanted: Parameter -> what this rank needs.
-        may_be_left: As for `load_shards`.
-        vocab_size: As for `load_shards`.
-        use: Called with each parameter and its values, once these are complete and while the system reads the next
-            ones; values that do not lie in the parameter are freed behind it.
+        may_be_left: Says which keys may stay unread, see `load_shards`.
+        vocab_size: Number of tokens of the vocabulary, see `load_shards`.
+        use: Called with each parameter and its complete values, while the system reads the next ones; values outside
+            the parameter are freed afterwards.
 
     Raises:
-        DataError: As `load_shards`; some parameters may have been used then.
+        DataError: See `load_shards`; some parameters may have been used then.
     """
     owned = [(shard, parameter) for parameter, (_, shards) in wanted.items() for shard in shards]
     owned.sort(key=lambda each: (each[0].key, each[0].at.offset))  # neighbours on disk are read together
@@ -150,38 +150,38 @@ def load_parameters(
             values = wanted[parameter].values
             use(parameter, values)
             if values.data_ptr() != parameter.data_ptr():
-                values.untyped_storage().resize_(0)  # a whole model in float32 would lie beside the one that it fills
+                values.untyped_storage().resize_(0)  # else a whole model in float32 would exist next to the filled one
 
     load_shards(saved, [shard for shard, _ in owned], may_be_left, vocab_size, after_each)
 
 
 @torch.no_grad()
 def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[int], None]) -> None:
-    """Rows that the checkpoint has not are padding, and zero."""
+    """Reads the shards; rows that the checkpoint does not have are padding, and zero."""
     for number, (shard, following) in enumerate(zip_longest(shards, shards[1:])):
-        if following is not None:  # read by the system while this one is copied
+        if following is not None:  # the system reads it while this one is copied
             saved.expect(following.key, following.at)
         target = shard.data.view(shard.at.shape)  # a shard's data is flat, its place has the global tensor's axes
         if shard.may_be_padded:
-            # The table on disk may be padded for another tp: this rank's rows can lie wholly behind its end.
+            # The table on disk may be padded for another tp: this rank's rows can lie wholly after its end.
             rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
             target[rows:].zero_()
-            target = target[:rows]  # a view: what is behind stays zero
+            target = target[:rows]  # a view: what follows stays zero
         if target.numel():
             target.copy_(saved.read(shard.key, TensorSlice(shard.at.offset, tuple(target.shape))))
         after_each(number)
 
 
 def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Callable[[str], bool]) -> None:
-    """Compares names.
+    """Compares names of tensors.
 
     Args:
-        saved: What is on disk.
+        saved: Tensors on disk.
         asked: Keys that the whole model has.
-        may_be_left: Which keys of the checkpoint may stay unread.
+        may_be_left: Says which keys of the checkpoint may stay unread.
 
     Raises:
-        DataError: One is missing, or is there and is not asked for.
+        DataError: A key is missing, or is there and is not asked for.
     """
     there = saved.tensors.keys() | saved.others
     left = {key for key in there - asked if not may_be_left(key)}
@@ -192,7 +192,7 @@ def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Calla
         faults.append(f"holds {_shown(left)}, which the model has not")
     if faults:
         error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
-        error.on_every_rank = True  # all ranks have found the same by themselves; one of them prints it
+        error.on_every_rank = True  # all ranks find the same; one of them prints it
         raise error
 
 
@@ -206,23 +206,23 @@ def check_shapes(
     """Compares shapes, and dtypes where they are given.
 
     Args:
-        saved: What is on disk; has all keys.
+        saved: Tensors on disk; has all keys.
         shapes: Key -> shape of the whole tensor.
         padded: Keys of tables that may have more rows than the vocabulary.
-        vocab_size: Rows that these have at least.
-        dtypes: Key -> what the run reads it as.
+        vocab_size: Least number of rows of these tables.
+        dtypes: Key -> dtype as which the run reads the tensor.
 
     Raises:
-        DataError: One is another.
+        DataError: A shape or dtype differs.
     """
     faults = []
     for key, wanted in sorted(shapes.items()):
         if key in saved.others:
             faults.append(f"{key} is not a tensor")
             continue
-        # A layout divides by shapes: reading a table of another width would fill wrong places without an error.
+        # A layout divides by shapes: reading a table of another width would silently fill the wrong places.
         there = saved.tensors[key]
-        # Rows are padded to a multiple that tp decides on: on disk there may be more or fewer, but never less than the
+        # Rows are padded to a multiple that tp decides: on disk there may be more or fewer, but never fewer than the
         # vocabulary.
         rows_suffice = key in padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
         if there.shape != wanted and not rows_suffice:

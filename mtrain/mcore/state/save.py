@@ -1,9 +1,9 @@
-"""Saving beside training.
+"""Saving while training goes on.
 
-A save begins with a copy of this rank's state; training goes on while a thread writes and hashes it. Ranks look at each
-other at step boundaries only, in the thread that trains, so no collective of a save can meet one of training in another
-order on another rank. When all have written, the first rank lists and publishes, in a thread again; one step boundary
-later all know how it ended.
+A save begins with a copy of this rank's state; training goes on while a thread writes and hashes it. Ranks exchange
+their progress only at step boundaries, in the thread that trains, so no collective of a save can meet one of training
+in another order on another rank. When all have written, the first rank lists and publishes, in a thread again; one step
+boundary later all know how it ended.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from mtrain.mcore.state.shards import local_shards
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
-"""How long the next save and the end wait for the files of a failed one to be deleted; a start deletes them, too."""
+"""Seconds that the next save and the end wait until a failed one's files are deleted; a start deletes them, too."""
 
 
 class Provenance(NamedTuple):
-    """Where a checkpoint comes from, beside its configuration."""
+    """The origin of a checkpoint, in addition to its configuration."""
 
     dataset: str | None = None
     """Fingerprint of the training data; needed on the first rank only."""
     git: GitState | None = None
     changes: tuple[ChangeInfo, ...] = ()
-    """Keys that the run changed on its way."""
+    """Keys that the run has changed so far."""
 
 
 class Saver:
@@ -81,13 +81,13 @@ class Saver:
     ) -> None:
         """
         Args:
-            folder: The run's `checkpoints`, seen by all ranks.
+            folder: Folder `checkpoints` of the run, seen by all ranks.
             groups: The process groups.
-            config: Of the run.
-            origin: What the manifest says of the run.
-            check: Called on the first rank before anything becomes visible or is deleted, on any rank where a step has
-                been saved already; raises where another run has taken the folder over.
-            start_step: Updates completed when the run began or went on.
+            config: Configuration of the run.
+            origin: Facts about the run for the manifest.
+            check: Called on the first rank before anything becomes visible or is deleted, and on any rank where a step
+                has been saved already; raises if another run has taken the folder over.
+            start_step: Number of updates completed when the run began or was resumed.
             on_saved: Called on the first rank when a checkpoint is on disk, with its step and the seconds that it took.
         """
         self._folder, self._groups, self._config = folder, groups, config
@@ -104,7 +104,7 @@ class Saver:
         self._fault: MtrainError | None = None
 
     def expect(self, model: RankModel) -> None:
-        """Takes the memory for the copies of the state in a thread, where saves are to come; after an update."""
+        """Takes the memory for copies of the state in a thread, if saves are planned; call it after an update."""
         section = self._config.checkpoint
         if section.async_save and (section.at_end or section.interval_steps > 0):
             self._snapshot.expect(local_shards(model))
@@ -117,24 +117,24 @@ class Saver:
         tokens: int = 0,
         history: BadStepHistory = NO_BAD_STEPS,
     ) -> None:
-        """Saves everything that continuing needs; with checkpoint.async_save it is on disk some steps later.
+        """Saves everything that resuming needs; with checkpoint.async_save it is on disk some steps later.
 
         Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects; none of
         tensors.
 
         Args:
-            model: What is saved.
-            step: Optimizer updates completed.
-            valid_loss: Of the validation at this step, if there was one.
-            tokens: Of text that the run has consumed.
-            history: Of bad steps.
+            model: Model to save.
+            step: Number of optimizer updates completed.
+            valid_loss: Loss of the validation at this step, if there was one.
+            tokens: Number of text tokens that the run has consumed.
+            history: History of bad steps.
 
         Raises:
-            SpoiledStateError: What was to be saved is not finite; nothing was published. On all ranks, as all of these.
+            SpoiledStateError: The state is not finite; nothing was published. Like all errors here, on all ranks.
             RunFolderError: The step is published already, or the folder belongs to another run now.
             MachineError: A save failed and checkpoint.on_save_failure is `stop`.
         """
-        self.wait()  # one save in flight: a second copy of the state would need its memory again
+        self.wait()  # one save in flight: another copy of the state would need as much memory again
         began = time.monotonic()
         model.optimizer.gather_parameters()  # else a rank would save weights from before the update
         state = self._training_state(model.optimizer, step, history)
@@ -163,16 +163,17 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """To be called at every step boundary; ends or advances a save in flight when all ranks are ready.
+        """Ends or advances a save in flight when all ranks are ready; call it at every step boundary.
 
         Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary,
-        so that the step waits for none; twice in a save, short objects.
+            so
+        that the step waits for none; twice per save, short objects.
 
         Raises:
-            MtrainError: As `save` does.
+            MtrainError: See `save`.
         """
         if self._groups.rank == 0:
-            self._retention.poll()  # deletes old checkpoints when they are no longer needed; only the first rank does
+            self._retention.poll()  # only the first rank deletes old checkpoints that are no longer needed
         if self._flight is not None and self._flight.was_ready(self._timeout_s, self._groups.device):
             self._go_on(self._flight)
 
@@ -181,26 +182,26 @@ class Saver:
             self._fail(flight, fault)
 
     def confirm(self, step: int) -> None:
-        """To be called when the weights after so many updates have given a finite loss; the same on all ranks.
+        """Confirms the weights after `step` updates, which have given a finite loss; the same on all ranks.
 
-        From then on a checkpoint of them counts as good, and may cost older ones their place.
+        From then on a checkpoint of them counts as good, and older ones may be deleted for it.
         """
         self._retention.confirmed = max(step, self._retention.confirmed)
 
     def give_up(self) -> str:
-        """Ends the saves after a numeric error: of confirmed weights they are completed, of others dropped.
+        """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped.
 
         Returns:
-            What the user can go back to.
+                What the user can go back to.
         """
         self._settle()
         return on_first_rank(self._way_back)
 
     def rewind(self, step: int, changes: tuple[ChangeInfo, ...]) -> None:
-        """The run goes on from an older checkpoint: what was confirmed since then is not.
+        """Goes back to an older checkpoint: what was confirmed since then no longer is.
 
         Args:
-            step: Of the checkpoint that was loaded.
+            step: Step of the checkpoint that was loaded.
             changes: Keys that the run has changed up to there.
         """
         self._origin = self._origin._replace(changes=changes)
@@ -208,13 +209,13 @@ class Saver:
         self._retention.rewind(step)
 
     def doubtful(self, below: int) -> dict[int, str]:
-        """Ends the saves after a numeric error, as `give_up`, and names what a rollback must not go back to.
+        """Ends the saves after a numeric error, like `give_up`, and lists what a rollback must not go back to.
 
         Args:
-            below: Checkpoints of this step and later ones are too new.
+            below: Step from which on checkpoints are too new.
 
         Returns:
-            Step -> why, of what is published.
+                Step -> reason, of published checkpoints.
         """
         self._settle()
         return on_first_rank(lambda: self._retention.doubtful(below))
@@ -236,10 +237,10 @@ class Saver:
             return f"which step to go back to is not known: {fault}"
 
     def wait(self) -> None:
-        """Until no save is in flight.
+        """Waits until no save is in flight.
 
         Raises:
-            MtrainError: As `save` does.
+            MtrainError: See `save`.
         """
         while (flight := self._flight) is not None:
             concurrent.futures.wait([flight.work], _POLL_S)  # at most: other ranks may wait for this one
@@ -247,7 +248,7 @@ class Saver:
                 self._go_on(flight)
 
     def finish(self) -> None:
-        """Waits; what was saved last must be there.
+        """Waits until the last save is on disk.
 
         Raises:
             MtrainError: It is not, whatever checkpoint.on_save_failure says.
@@ -261,7 +262,7 @@ class Saver:
             raise self._fault
 
     def _named_attempt(self, step: int) -> StagingDir:
-        """On the first rank; what failed before must be gone, or a full disk has no space for this one."""
+        """Makes the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         return named_attempt(self._folder, step)
@@ -279,7 +280,7 @@ class Saver:
         )
 
     def _write(self, attempt: StagingDir, shards: Sequence[Shard]) -> Written | Finding:
-        """In a thread of each rank; nothing is written of a state that is not finite."""
+        """Writes this rank's files, in a thread; writes nothing of a state that is not finite."""
         rank, step = self._groups.rank, attempt.step
         if self._is_stuck():
             raise MachineError("the disk still holds the writer of an earlier checkpoint")
@@ -294,13 +295,13 @@ class Saver:
                 written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
             except OSError:
                 with contextlib.suppress(OSError):
-                    path.unlink()  # the other ranks may write for long yet, and a full disk needs the space now
+                    path.unlink()  # the other ranks may still write for long, and a full disk needs the space now
                 raise
             fault_point("written", rank, step)
         return written
 
     def _publish(self, flight: PendingSave, everyone: Sequence[Written]) -> None:
-        """In a thread of the first rank."""
+        """Lists and publishes the checkpoint, in a thread of the first rank."""
         step = flight.facts.step
         files: dict[str, FileInfo] = {}
         with disk_faults(f"save the checkpoint of step {step}"):
@@ -323,7 +324,7 @@ class Saver:
             _tell(f"warning: {fault}")
 
     def _advanced(self, flight: PendingSave) -> MtrainError | None:
-        """The next phase, or the end; what went wrong on any rank."""
+        """Starts the next phase, or ends the save; returns what went wrong on any rank."""
         own = self._outcome(flight)
         if flight.has_written:
             fault: MtrainError | None = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
@@ -339,7 +340,7 @@ class Saver:
             if everyone is None:
                 flight.work.set_result(None)  # nothing to do here while the first rank publishes
             else:
-                # Every outcome is a Written by now: a fault was found above.
+                # every outcome is a Written by now: a fault was found above
                 written = [one for one in everyone if isinstance(one, Written)]
                 flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return fault
@@ -366,14 +367,14 @@ class Saver:
             self._on_saved(flight.facts.step, seconds)
 
     def _fail(self, flight: PendingSave, fault: MtrainError) -> None:
-        """The same on all ranks."""
+        """Ends a save that failed, the same on all ranks."""
         if not isinstance(fault, RunFolderError):
             kind = type(fault) if isinstance(fault, NumericError) else MachineError
             fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
-        fault.on_every_rank = True  # so that one rank prints it
+        fault.on_every_rank = True  # makes one rank print it
         self._flight, self._fault = None, fault
         if self._groups.rank == 0:
-            # In a thread: deleting may take as long as writing did.
+            # in a thread: deleting may take as long as writing did
             self._cleaning = started(lambda: _abandoned(flight.attempt), "abandon")
         if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault

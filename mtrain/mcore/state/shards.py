@@ -1,7 +1,7 @@
-"""What this rank writes of a checkpoint: slices of global tensors, straight from where they lie.
+"""The slices of global tensors that this rank writes into a checkpoint, straight from where they lie.
 
-Weights have replicas and are shared out among them. Of a distributed optimizer each rank has a run of elements of each
-parameter, and a run is a few slices, so nothing is brought together first.
+Weights have replicas, which share the writing. Of a distributed optimizer each rank has a range of elements of each
+parameter, and a range is a few slices, so nothing is gathered first.
 """
 
 from __future__ import annotations
@@ -33,48 +33,48 @@ _SPOILED = {"nan": math.nan, "huge": 3e38}
 
 @torch.no_grad()
 def local_shards(model: RankModel) -> list[Shard]:
-    """The shards that this rank writes, as views of the live state; no communication.
+    """Returns the shards that this rank writes, as views of the live state; no communication.
 
     Args:
-        model: Its parameters complete; one that was never updated gets zero moments.
+        model: Model with its parameters complete; one that was never updated gets zero moments.
     """
     chunks, optimizer, groups = model.chunks, model.optimizer, model.groups
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
-    # Weights are whole on every rank of DP x CP: each writes every n-th one.
+    # weights are whole on every rank of DP x CP: each writes every n-th one
     parts = [
         part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
     ]
     for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
         place = places[flat_slice.parameter]
-        # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; of copies over TP one
-        # does.
+        # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; one of the copies over
+        # TP is written.
         if not (has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)):
             continue
         for name, values in states.items():
             key = optimizer_key(name, place.key)
             parts += run_of(place, key, values.view(-1), flat_slice.start, flat_slice.end)
-    for sharded in rng.sharded(rng.random_states(groups), groups):  # every rank: no two have the same generators
+    for sharded in rng.sharded(rng.random_states(groups), groups):  # by every rank: no two have the same generators
         parts += whole_of(sharded, sharded.key, sharded.data)
     return parts
 
 
 def non_finite_state(model: RankModel) -> str | None:
-    """What is nan or inf of what a checkpoint would hold, the same on all ranks; None where all is finite.
+    """Says what a checkpoint would hold that is nan or inf, the same on all ranks; None where all is finite.
 
-    One all-gather of short objects.
+    Costs one all-gather of short objects.
 
     Args:
-        model: Its parameters complete.
+        model: Model with its parameters complete.
     """
     found: list[Finding | None] = [None] * dist.get_world_size()
-    # Over all ranks: each sees its own shards, and all have to stop or none.
+    # over all ranks: each sees its own shards, and all have to stop or none
     dist.all_gather_object(found, non_finite(local_shards(model)))
     return described(found)
 
 
 @torch.no_grad()
 def spoil_point(model: RankModel, step: int) -> None:
-    """Spoils a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
+    """Damages a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
     fault = wanted_fault(model.groups.rank, step)
     if fault is None or fault.kind not in (*_SPOILED, "flip"):
         return

@@ -1,4 +1,4 @@
-"""A frozen model that runs beside the trained one, forward only, under the same layout."""
+"""A frozen model that runs forward next to the trained one, under the same layout."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.plan.layout import Layout
 
 LogitsOf = Callable[[Microbatch], DeferredLogits]
-"""Sliced microbatch -> the teacher's logits, still to be computed, on the last stage; once a microbatch."""
+"""Sliced microbatch -> the teacher's deferred logits, on the last stage; called once per microbatch."""
 
 
 class Teacher:
     """The teacher's stages on this rank."""
 
     def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
-        """Args:
-        config: Of the run, with the teacher's architecture in `model`; see `teacher_config`.
-        chunks: Frozen, one for each virtual stage.
-        groups: The process groups.
+        """
+        Args:
+            config: Configuration of the run, with the teacher's architecture in `model`; see `teacher_config`.
+            chunks: Frozen chunks, one for each virtual stage.
+            groups: The process groups.
         """
         self._config, self._chunks = config, list(chunks)
-        # Its stages need a schedule of their own, which cannot run inside the student's forward step.
+        # its stages need a schedule of their own, which cannot run inside the student's forward step
         self._runs_alone = groups.layout.pp > 1
 
     @classmethod
@@ -46,24 +47,25 @@ class Teacher:
         """Builds the model and fills it. Collective over the world.
 
         Args:
-            config: From `teacher_config`.
-            entry: The teacher's checkpoint.
+            config: Configuration from `teacher_config`.
+            entry: Checkpoint of the teacher.
             groups: The process groups of the run.
 
         Raises:
             ConfigError: The layout does not fit the teacher.
             DataError: The checkpoint is damaged or of another model.
         """
-        # Its number of layers may be another, hence its stages.
+        # it may have another number of layers, hence other stages
         layout = Layout.from_config(config, groups.layout.world_size)
-        # The same ranks and groups; only how layers fall to stages may differ.
+        # the same ranks and groups; only the division of layers into stages may differ
         own = replace(groups, layout=layout)
         chunks = build_frozen_model(config, own)
         load_frozen_weights(entry, chunks, own, config)
         return cls(config, chunks, groups)
 
     def logits_of(self, batches: Sequence[Microbatch]) -> LogitsOf:
-        """The teacher's logits of a step's microbatches. Collective over pipeline, tensor and context parallelism.
+        """Returns the teacher's logits of a step's microbatches. Collective over pipeline, tensor and context
+        parallelism.
 
         Without a pipeline the teacher runs when a microbatch is asked for, and keeps nothing. With one it runs now, and
         the last stage holds the hidden states of each microbatch until they are asked for.
@@ -75,14 +77,14 @@ class Teacher:
             return self._run_now  # nothing to exchange between stages: it runs inside the student's loss
         held: dict[
             int, DeferredLogits
-        ] = {}  # by object: the schedules hand on the very microbatches that they were given
+        ] = {}  # by object: the schedules pass on the very microbatches that they were given
 
         def hold(logits: Logits, batch: Microbatch) -> None:
-            # [seq_local, batch, hidden]: a step's worth of them is the cost of a pipeline.
+            # [seq_local, batch, hidden]: a pipeline costs the memory of a whole step's
             held[id(batch)] = logits.main
 
         run_forward(self._chunks, batches, hold, self._config)
-        return lambda batch: held.pop(id(batch))  # popped, so that each is freed behind its microbatch
+        return lambda batch: held.pop(id(batch))  # popped, so that each is freed after its microbatch
 
     @torch.no_grad()
     def _run_now(self, batch: Microbatch) -> DeferredLogits:
@@ -93,19 +95,19 @@ class Teacher:
 
 
 def teacher_config(config: Config, checkpoint: Path) -> Config:
-    """The run's configuration with the teacher's architecture.
+    """Returns the run's configuration with the teacher's architecture.
 
-    The tables are padded as the run's are, so that both models hold the same columns of the vocabulary on each rank.
+    The tables are padded like the run's, so that both models hold the same columns of the vocabulary on each rank.
 
     Args:
-        config: Of the run.
-        checkpoint: The teacher's checkpoint directory, inside its run folder, or an import.
+        config: Configuration of the run.
+        checkpoint: Checkpoint directory of the teacher, inside its run folder, or an import.
 
     Raises:
         ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
         DataError: The import's model cannot be understood.
     """
-    # An import says itself what it holds; a run's checkpoint lies beside the configuration of its run.
+    # an import says itself what it holds; a run's checkpoint lies next to the configuration of its run
     path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
     if model is None:
         path, model = _run_model(checkpoint)
@@ -117,9 +119,9 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
     content = config.model_dump()
     of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
     content["model"] = model.model_dump() | of_run
-    content["adapter"] = None  # the student's alone
+    content["adapter"] = None  # only the student has it
     if model.num_layers != config.model.num_layers:
-        # These count the student's layers.
+        # these count the student's layers
         content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))
     try:
         return Config.model_validate(content)
@@ -131,7 +133,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
 
 
 def _run_model(checkpoint: Path) -> tuple[Path, ModelSection]:
-    """The configuration of the run that a checkpoint lies in, and the model that it names."""
+    """Returns the configuration file of the run that a checkpoint lies in, and the model that it names."""
     path = checkpoint.resolve().parent.parent / "config.yaml"
     if not path.exists():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Opening a checkpoint whose every byte is what was saved."""
+"""Opens a checkpoint and checks that every byte is what was saved."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mtrain.mcore.distributed.init import on_first_rank
 _MOST_THREADS = 4
 
 Find = Callable[[Mapping[int, str]], Newest]
-"""Steps that turned out unusable, and why -> the newest other checkpoint."""
+"""(steps that turned out unusable -> reason) -> the newest other checkpoint."""
 
 
 @contextlib.contextmanager
 def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newest]:
-    """The newest checkpoint that passes; nobody deletes it inside the `with` block. Collective over the world.
+    """Yields the newest checkpoint that passes; nothing deletes it inside the `with` block. Collective over the world.
 
-    All files are read once, shared out among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
-    finds them in memory where that suffices. A checkpoint with a changed byte is passed over for an older one.
+    All files are read once, divided among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
+    finds them in memory where that suffices. A checkpoint with a changed byte is skipped for an older one.
 
     Args:
-        find: Called on the first rank.
+        find: Finds the newest checkpoint; called on the first rank.
         tell: Called there with each line for the user.
 
     Raises:
@@ -39,7 +39,7 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
     while True:
         newest = on_first_rank(lambda: find(unusable))  # ranks could see a shared folder at different states
         with contextlib.ExitStack() as held:
-            # The same on all ranks, so all of them leave the loop or none.
+            # the same on all ranks, so all of them leave the loop or none
             fault = None if newest.entry is None else _fault(newest.entry, held, tell)
             if fault is None:
                 yield newest
@@ -49,18 +49,18 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
 
 
 def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:
-    """How many threads a rank may start beside the other ranks of its machine: more than a few gain no speed.
+    """Returns how many threads a rank may start, given the other ranks of its machine: more than a few gain no speed.
 
     Args:
-        machines: The machine of each rank.
-        rank: Whose threads.
-        num_cores: Of its machine.
+        machines: Name of the machine of each rank.
+        rank: Rank of the threads.
+        num_cores: Number of cores of its machine.
     """
     return max(1, min(_MOST_THREADS, num_cores // machines.count(machines[rank])))
 
 
 def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[str], None]) -> str | None:
-    """Why the checkpoint cannot be used, the same on all ranks. Two all-gathers of a text."""
+    """Says why the checkpoint cannot be used, the same on all ranks. Two all-gathers of a text."""
     began, fault = time.monotonic(), None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     files = entry.manifest.files
@@ -68,9 +68,9 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
     dist.all_gather_object(machines, platform.node())
     try:
         if rank == 0:
-            # Before the first byte is read: a run that cleans up must not delete it meanwhile.
+            # before the first byte is read: a run that cleans up must not delete it meanwhile
             held.enter_context(reading(entry))
-        # Each file by one rank: every byte is read once.
+        # each file by one rank: every byte is read once
         own = share_of_files(files, rank, world_size)
         verify_files(entry, own, num_threads_of(machines, rank, os.cpu_count() or 1))
     except (DataError, MachineError) as error:

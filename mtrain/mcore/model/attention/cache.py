@@ -50,10 +50,11 @@ class CachedPass:
     """The tokens that a pass reads, for all layers of a rank."""
 
     def __init__(self, num_sequences: int, length: int, device: torch.device) -> None:
-        """Args:
-        num_sequences: Number of places for sequences; one more serves tokens that only pad a row.
-        length: Length of the longest sequence, prompt and answer.
-        device: Device of the model.
+        """
+        Args:
+            num_sequences: Number of places for sequences; one more serves tokens that only pad a row.
+            length: Length of the longest sequence, prompt and answer.
+            device: Device of the model.
         """
         self.capacity = (num_sequences + 1, length)
         self.device = device

@@ -62,10 +62,11 @@ class Segments:
 # cached: it is the same in every layer, and the host would make it again for each
 @lru_cache(maxsize=16)
 def segments_of(rows: tuple[tuple[Piece, ...], ...], seq: int, device: torch.device) -> Segments:
-    """Args:
-    rows: Pieces of each row.
-    seq: Number of keys of a row.
-    device: Device of the tensors; the host does not wait for their copies.
+    """
+    Args:
+        rows: Pieces of each row.
+        seq: Number of keys of a row.
+        device: Device of the tensors; the host does not wait for their copies.
     """
     pieces = [(row * seq + piece.start, piece) for row, own in enumerate(rows) for piece in own]
     key_ends = list(accumulate((piece.num_keys for _, piece in pieces), initial=0))

@@ -69,10 +69,11 @@ class FullWidthNorm(nn.Module):
     """The norms of queries and of keys, each over all heads of all ranks of TP."""
 
     def __init__(self, config: TransformerConfig, heads: tuple[int, int], tp: dist.ProcessGroup) -> None:
-        """Args:
-        config: Configuration of the model.
-        heads: Numbers of query heads and key heads of this rank.
-        tp: Ranks that hold the others.
+        """
+        Args:
+            config: Configuration of the model.
+            heads: Numbers of query heads and key heads of this rank.
+            tp: Ranks that hold the others.
         """
         super().__init__()
         self.tp, self.epsilon, self.is_zero_centered = (

@@ -30,10 +30,11 @@ class Visible(NamedTuple):
 
 
 def visible(rank: int, holder: int, length: int) -> Visible:
-    """Args:
-    rank: Rank of the queries.
-    holder: Rank of the keys.
-    length: Number of positions of a rank, two chunks.
+    """
+    Args:
+        rank: Rank of the queries.
+        holder: Rank of the keys.
+        length: Number of positions of a rank, two chunks.
     """
     if rank == holder:
         return Visible(0, length, is_causal=True)

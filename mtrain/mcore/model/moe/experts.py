@@ -29,11 +29,12 @@ class Stack(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
-        """Args:
-        config: Configuration with precision and device, and whether there are biases.
-        experts: Number of experts on this rank.
-        rows: Number of outputs of one expert on this rank.
-        columns: Number of inputs of one expert on this rank.
+        """
+        Args:
+            config: Configuration with precision and device, and whether there are biases.
+            experts: Number of experts on this rank.
+            rows: Number of outputs of one expert on this rank.
+            columns: Number of inputs of one expert on this rank.
         """
         super().__init__()
         # drawn later, by global name (init_weights.py)
@@ -83,11 +84,12 @@ class Experts(MegatronModule):
         pg_collection: ProcessGroupCollection,
         implementation: Literal["auto", "grouped", "sequential"],
     ) -> None:
-        """Args:
-        num_local_experts: Number of experts on this rank.
-        config: Configuration with sizes, activation and biases.
-        pg_collection: Expert, expert-tensor and expert-data groups.
-        implementation: Implementation of the products.
+        """
+        Args:
+            num_local_experts: Number of experts on this rank.
+            config: Configuration with sizes, activation and biases.
+            pg_collection: Expert, expert-tensor and expert-data groups.
+            implementation: Implementation of the products.
         """
         super().__init__(config)
         self.num_local_experts = num_local_experts

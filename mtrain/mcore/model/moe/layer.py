@@ -27,11 +27,12 @@ class ExpertsLayer(MoELayer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Args:
-        config: Configuration of the model.
-        submodules: Specs of router, experts, shared experts.
-        layer_number: Global number of the layer, from 1.
-        pg_collection: The process groups; None for megatron-core's own.
+        """
+        Args:
+            config: Configuration of the model.
+            submodules: Specs of router, experts, shared experts.
+            layer_number: Global number of the layer, from 1.
+            pg_collection: The process groups; None for megatron-core's own.
         """
         super().__init__(config, submodules, layer_number, pg_collection)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()

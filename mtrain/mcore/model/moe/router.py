@@ -41,10 +41,11 @@ class Router(MegatronModule):
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, section: ExpertsSection
     ) -> None:
-        """Args:
-        config: Configuration with hidden size, precision of the weights, sequence parallelism.
-        pg_collection: The tensor-parallel group, over which the router's weights are replicated.
-        section: Section of the model's experts.
+        """
+        Args:
+            config: Configuration with hidden size, precision of the weights, sequence parallelism.
+            pg_collection: The tensor-parallel group, over which the router's weights are replicated.
+            section: Section of the model's experts.
         """
         super().__init__(config)
         self.section = section

@@ -16,9 +16,10 @@ class TwoBaseRotary(Rotary):
     """The angles of both kinds of layer; each attention takes its own."""
 
     def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
-        """Args:
-        inverse_frequencies: [head_dim / 2] float32, of layers without a window.
-        windowed: [head_dim / 2] float32, of layers with a window.
+        """
+        Args:
+            inverse_frequencies: [head_dim / 2] float32, of layers without a window.
+            windowed: [head_dim / 2] float32, of layers with a window.
         """
         super().__init__(inverse_frequencies)
         self.windowed = Rotary(windowed)

@@ -19,8 +19,9 @@ class Rotary(nn.Module):
     """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
-        """Args:
-        inverse_frequencies: [head_dim / 2] float32.
+        """
+        Args:
+            inverse_frequencies: [head_dim / 2] float32.
         """
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
