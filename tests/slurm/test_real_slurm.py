@@ -286,9 +286,8 @@ def test_suspended_and_held_jobs_tasks_of_an_array_and_late_jobs_end_as_slurm_sa
     runs: Runs, uninterrupted: list[dict[str, Any]]
 ) -> None:
     """Three jobs and an array run side by side, as each of them waits for seconds or minutes."""
-    late = begin_late(runs)
+    late, tasks, suspended = begin_late(runs), begin_array(runs), begin_suspended(runs)
     let_time_run_out(runs, *late)
-    tasks, suspended = begin_array(runs), begin_suspended(runs)
     suspend(runs, suspended[0])
     stop_one_of_the_array(runs, tasks)
     resume_and_hold(runs, suspended[0])
