@@ -376,6 +376,26 @@ def resume_and_hold(runs: Runs, job: str) -> None:
     cluster.run("scontrol", "release", job)
 
 
+STEPS = f"""#!/bin/bash
+export PYTHONPATH={ROOT} OMP_NUM_THREADS=1
+step() {{ srun --exact -N2 -n2 -c1 {sys.executable} -m mtrain train run.yaml "$@"; }}
+step run.dir=first > first.log 2>&1 & first=$!
+step run.dir=second train.seed=7 > second.log 2>&1 & second=$!
+wait $first && wait $second && step run.dir=alone > alone.log 2>&1
+"""
+
+
+def test_two_steps_of_one_allocation_train_as_one_alone(runs: Runs) -> None:
+    (runs.folder / "steps.sh").write_text(STEPS)
+    job = runs.cluster.submit("-N2", "-n4", "--ntasks-per-node=2", "steps.sh", cwd=runs.folder)
+    known = runs.ended(job)
+    logs = [(runs.folder / f"{name}.log") for name in ("first", "second", "alone")]
+    assert known["JobState"] == "COMPLETED", [log.read_text()[-2000:] for log in logs if log.exists()]
+    first, second, alone = (metrics(runs.folder / log.stem) for log in logs)
+    assert first == alone
+    assert second != alone, "another seed"
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # jobs in `low` give way to those in `high`, and get time to save
