@@ -32,7 +32,9 @@ class DiskNeed:
 
 def disk_need(config: Config) -> DiskNeed:
     """Estimates the disk space of a whole run of `config`, whatever its layout."""
-    return DiskNeed(checkpoint_bytes(config), _most_checkpoints(config), export_bytes(config), _num_exports(config))
+    every = config.checkpoint.export_hf_every_steps
+    num_exports = config.train.num_steps // every if every else 0
+    return DiskNeed(checkpoint_bytes(config), _most_checkpoints(config), export_bytes(config), num_exports)
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -60,8 +62,3 @@ def _most_checkpoints(config: Config) -> int:
     saves += 0 if section.interval_steps and num_steps % section.interval_steps == 0 else section.at_end
     forever = 0 if section.keep_every_steps is None else num_steps // section.keep_every_steps
     return min(saves, section.keep_last + section.keep_best + forever + 1)
-
-
-def _num_exports(config: Config) -> int:
-    every = config.checkpoint.export_hf_every_steps
-    return config.train.num_steps // every if every else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
@@ -33,7 +34,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
             tokenizer = load_tokenizer(config.data.tokenizer)
             check_vocabulary(tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, tokenizer)
-            findings.fact("tokenizer", _vocabulary(config, tokenizer))
+            findings.fact("tokenizer", _Texts(config, tokenizer, findings).vocabulary())
     match config.data:
         case MockSection():
             pass
@@ -44,29 +45,12 @@ def look_at_files(config: Config, findings: Findings) -> None:
                     findings.fact("corpus", f"{path}: {pair.num_documents:,} documents, {pair.num_tokens:,} tokens")
         case SftSection():
             if tokenizer is not None:
-                _look_at_records(config, config.data, tokenizer, findings)
+                _Texts(config, tokenizer, findings).look_at_records(config.data)
         case _:
             assert_never(config.data)
     if config.eval.is_on and tokenizer is not None:
         with findings.looking():
-            _look_at_prompts(config, tokenizer, findings)
-
-
-def _look_at_prompts(config: Config, tokenizer: Tokenizer, findings: Findings) -> None:
-    """Tokenizes the run's evaluation prompts, under its chat template."""
-    from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
-
-    section = config.eval
-    further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
-    questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat)
-    longest = max(len(each.ids) for each in questions)
-    findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
-
-
-def _vocabulary(config: Config, tokenizer: Tokenizer) -> str:
-    model, tp = config.model, config.layout.tp
-    rows = f"{padded_vocab_size(model, tp):,} rows with padding for tp {tp}"
-    return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
+            _Texts(config, tokenizer, findings).look_at_prompts()
 
 
 def source_paths(data: FilesSection) -> list[str]:
@@ -75,73 +59,98 @@ def source_paths(data: FilesSection) -> list[str]:
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
 
-def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, findings: Findings) -> None:
-    vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
-    from mtrain.data.encoding.encoder import (
-        source_encoder,  # jinja2 and its limited process, which pretraining does without
-    )
-    from mtrain.data.formats.record_files import RecordFile, record_files
-    from mtrain.data.formats.records import chunks
+@dataclass(frozen=True)
+class _Texts:
+    """Texts that a run tokenizes, and the findings about them."""
 
-    encoder = None
-    with findings.looking():
-        is_number = bool(label_columns(config.loss))
-        encoder = source_encoder(data, tokenizer, compares, config.model.num_labels, is_number)
-    if encoder is None:
-        return
+    config: Config
+    tokenizer: Tokenizer
+    findings: Findings
 
-    def look(path: str, file: RecordFile) -> None:
-        chunk = next(chunks([file]), None)
-        if chunk is None:
-            raise DataError(f"{file.path} holds no records; leave it out of {path}")
-        try:
-            found = encoder.encode(chunk.record(0))
-        except DataError as fault:
-            if data.on_bad == "refuse":
-                raise DataError(f"{file.place(1)}: {fault}") from None
-            findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
+    def look_at_prompts(self) -> None:
+        """Tokenizes the run's evaluation prompts, under its chat template."""
+        from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
+
+        section = self.config.eval
+        further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
+        questions = questions_of(self.config, self.tokenizer, [*section.prompts, *further], section.chat)
+        longest = max(len(each.ids) for each in questions)
+        self.findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
+
+    def vocabulary(self) -> str:
+        model, tp, tokenizer = self.config.model, self.config.layout.tp, self.tokenizer
+        rows = f"{padded_vocab_size(model, tp):,} rows with padding for tp {tp}"
+        return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
+
+    def look_at_records(self, data: SftSection) -> None:
+        config, findings = self.config, self.findings
+        vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
+        from mtrain.data.encoding.encoder import (
+            source_encoder,  # jinja2 and its limited process, which pretraining does without
+        )
+        from mtrain.data.formats.record_files import RecordFile, record_files
+        from mtrain.data.formats.records import chunks
+
+        encoder = None
+        with findings.looking():
+            is_number = bool(label_columns(config.loss))
+            encoder = source_encoder(data, self.tokenizer, compares, config.model.num_labels, is_number)
+        if encoder is None:
             return
-        highest = max(int(sample.ids.max()) for sample in _sequences(found))
-        if highest >= vocab_size:
-            raise DataError(
-                f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's own "
-                "tokenizer or raise model.vocab_size"
-            )
 
-    for path in source_paths(data):
-        with findings.looking():
-            files = record_files(path)
-            for file in files:
-                look(path, file)
-            template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
-            findings.fact("records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}")
-    if not findings.faults:
-        with findings.looking():
-            _look_for_learnable(config, data, encoder)
-
-
-def _look_for_learnable(config: Config, data: SftSection, encoder: SampleEncoder) -> None:
-    """Opens the data as a run does if none of the first records shows that there is something to learn.
-
-    Raises:
-        DataError: No sample has anything to learn.
-    """
-    from mtrain.data.formats.record_files import record_files
-    from mtrain.data.formats.records import chunks
-
-    for source in data.all_sources:
-        chunk = next(chunks(record_files(source.path)))
-        for index in range(len(chunk)):
+        def look(path: str, file: RecordFile) -> None:
+            chunk = next(chunks([file]), None)
+            if chunk is None:
+                raise DataError(f"{file.path} holds no records; leave it out of {path}")
             try:
-                found = encoder.encode(chunk.record(index))
-            except DataError:
-                continue  # opening the data reports bad records
-            # a record that fits its row has something to learn, unless its weight is 0
-            if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
+                found = encoder.encode(chunk.record(0))
+            except DataError as fault:
+                if data.on_bad == "refuse":
+                    raise DataError(f"{file.place(1)}: {fault}") from None
+                findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
                 return
-    from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does not need
+            highest = max(int(sample.ids.max()) for sample in _sequences(found))
+            if highest >= vocab_size:
+                raise DataError(
+                    f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's "
+                    "own tokenizer or raise model.vocab_size"
+                )
 
-    Sources(config).training()
+        for path in source_paths(data):
+            with findings.looking():
+                files = record_files(path)
+                for file in files:
+                    look(path, file)
+                template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
+                findings.fact(
+                    "records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}"
+                )
+        if not findings.faults:
+            with findings.looking():
+                self._look_for_learnable(data, encoder)
+
+    def _look_for_learnable(self, data: SftSection, encoder: SampleEncoder) -> None:
+        """Opens the data as a run does if none of the first records shows that there is something to learn.
+
+        Raises:
+            DataError: No sample has anything to learn.
+        """
+        from mtrain.data.formats.record_files import record_files
+        from mtrain.data.formats.records import chunks
+
+        for source in data.all_sources:
+            chunk = next(chunks(record_files(source.path)))
+            for index in range(len(chunk)):
+                try:
+                    found = encoder.encode(chunk.record(index))
+                except DataError:
+                    continue  # opening the data reports bad records
+                # a record that fits its row has something to learn, unless its weight is 0
+                if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
+                    return
+        from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does not need
+
+        Sources(self.config).training()
 
 
 def _sequences(found: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:

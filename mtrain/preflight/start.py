@@ -6,6 +6,7 @@ Torch is only loaded to check weights, or a loss function other than the usual o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,10 +54,11 @@ def look_at_start(config: Config, findings: Findings) -> None:
             from mtrain.training.objective import objective_of  # torch
 
             findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
+    start = _Start(config, findings)
     known = len(findings.faults)
     look_at_files(config, findings)
     data = None
-    if len(findings.faults) == known and _is_soon_opened(config):
+    if len(findings.faults) == known and start.is_soon_opened():
         with findings.looking():
             from mtrain.data.opened import OpenedData
 
@@ -64,7 +66,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
             for note in data.notes:
                 findings.fact("note", note)
     with findings.looking():
-        _look_at_weights(config, folder, data, findings)
+        start.look_at_weights(folder, data)
 
 
 def _is_usual(loss: LossSection) -> bool:
@@ -73,92 +75,95 @@ def _is_usual(loss: LossSection) -> bool:
     return loss.teacher is None and all(term.function == "next_token" and not term.options for term in terms)
 
 
-def _is_soon_opened(config: Config) -> bool:
-    """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
+@dataclass(frozen=True)
+class _Start:
+    """A start of a run, or of its reference model, and the findings about it."""
 
-    Random tokens are opened only where the configuration asks for more than tokens, which could be refused."""
-    if isinstance(config.data, MockSection):
-        return config.sequences_per_sample > 1 or config.model.num_labels is not None
-    if not isinstance(config.data, SftSection):
-        return True
-    from mtrain.data.formats.record_files import record_files
+    config: Config
+    findings: Findings
 
-    files = {file.path for path in source_paths(config.data) for file in record_files(path)}
-    return sum(path.stat().st_size for path in files) <= _SOON_TOKENISED_BYTES
+    def is_soon_opened(self) -> bool:
+        """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
 
+        Random tokens are opened only where the configuration asks for more than tokens, which could be refused."""
+        config = self.config
+        if isinstance(config.data, MockSection):
+            return config.sequences_per_sample > 1 or config.model.num_labels is not None
+        if not isinstance(config.data, SftSection):
+            return True
+        from mtrain.data.formats.record_files import record_files
 
-def _look_at_weights(config: Config, folder: RunFolder, data: OpenedData | None, findings: Findings) -> None:
-    """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
-    from mtrain.training.changed import changes_since, resumable
+        files = {file.path for path in source_paths(config.data) for file in record_files(path)}
+        return sum(path.stat().st_size for path in files) <= _SOON_TOKENISED_BYTES
 
-    own = _verified(partial(resumable, config, folder)) if folder.path.is_dir() else None
-    if own is not None:
-        findings.fact("goes on", f"from {own.path}")
-        # scores of a reference model are part of the data's fingerprint, and only a run has them
-        if data is not None and not data.preferences:
-            changes_since(own, data, config, folder.path)
-    if own is None or config.adapter is not None:
-        _look_at_model(config, "weights", findings)
-    if config.loss.teacher is not None:
-        from mtrain.mcore.state.teacher import teacher_config
+    def look_at_weights(self, folder: RunFolder, data: OpenedData | None) -> None:
+        """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
+        from mtrain.training.changed import changes_since, resumable
 
-        teacher = _entry(Path(config.loss.teacher.checkpoint))
-        _check_weights(teacher, teacher_config(config, teacher.path))
-        findings.fact("teacher", str(teacher.path))
-    if own is None and config.adapter is not None:
-        _look_at_adapter(config, findings)
-    if own is None and config.loss.reference is not None:
-        _look_at_reference(config, config.loss.reference, findings)
+        config, findings = self.config, self.findings
+        own = _verified(partial(resumable, config, folder)) if folder.path.is_dir() else None
+        if own is not None:
+            findings.fact("goes on", f"from {own.path}")
+            # scores of a reference model are part of the data's fingerprint, and only a run has them
+            if data is not None and not data.preferences:
+                changes_since(own, data, config, folder.path)
+        if own is None or config.adapter is not None:
+            self._look_at_model("weights")
+        if config.loss.teacher is not None:
+            from mtrain.mcore.state.expected import check_weights  # megatron-core
+            from mtrain.mcore.state.teacher import teacher_config
 
+            teacher = _entry(Path(config.loss.teacher.checkpoint))
+            check_weights(teacher, teacher_config(config, teacher.path))
+            findings.fact("teacher", str(teacher.path))
+        if own is None and config.adapter is not None:
+            self._look_at_adapter("adapter")
+        if own is None and config.loss.reference is not None:
+            self._look_at_reference(config.loss.reference)
 
-def _look_at_model(config: Config, name: str, findings: Findings) -> None:
-    if config.checkpoint.initialize_from is not None:
-        start = Path(config.checkpoint.initialize_from)
-        found = megatron_folder(start)
-        if found is None:
-            entry = _entry(start)
-            _check_weights(entry, config)
-            findings.fact(name, str(entry.path))
-        else:
-            from mtrain.mcore.state.expected import check_megatron_weights  # megatron-core
+    def _look_at_model(self, name: str) -> None:
+        config, findings = self.config, self.findings
+        if config.checkpoint.initialize_from is not None:
+            from mtrain.mcore.state.expected import check_megatron_weights, check_weights  # megatron-core
 
-            check_megatron_weights(found, config)
-            findings.fact(name, str(found))
-    elif config.model.hf is not None:
-        from mtrain.hf.io.source import source_for
+            start = Path(config.checkpoint.initialize_from)
+            found = megatron_folder(start)
+            if found is None:
+                entry = _entry(start)
+                check_weights(entry, config)
+                findings.fact(name, str(entry.path))
+            else:
+                check_megatron_weights(found, config)
+                findings.fact(name, str(found))
+        elif config.model.hf is not None:
+            from mtrain.hf.io.source import source_for
 
-        source = source_for(Path(config.model.hf), config.model)
-        findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, which fit the model")
+            source = source_for(Path(config.model.hf), config.model)
+            findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, which fit the model")
 
+    def _look_at_adapter(self, name: str) -> None:
+        config = self.config
+        assert config.adapter is not None, "asked of runs with adapters"
+        if config.adapter.path is not None:
+            from mtrain.hf.io.peft import PeftFolder
+            from mtrain.hf.schema.exportable import family_of_run
 
-def _look_at_adapter(config: Config, findings: Findings, name: str = "adapter") -> None:
-    assert config.adapter is not None, "asked of runs with adapters"
-    if config.adapter.path is not None:
-        from mtrain.hf.io.peft import PeftFolder
-        from mtrain.hf.schema.exportable import family_of_run
+            PeftFolder(Path(config.adapter.path), family_of_run(config), config.model, config.adapter)
+            self.findings.fact(name, config.adapter.path)
 
-        PeftFolder(Path(config.adapter.path), family_of_run(config), config.model, config.adapter)
-        findings.fact(name, config.adapter.path)
+    def _look_at_reference(self, named: str) -> None:
+        from mtrain.training.preferences.reference_model import named_reference
 
-
-def _look_at_reference(config: Config, named: str, findings: Findings) -> None:
-    from mtrain.training.preferences.reference_model import named_reference
-
-    reference = named_reference(config, named)
-    try:
-        _look_at_model(reference.config, "reference", findings)
-        if reference.config.adapter is not None:
-            _look_at_adapter(reference.config, findings, "reference")
-        if reference.saved is not None:
-            findings.fact("reference", f"{_entry(reference.saved).path}, adapters of a run")
-    except DataError as error:
-        raise DataError(f"loss.reference={named}: {error}") from error
-
-
-def _check_weights(entry: CheckpointEntry, config: Config) -> None:
-    from mtrain.mcore.state.expected import check_weights  # megatron-core
-
-    check_weights(entry, config)
+        reference = named_reference(self.config, named)
+        found = _Start(reference.config, self.findings)
+        try:
+            found._look_at_model("reference")
+            if reference.config.adapter is not None:
+                found._look_at_adapter("reference")
+            if reference.saved is not None:
+                self.findings.fact("reference", f"{_entry(reference.saved).path}, adapters of a run")
+        except DataError as error:
+            raise DataError(f"loss.reference={named}: {error}") from error
 
 
 def _entry(start: Path) -> CheckpointEntry:

@@ -86,7 +86,7 @@ class References:
         self._reference: Reference | None = None
         if self._is_needed:
             self._sources = on_first_rank(lambda: _sources(loader))
-            self._kept = on_first_rank(lambda: _kept(folder, self._sources, config))
+            self._kept = on_first_rank(self._find_kept)
             # a run without a checkpoint checks the weights too: existing scores may be those of other weights
             if not self._kept.goes_on or None in self._kept.paths:
                 self._reference = Reference.of(config)
@@ -128,15 +128,15 @@ class References:
         on_all_ranks(lambda: _read(self._loader, self._sources, paths))
 
     def _score_with(self, reference: Reference, model: RankModel) -> None:
-        config = self._config
         with reference.loaded(model) as (identity, scoring):
-            self._kept = on_first_rank(lambda: _of_identity(self._kept, self._folder, self._sources, config, identity))
+            self._kept = on_first_rank(lambda: self._of_identity(identity))
             paths = list(self._kept.paths)
             for number, source in enumerate(self._sources):
                 if paths[number] is not None:
                     continue
-                paths[number] = path = _path(self._folder, source, config, identity)
-                shared = None if config.loss.reference is None else _shared_path(source, config, identity)
+                paths[number] = path = self._path(source, identity)
+                is_named = self._config.loss.reference is not None
+                shared = self._shared_path(source, identity) if is_named else None
                 if shared is None or not on_first_rank(partial(_copied, shared, path)):
                     self._score(scoring, source, (path, shared))
             on_first_rank(lambda: _remove_others(self._folder, paths))
@@ -155,10 +155,79 @@ class References:
             say(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
         found = np.full(source.num_sequences, np.nan)
         count, size = num_microbatches(config, groups), config.sequences_per_step
-        for number, own in enumerate(_passes(config, groups, self._loader, source)):
+        for number, own in enumerate(self._passes(model, source)):
             scored = sequence_scores(model, own, count)
             found[np.array(scored.slots, np.int64) + number * size] = scored.scores.numpy()
         on_first_rank(lambda: _write_all(paths, _content(found)))
+
+    def _find_kept(self) -> _Kept:
+        """Finds the scores of a run with a checkpoint, those of earlier versions included. On the first rank."""
+        if not published_steps(self._folder.checkpoints):
+            return _Kept(False, (None,) * len(self._sources))
+        return _Kept(True, tuple(self._kept_path(source) for source in self._sources))
+
+    def _kept_path(self, source: _Source) -> Path | None:
+        folder = self._folder.references
+        there = sorted(folder.glob(f"{self._stem(source)}-*.npy"))
+        earlier = folder / f"{self._earlier_stem(source)}.npy"
+        return next((path for path in (*there, earlier) if path.exists()), None)
+
+    def _of_identity(self, identity: str) -> _Kept:
+        """Returns the existing scores of a reference whose identity is now known.
+
+        Raises:
+            DataError: The run goes on with scores of another model.
+        """
+        kept = self._kept
+        if not kept.goes_on:
+            paths = (self._path(source, identity) for source in self._sources)
+            return kept._replace(paths=tuple(path if path.exists() else None for path in paths))
+        others = [path for path in kept.paths if path is not None and path.stem.partition("-")[2] not in ("", identity)]
+        if others:
+            raise DataError(
+                f"{others[0]} holds scores of another reference model than the one that is there now, by which "
+                "sequences without scores would be judged; restore the weights that the run began from (or "
+                "loss.reference), or give the data of before"
+            )
+        return kept
+
+    def _path(self, source: _Source, identity: str) -> Path:
+        """Returns the path of scores, named after the sequences and the model.
+
+        Args:
+            source: Source of the sequences.
+            identity: Hash that identifies the reference, from `Reference.loaded`.
+        """
+        return self._folder.references / f"{self._stem(source)}-{identity}.npy"
+
+    def _stem(self, source: _Source) -> str:
+        """Hashes what stays the same when the run resumes; the path of its initial weights may have changed by then."""
+        loss = self._config.loss
+        return _hashed([_FORMAT, source.fingerprint, loss.aggregation, loss.reference])
+
+    def _earlier_stem(self, source: _Source) -> str:
+        """Returns the name that earlier versions used, which hashed the paths of the weights."""
+        config = self._config
+        model = config.model.model_dump_json(exclude={"num_labels"})
+        start = [model, config.checkpoint.initialize_from, config.train.seed]
+        start += [] if config.loss.reference is None else [config.loss.reference]
+        return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
+
+    def _shared_path(self, source: _Source, identity: str) -> Path:
+        """Returns the path next to the token cache, named after what determines the scores, not after file names."""
+        config = self._config
+        assert isinstance(config.data, SftSection), "a rule of the configuration"
+        folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir)
+        stem = _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, identity])
+        return folder / "references" / f"{stem}.npy"
+
+    def _passes(self, model: RankModel, source: _Source) -> Iterator[list[Microbatch] | None]:
+        loader, groups = self._loader, model.groups
+        if loader is None:
+            yield from [None] * source.num_passes
+            return
+        rows = RowsOfRank(model.config, groups.dp_rank, groups.layout.dp)
+        yield from HeldOutBatches(rows, HeldOut([loader.preferences[source.fingerprint]], None)).batches()
 
 
 def _sources(loader: StepLoader | None) -> list[_Source]:
@@ -169,38 +238,6 @@ def _sources(loader: StepLoader | None) -> list[_Source]:
     ]
 
 
-def _kept(folder: RunFolder, sources: Sequence[_Source], config: Config) -> _Kept:
-    """Finds the scores of a run with a checkpoint, those of earlier versions included. On the first rank."""
-    if not published_steps(folder.checkpoints):
-        return _Kept(False, (None,) * len(sources))
-    return _Kept(True, tuple(_kept_path(folder, source, config) for source in sources))
-
-
-def _kept_path(folder: RunFolder, source: _Source, config: Config) -> Path | None:
-    there = sorted(folder.references.glob(f"{_stem(source, config)}-*.npy"))
-    earlier = folder.references / f"{_earlier_stem(source, config)}.npy"
-    return next((path for path in (*there, earlier) if path.exists()), None)
-
-
-def _of_identity(kept: _Kept, folder: RunFolder, sources: Sequence[_Source], config: Config, identity: str) -> _Kept:
-    """Returns the existing scores of a reference whose identity is now known.
-
-    Raises:
-        DataError: The run goes on with scores of another model.
-    """
-    if not kept.goes_on:
-        paths = (_path(folder, source, config, identity) for source in sources)
-        return kept._replace(paths=tuple(path if path.exists() else None for path in paths))
-    others = [path for path in kept.paths if path is not None and path.stem.partition("-")[2] not in ("", identity)]
-    if others:
-        raise DataError(
-            f"{others[0]} holds scores of another reference model than the one that is there now, by which sequences "
-            "without scores would be judged; restore the weights that the run began from (or loss.reference), or give "
-            "the data of before"
-        )
-    return kept
-
-
 def _remove_others(folder: RunFolder, kept: Sequence[Path | None]) -> None:
     """Deletes scores of starts that reached no checkpoint, so that only one set of scores is left to resume with."""
     with disk_faults(f"write {folder.references}"):
@@ -208,39 +245,6 @@ def _remove_others(folder: RunFolder, kept: Sequence[Path | None]) -> None:
         for path in folder.references.glob("*-*.npy"):
             if path not in kept and path.stem.partition("-")[0] in stems:
                 path.unlink()
-
-
-def _path(folder: RunFolder, source: _Source, config: Config, identity: str) -> Path:
-    """Returns the path of scores, named after the sequences and the model.
-
-    Args:
-        folder: Run folder.
-        source: Source of the sequences.
-        config: Configuration of the run.
-        identity: Hash that identifies the reference, from `Reference.loaded`.
-    """
-    return folder.references / f"{_stem(source, config)}-{identity}.npy"
-
-
-def _stem(source: _Source, config: Config) -> str:
-    """Hashes what stays the same when the run resumes; the path of its initial weights may have changed by then."""
-    return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, config.loss.reference])
-
-
-def _earlier_stem(source: _Source, config: Config) -> str:
-    """Returns the name that earlier versions used, which hashed the paths of the weights."""
-    model = config.model.model_dump_json(exclude={"num_labels"})
-    start = [model, config.checkpoint.initialize_from, config.train.seed]
-    start += [] if config.loss.reference is None else [config.loss.reference]
-    return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
-
-
-def _shared_path(source: _Source, config: Config, identity: str) -> Path:
-    """Returns the path next to the token cache, named after all that determines the scores but not after file names."""
-    assert isinstance(config.data, SftSection), "a rule of the configuration"
-    folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir)
-    stem = _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, identity])
-    return folder / "references" / f"{stem}.npy"
 
 
 def _hashed(decisive: Sequence[object]) -> str:
@@ -259,16 +263,6 @@ def _copied(shared: Path, path: Path) -> bool:
     say(f"taking scores of the reference model from {shared}")
     _write(path, content)
     return True
-
-
-def _passes(
-    config: Config, groups: Groups, loader: StepLoader | None, source: _Source
-) -> Iterator[list[Microbatch] | None]:
-    if loader is None:
-        yield from [None] * source.num_passes
-        return
-    rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
-    yield from HeldOutBatches(rows, HeldOut([loader.preferences[source.fingerprint]], None)).batches()
 
 
 def _content(found: NDArray[np.float64]) -> bytes:

@@ -72,75 +72,9 @@ class Prepared:
     layout: Layout
 
 
-def derived_trials(config: Config, max_ranks: int) -> list[Trial]:
-    """Returns the default set of layouts.
-
-    Every degree above 1 of the user's layout is tried, alone and together, over micro-batch sizes and data parallelism,
-    on at most `max_ranks` ranks; larger degrees are reduced to a divisor that fits.
-    """
-    parts = _parts(config, max_ranks)
-    trials = [Trial(micro_batch_size=None), Trial(micro_batch_size=1), Trial(micro_batch_size=4)]
-    trials += [Trial(dp=2, micro_batch_size=None), Trial(dp=4, micro_batch_size=2)]
-    for variants in parts.values():
-        trials += variants
-    fullest = {axis: variants[-1] for axis, variants in parts.items()}
-    for count in range(2, len(fullest) + 1):
-        trials += [_together(group, max_ranks) for group in combinations(fullest.values(), count)]
-    richest = (
-        [*fullest.values(), _together(tuple(fullest.values()), max_ranks)] if len(fullest) > 1 else fullest.values()
-    )
-    trials += [_doubled(_limited(trial, max_ranks // 2)) for trial in richest]
-    fitting = [trial for trial in trials if trial.num_ranks <= max_ranks]
-    return list(dict.fromkeys(fitting))
-
-
-def full_trial(config: Config, max_ranks: int) -> Trial:
-    """Returns the user's layout with all of its axes, on two data-parallel ranks if these fit."""
-    fullest = tuple(variants[-1] for variants in _parts(config, max_ranks).values())
-    joint = _together(fullest, max_ranks)
-    while joint.num_ranks > max_ranks:
-        fullest = fullest[:-1]
-        joint = _together(fullest, max_ranks)
-    return replace(joint, dp=2 * joint.dp) if 2 * joint.num_ranks <= max_ranks else joint
-
-
-def other_trials(config: Config, max_ranks: int) -> list[Trial]:
-    """Returns layouts on which a run is resumed: one process, each of its axes alone, tensor and data parallelism."""
-    parts = _parts(config, max_ranks)
-    has_routers = config.model.experts is not None
-    alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {
-        axis: variants[-1] for axis, variants in parts.items()
-    }
-    trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
-    return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
-
-
 def _doubled(trial: Trial) -> Trial:
     """Returns the trial with twice the data parallelism."""
     return replace(trial, dp=2 * trial.dp, micro_batch_size=2)
-
-
-def _parts(config: Config, max_ranks: int) -> dict[str, list[Trial]]:
-    """Returns the trials of each axis of the user's layout alone, most fully used last."""
-    section = config.layout
-    tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
-    parts: dict[str, list[Trial]] = {}
-    if tp > 1:
-        kinds_of_tp = [False] if config.model.experts is None else []  # routers need sp with tp
-        parts["tp"] = [Trial(tp=tp, sp=sp, micro_batch_size=None) for sp in [*kinds_of_tp, *[True] * section.sp]]
-    if pp > 1:
-        parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
-    if cp > 1:
-        # the user's own kind last
-        kinds = sorted(context_kinds(config), key=lambda kind: kind == section.cp_comm)
-        parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
-    if section.ep > 1:
-        ep = _divisor_below(section.ep, min(4, max_ranks))
-        parts["ep"] = [_seated(Trial(ep=ep, micro_batch_size=None))]
-    if section.etp > 1:
-        etp = _divisor_below(section.etp, max_ranks)
-        parts["etp"] = [_seated(Trial(etp=etp, micro_batch_size=None))]
-    return parts
 
 
 def _seated(trial: Trial) -> Trial:
@@ -202,6 +136,82 @@ def _smallest_prime(number: int) -> int:
 def _divisor_below(degree: int, limit: int) -> int:
     """Returns the largest divisor of `degree` that is not above `limit`."""
     return next(divisor for divisor in range(min(degree, limit), 0, -1) if degree % divisor == 0)
+
+
+@dataclass(frozen=True)
+class OwnTrials:
+    """Layouts that are tried because of the user's own."""
+
+    config: Config
+    """Configuration of the user."""
+    max_ranks: int
+    """Largest number of ranks of a layout."""
+
+    def derived(self) -> list[Trial]:
+        """Returns the default set of layouts.
+
+        Every degree above 1 of the user's layout is tried, alone and together, over micro-batch sizes and data
+        parallelism, on at most `max_ranks` ranks; larger degrees are reduced to a divisor that fits.
+        """
+        max_ranks = self.max_ranks
+        parts = self._parts()
+        trials = [Trial(micro_batch_size=None), Trial(micro_batch_size=1), Trial(micro_batch_size=4)]
+        trials += [Trial(dp=2, micro_batch_size=None), Trial(dp=4, micro_batch_size=2)]
+        for variants in parts.values():
+            trials += variants
+        fullest = {axis: variants[-1] for axis, variants in parts.items()}
+        for count in range(2, len(fullest) + 1):
+            trials += [_together(group, max_ranks) for group in combinations(fullest.values(), count)]
+        richest = (
+            [*fullest.values(), _together(tuple(fullest.values()), max_ranks)] if len(fullest) > 1 else fullest.values()
+        )
+        trials += [_doubled(_limited(trial, max_ranks // 2)) for trial in richest]
+        fitting = [trial for trial in trials if trial.num_ranks <= max_ranks]
+        return list(dict.fromkeys(fitting))
+
+    def full(self) -> Trial:
+        """Returns the user's layout with all of its axes, on two data-parallel ranks if these fit."""
+        max_ranks = self.max_ranks
+        fullest = tuple(variants[-1] for variants in self._parts().values())
+        joint = _together(fullest, max_ranks)
+        while joint.num_ranks > max_ranks:
+            fullest = fullest[:-1]
+            joint = _together(fullest, max_ranks)
+        return replace(joint, dp=2 * joint.dp) if 2 * joint.num_ranks <= max_ranks else joint
+
+    def others(self) -> list[Trial]:
+        """Returns layouts on which a run is resumed: one process, each axis alone, tensor and data parallelism."""
+        config, max_ranks = self.config, self.max_ranks
+        parts = self._parts()
+        has_routers = config.model.experts is not None
+        alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {
+            axis: variants[-1] for axis, variants in parts.items()
+        }
+        trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
+        return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
+
+    def _parts(self) -> dict[str, list[Trial]]:
+        """Returns the trials of each axis of the user's layout alone, most fully used last."""
+        config, max_ranks = self.config, self.max_ranks
+        section = config.layout
+        tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
+        parts: dict[str, list[Trial]] = {}
+        if tp > 1:
+            kinds_of_tp = [False] if config.model.experts is None else []  # routers need sp with tp
+            parts["tp"] = [Trial(tp=tp, sp=sp, micro_batch_size=None) for sp in [*kinds_of_tp, *[True] * section.sp]]
+        if pp > 1:
+            parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
+        if cp > 1:
+            # the user's own kind last
+            kinds = sorted(context_kinds(config), key=lambda kind: kind == section.cp_comm)
+            parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
+        if section.ep > 1:
+            ep = _divisor_below(section.ep, min(4, max_ranks))
+            parts["ep"] = [_seated(Trial(ep=ep, micro_batch_size=None))]
+        if section.etp > 1:
+            etp = _divisor_below(section.etp, max_ranks)
+            parts["etp"] = [_seated(Trial(etp=etp, micro_batch_size=None))]
+        return parts
 
 
 def parse_trials(text: str, layout: LayoutSection, max_ranks: int) -> list[Trial]:

@@ -120,7 +120,7 @@ class Batches:
         return self._rows.of_step(Given(self._hard_samples(step)), has_first=True)
 
     def _hard_samples(self, step: int) -> list[Sample]:
-        return hard_samples(self._config, step - self._plan.own_steps, self._made_of)
+        return HardBatch(self._config, step - self._plan.own_steps).samples(self._made_of)
 
 
 def own_loader(
@@ -133,32 +133,6 @@ def own_loader(
     """
     model = config.model.model_copy(update={"vocab_size": own_vocab_size})
     return made_of.loader(config.model_copy(update={"model": model}), dp_rank, dp_size, made_of.collate)
-
-
-def hard_samples(config: Config, number: int, made_of: Collaborators = SOUND) -> list[Sample]:
-    """Returns a hard global batch by slot, made by the trainer's own code from the configuration and the number alone.
-
-    A text is passed like that of a user's program (`Datum`), or like a record of a file; a text of several documents,
-    which is possible in neither, is shifted like a corpus.
-
-    Args:
-        config: Shrunk configuration.
-        number: Number of the hard batch, from 0.
-        made_of: Collaborators that make samples of the texts.
-    """
-    return [_sample(text, slot, config, made_of) for slot, text in enumerate(hard_texts(config, number))]
-
-
-def _sample(text: Text, slot: int, config: Config, made_of: Collaborators) -> Sample:
-    if text.edges:
-        return _of_documents(text)
-    if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
-        return made_of.of_record(_record(text, config.model), 0, len(text.ids), tuple(text.extras))
-    # in turn one number per token and one per predicted token
-    first = slot // 2 % 2
-    extras = {name: each[first:].tolist() for name, each in text.extras.items()}
-    datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras)
-    return made_of.of_datum(datum, f"sample {slot}", config, tuple(text.extras))
 
 
 def _record(text: Text, model: ModelSection) -> TokenizedSample:
@@ -183,19 +157,6 @@ def _of_documents(text: Text) -> Sample:
     return shifted(text.ids, mask, text.weight, starts, extras)
 
 
-def hard_texts(config: Config, number: int) -> list[Text]:
-    """Returns a global batch of random tokens by slot.
-
-    The batches take turns: ragged masks, with some samples without a loss token; fractional weights of tokens and
-    samples; loss tokens in two samples only, at one end of the row, so that some data-parallel and context-parallel
-    ranks have none. Some rows are not full.
-    """
-    rng = np.random.default_rng([key_of(config.train.seed, number) & 0xFFFFFFFF, number])
-    batch, length = config.train.global_batch_size, config.data.seq_length
-    kind = number % NUM_HARD_KINDS
-    return [_text(rng, config, _mask(rng, kind, slot, batch, length), kind, slot) for slot in range(batch)]
-
-
 def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
     mask = np.zeros(length)
     if kind == 2:
@@ -209,19 +170,6 @@ def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: in
     return mask * rng.choice(_TOKEN_WEIGHTS, length) if kind == 1 else mask
 
 
-def _text(rng: np.random.Generator, config: Config, mask: NDArray[np.float64], kind: int, slot: int) -> Text:
-    length = config.data.seq_length
-    ids = rng.integers(0, config.model.vocab_size, length + 1)
-    weight = float(rng.choice(_SAMPLE_WEIGHTS)) if kind == 1 else 1.0
-    size = _size(slot, config)
-    edges: tuple[int, ...] = ()
-    if config.data.isolate_documents:
-        count = min(_NUM_EDGES, size - 1)
-        edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
-        edges = edges if slot % _EDGES_EVERY == 0 else ()
-    return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, _extras(config, kind, slot, size + 1))
-
-
 def drawn_extras(loss: LossSection) -> tuple[str, ...]:
     """Returns the extras that the loss functions read and that can be drawn."""
     terms = (loss, *loss.side_terms.values())
@@ -229,30 +177,90 @@ def drawn_extras(loss: LossSection) -> tuple[str, ...]:
     return tuple(name for name in EXTRAS if name in read)
 
 
-def _extras(config: Config, kind: int, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
-    """Draws the extras of a sample's tokens.
+@dataclass(frozen=True)
+class HardBatch:
+    """Global batch of random tokens, which reveals faults of a loss.
 
-    Advantages have both signs; log-probabilities are near those of a model with drawn weights, so that some ratios are
-    beyond every bound and some within.
+    The batches take turns: ragged masks, with some samples without a loss token; fractional weights of tokens and
+    samples; loss tokens in two samples only, at one end of the row, so that some data-parallel and context-parallel
+    ranks have none. Some rows are not full.
     """
-    rng = np.random.default_rng([config.train.seed, kind, slot])
-    usual = -math.log(config.model.vocab_size)
 
-    def drawn(name: str) -> NDArray[np.float64]:
-        values = rng.normal(0.7, 1.0, size) if name == "advantages" else usual + rng.normal(0.0, 0.3, size)
-        return values.astype(np.float32).astype(np.float64)
+    config: Config
+    """Shrunk configuration."""
+    number: int
+    """Number of the batch, from 0."""
 
-    return {name: drawn(name) for name in drawn_extras(config.loss)}
+    @property
+    def kind(self) -> int:
+        """Returns which of the NUM_HARD_KINDS kinds it is."""
+        return self.number % NUM_HARD_KINDS
 
+    def samples(self, made_of: Collaborators = SOUND) -> list[Sample]:
+        """Returns the batch by slot, made by the trainer's own code from the configuration and the number alone.
 
-def _size(slot: int, config: Config) -> int:
-    """Returns the number of positions of a sample; if rows are packed, some samples are short enough to share a row."""
-    length = config.data.seq_length
-    if slot in (0, config.train.global_batch_size // 2):
-        return length
-    if config.data.packing is not None:
-        return max(2, round(length * _PACKED_SHARES[slot % len(_PACKED_SHARES)]))
-    return length - length // 4 if slot % _SHORT_EVERY == 2 else length
+        A text is passed like that of a user's program (`Datum`), or like a record of a file; a text of several
+        documents, which is possible in neither, is shifted like a corpus.
+
+        Args:
+            made_of: Collaborators that make samples of the texts.
+        """
+        return [self._sample(text, slot, made_of) for slot, text in enumerate(self.texts())]
+
+    def texts(self) -> list[Text]:
+        """Returns the texts by slot."""
+        config, number = self.config, self.number
+        rng = np.random.default_rng([key_of(config.train.seed, number) & 0xFFFFFFFF, number])
+        batch, length = config.train.global_batch_size, config.data.seq_length
+        return [self._text(rng, _mask(rng, self.kind, slot, batch, length), slot) for slot in range(batch)]
+
+    def _sample(self, text: Text, slot: int, made_of: Collaborators) -> Sample:
+        if text.edges:
+            return _of_documents(text)
+        if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
+            return made_of.of_record(_record(text, self.config.model), 0, len(text.ids), tuple(text.extras))
+        # in turn one number per token and one per predicted token
+        first = slot // 2 % 2
+        extras = {name: each[first:].tolist() for name, each in text.extras.items()}
+        datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras)
+        return made_of.of_datum(datum, f"sample {slot}", self.config, tuple(text.extras))
+
+    def _text(self, rng: np.random.Generator, mask: NDArray[np.float64], slot: int) -> Text:
+        config, length = self.config, self.config.data.seq_length
+        ids = rng.integers(0, config.model.vocab_size, length + 1)
+        weight = float(rng.choice(_SAMPLE_WEIGHTS)) if self.kind == 1 else 1.0
+        size = self._size(slot)
+        edges: tuple[int, ...] = ()
+        if config.data.isolate_documents:
+            count = min(_NUM_EDGES, size - 1)
+            edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
+            edges = edges if slot % _EDGES_EVERY == 0 else ()
+        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, self._extras(slot, size + 1))
+
+    def _extras(self, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
+        """Draws the extras of a sample's tokens.
+
+        Advantages have both signs; log-probabilities are near those of a model with drawn weights, so that some ratios
+        are beyond every bound and some within.
+        """
+        rng = np.random.default_rng([self.config.train.seed, self.kind, slot])
+        usual = -math.log(self.config.model.vocab_size)
+
+        def drawn(name: str) -> NDArray[np.float64]:
+            values = rng.normal(0.7, 1.0, size) if name == "advantages" else usual + rng.normal(0.0, 0.3, size)
+            return values.astype(np.float32).astype(np.float64)
+
+        return {name: drawn(name) for name in drawn_extras(self.config.loss)}
+
+    def _size(self, slot: int) -> int:
+        """Returns the number of positions of a sample; if rows are packed, some are short enough to share a row."""
+        config = self.config
+        length = config.data.seq_length
+        if slot in (0, config.train.global_batch_size // 2):
+            return length
+        if config.data.packing is not None:
+            return max(2, round(length * _PACKED_SHARES[slot % len(_PACKED_SHARES)]))
+        return length - length // 4 if slot % _SHORT_EVERY == 2 else length
 
 
 def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:

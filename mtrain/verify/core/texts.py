@@ -23,7 +23,7 @@ from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, Sources
 from mtrain.tokenizer import Tokenizer
-from mtrain.verify.core.samples import SamplePlan, hard_texts
+from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.reference.answers import num_lines, objects, text_of
 from mtrain.verify.reference.corpus import RawCorpus
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
@@ -52,7 +52,7 @@ def texts_of(config: Config, plan: SamplePlan) -> Texts:
     own, faults = _own_texts(config, plan) if plan.own_steps else ([], ())
     size = config.train.global_batch_size
     steps = [tuple(own[step * size : (step + 1) * size]) for step in range(plan.own_steps)]
-    steps += [tuple(hard_texts(config, number)) for number in range(plan.hard_steps)]
+    steps += [tuple(HardBatch(config, number).texts()) for number in range(plan.hard_steps)]
     return Texts(tuple(steps), faults)
 
 

@@ -35,6 +35,7 @@ deviation carries over to the next: if every step is the exact function of the w
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from mtrain.config import Config
 from mtrain.config.schema.train import AnyOptimizer
@@ -48,9 +49,31 @@ RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
 """Tolerance of the learning rate, relative to the highest one."""
 
 
+class Sizes(NamedTuple):
+    """Sizes of a shrunk configuration on which the tolerances depend."""
+
+    summands: int
+    """N: summands of all consecutive sums in a forward pass."""
+    parameters: int
+    """P: parameters of the model."""
+    tokens: int
+    """T: tokens of a global batch."""
+
+    @classmethod
+    def of(cls, config: Config) -> Sizes:
+        """Counts them."""
+        model, length = config.model, config.data.seq_length
+        heads = model.num_attention_heads * model.head_size
+        attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
+        layer = 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
+        summands = model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
+        return cls(summands, num_parameters(model), config.train.global_batch_size * length)
+
+
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
     """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order."""
-    return (*_inputs(), denominator_tolerance(config), *_values(config), _update(config.optimizer, num_steps))
+    sizes = Sizes.of(config)
+    return (*_inputs(), denominator_tolerance(sizes), *_values(sizes), _update(config.optimizer, num_steps))
 
 
 def update_tolerance(step: int) -> float:
@@ -58,18 +81,9 @@ def update_tolerance(step: int) -> float:
     return UNIT_ROUNDOFF * (16 + 8 * step)
 
 
-def forward_tolerance(config: Config) -> float:
+def forward_tolerance(sizes: Sizes) -> float:
     """Returns the tolerance of module outputs, relative to the module's largest."""
-    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(_num_summands(config))
-
-
-def _num_summands(config: Config) -> int:
-    """Counts the summands of all consecutive sums in a forward pass."""
-    model, length = config.model, config.data.seq_length
-    heads = model.num_attention_heads * model.head_size
-    attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
-    layer = 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
-    return model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
+    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(sizes.summands)
 
 
 def _inputs() -> tuple[Tolerance, Tolerance]:
@@ -93,14 +107,13 @@ def _inputs() -> tuple[Tolerance, Tolerance]:
     )
 
 
-def denominator_tolerance(config: Config) -> Tolerance:
+def denominator_tolerance(sizes: Sizes) -> Tolerance:
     """Returns the tolerance of sums of shares."""
-    num_shares = config.train.global_batch_size * config.data.seq_length
     return Tolerance(
         kind="denominator",
-        value=num_shares * UNIT_ROUNDOFF_64,
+        value=sizes.tokens * UNIT_ROUNDOFF_64,
         formula="T u64; 0 where all shares are whole or halves, quarters, ...",
-        inputs={"T": num_shares, "u64": UNIT_ROUNDOFF_64},
+        inputs={"T": sizes.tokens, "u64": UNIT_ROUNDOFF_64},
         meaning=(
             "What a term is divided by, relative to the exact sum over whole rows. T shares are added in float64: "
             "counts must be equal to the last bit, other weights within the rounding of T additions."
@@ -108,9 +121,8 @@ def denominator_tolerance(config: Config) -> Tolerance:
     )
 
 
-def _values(config: Config) -> tuple[Tolerance, ...]:
-    summands, parameters = _num_summands(config), num_parameters(config.model)
-    tokens = config.train.global_batch_size * config.data.seq_length
+def _values(sizes: Sizes) -> tuple[Tolerance, ...]:
+    summands, parameters, tokens = sizes
     inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
     unit = _CONFIDENCE * UNIT_ROUNDOFF
     return (

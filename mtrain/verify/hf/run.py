@@ -31,7 +31,7 @@ from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepVal
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import in_float32, refuse_incomparable
 from mtrain.verify.core.texts import texts_of
-from mtrain.verify.core.tolerances import denominator_tolerance
+from mtrain.verify.core.tolerances import Sizes, denominator_tolerance
 from mtrain.verify.hf.worker import run_from_hf
 from mtrain.verify.parity.run import Progress, Request, device_for, refuse_without_reference
 from mtrain.verify.planted.inject import chosen
@@ -137,7 +137,7 @@ def _tolerances(config: Config) -> tuple[Tolerance, ...]:
         "grad_norm": "The global norm of all gradients before clipping, relative to that of transformers.",
     }
     of_values = (Tolerance(kind, TOLERANCE, "1e-4", {}, words) for kind, words in meaning.items())
-    return (denominator_tolerance(config), *of_values)
+    return (denominator_tolerance(Sizes.of(config)), *of_values)
 
 
 @dataclass(frozen=True)

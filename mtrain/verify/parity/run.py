@@ -22,13 +22,13 @@ from mtrain.verify.core.bisect import diagnosed, first_deviating, with_advice
 from mtrain.verify.core.compare import Expected, compared
 from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places, with_clipping
 from mtrain.verify.core.inputs import expected_fields
-from mtrain.verify.core.layouts import Prepared, Trial, derived_trials, parse_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
-from mtrain.verify.core.tolerances import forward_tolerance, tolerances
+from mtrain.verify.core.tolerances import Sizes, forward_tolerance, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
 from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
 from mtrain.verify.planted.inject import FAULTS, chosen
@@ -135,7 +135,7 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
         named = parse_trials(request.layouts, config.layout, max_ranks)
         shrunk = _shrunk(config, [base, *named], batch_size)
         return shrunk, _distinct(prepared(trial, shrunk.config) for trial in [base, *named])
-    derived = derived_trials(config, max_ranks)
+    derived = OwnTrials(config, max_ranks).derived()
     shrunk = _shrunk(config, derived, batch_size)
     legal = []
     for trial in derived:
@@ -246,7 +246,7 @@ class _Check:
             name: np.where(is_text, each, 0.0) for name, each in put_together(pieces_of(everyone), self.config).items()
         }
         order = module_order(self.config.model.num_layers)
-        return first_deviating(found, exact.outputs, order, forward_tolerance(self.config))
+        return first_deviating(found, exact.outputs, order, forward_tolerance(Sizes.of(self.config)))
 
 
 def _before_each_step(outcome: Outcome) -> list[Arrays]:

@@ -23,7 +23,7 @@ from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import FilesSection
 from mtrain.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
-from mtrain.verify.core.layouts import Prepared, Trial, full_trial, parse_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, small, small_schedule
@@ -91,7 +91,7 @@ def verify_preempt(
 
 def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
     """Returns the small configuration, with the user's precision, dropout, schedule, vocabulary, and its layout."""
-    trial = full_trial(config, max_ranks)
+    trial = OwnTrials(config, max_ranks).full()
     if request.layouts is not None:
         named = parse_trials(request.layouts, config.layout, max_ranks)
         if len(named) != 1:

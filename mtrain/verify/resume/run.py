@@ -27,7 +27,7 @@ from mtrain.config.schema.train import AnyOptimizer
 from mtrain.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
-from mtrain.verify.core.layouts import Prepared, Trial, full_trial, other_trials, parse_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
@@ -131,9 +131,9 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
         ConfigError: The configuration or a layout cannot be checked.
         DataError: The user's data cannot be read.
     """
-    base = full_trial(config, max_ranks)
+    base = OwnTrials(config, max_ranks).full()
     named = None if request.layouts is None else parse_trials(request.layouts, config.layout, max_ranks)
-    trials = other_trials(config, max_ranks) if named is None else named
+    trials = OwnTrials(config, max_ranks).others() if named is None else named
     also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config.optimizer, request.num_steps)}
     also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
     also |= {"data": _curriculum(config.data, request)}

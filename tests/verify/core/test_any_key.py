@@ -17,7 +17,7 @@ from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.section import Section
 from mtrain.plan.layout import Layout
-from mtrain.verify.core.layouts import Trial, derived_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import shrink
 from mtrain.verify.parity.run import Request
 from mtrain.verify.preempt.run import small_run
@@ -143,7 +143,7 @@ def with_keys(base: dict[str, Any], layout: dict[str, Any], drawn: dict[str, Any
 
 def small_copies(user: Config) -> None:
     """Makes every small copy that the verbs make of a configuration; raises ConfigError where one refuses."""
-    trials = derived_trials(user, 8)
+    trials = OwnTrials(user, 8).derived()
     if user.dropout_keys or layout_dependent_keys(user.model, user.loss):
         with pytest.raises(ConfigError, match=r"draw other numbers under every|changes with the layout by definition"):
             shrink(user, trials)

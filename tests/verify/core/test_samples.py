@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtrain.config import Config
-from mtrain.verify.core.samples import NUM_HARD_KINDS, Batches, SamplePlan, hard_samples
+from mtrain.verify.core.samples import NUM_HARD_KINDS, Batches, HardBatch, SamplePlan
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config
 
@@ -22,7 +22,7 @@ def small(micro_batch_size: int = 16, **changes: Any) -> Config:
 
 @pytest.mark.parametrize("changes", [{}, {"data__isolate_documents": True}], ids=str)
 def test_masks_are_ragged_weighted_and_sparse_in_turn(changes: dict[str, Any]) -> None:
-    ragged, weighted, sparse = (hard_samples(small(**changes), number) for number in range(3))
+    ragged, weighted, sparse = (HardBatch(small(**changes), number).samples() for number in range(3))
     shares = [float((sample.mask > 0).mean()) for sample in ragged]
     assert min(shares) == 0
     assert any(0 < share < 0.05 for share in shares)
@@ -34,7 +34,7 @@ def test_masks_are_ragged_weighted_and_sparse_in_turn(changes: dict[str, Any]) -
 
 
 def test_documents_have_edges_that_no_loss_token_crosses() -> None:
-    every = hard_samples(small(data__isolate_documents=True), 0)
+    every = HardBatch(small(data__isolate_documents=True), 0).samples()
     found = [sample for sample in every if sample.document_starts is not None]
     assert 0 < len(found) < len(every), "others come as data of a program and as records"
     for sample in found:
@@ -48,7 +48,7 @@ def test_documents_have_edges_that_no_loss_token_crosses() -> None:
 
 def test_some_rows_are_not_full() -> None:
     length = small().data.seq_length
-    assert {sample.width for sample in hard_samples(small(), 0)} == {length, length - length // 4}
+    assert {sample.width for sample in HardBatch(small(), 0).samples()} == {length, length - length // 4}
 
 
 @pytest.mark.parametrize(("dp", "size"), [(1, 16), (2, 4), (4, 1), (8, 2)])

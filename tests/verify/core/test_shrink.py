@@ -7,7 +7,7 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
 from mtrain.plan.layout import broken_rules
-from mtrain.verify.core.layouts import Trial, derived_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config
 from tests.paths import ROOT
@@ -127,7 +127,7 @@ def test_derived_layouts_are_legal_on_every_shipped_model(path: Path, layout: st
     if "num_query_groups" in path.read_text():
         sizes.append("model.num_query_groups=8")
     user = load_config(files, sizes)
-    trials = derived_trials(user, 8)
+    trials = OwnTrials(user, 8).derived()
     small = shrink(user, trials).config
     assert len({prepared(trial, small).name for trial in trials}) == len(trials) >= 8
 

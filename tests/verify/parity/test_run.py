@@ -21,9 +21,9 @@ from mtrain.verify.core.exact import ExactJob, exact_steps, text_places
 from mtrain.verify.core.layouts import parse_trials, prepared
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS, ParityReport
-from mtrain.verify.core.samples import SamplePlan, hard_texts
+from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.core.shrink import BATCH_SIZE, shrink
-from mtrain.verify.core.tolerances import forward_tolerance
+from mtrain.verify.core.tolerances import Sizes, forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
 from mtrain.verify.parity.run import refuse_without_reference
 from tests.cli.command_line import blocking
@@ -181,7 +181,7 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str)
     plan, fitted = SamplePlan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
     found = put_together(pieces_of(everyone), shrunk)
-    texts = hard_texts(shrunk, 0)
+    texts = HardBatch(shrunk, 0).texts()
     job = ExactJob(shrunk, [texts], watches=True)
     (outcome,) = pool.run(exact_steps, Layout(), job, [everyone[0].initial.tensors])
     expected = outcome[0].outputs
@@ -191,7 +191,7 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str)
     assert list(expected) == order
     assert found.keys() == expected.keys()
     assert all(found[name].shape == expected[name].shape and not np.isnan(found[name]).any() for name in order)
-    assert first_deviating(found, expected, order, forward_tolerance(shrunk)) is None
+    assert first_deviating(found, expected, order, forward_tolerance(Sizes.of(shrunk))) is None
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from mtrain.config import Config
 from mtrain.config.megatron_fields import PROVEN
-from mtrain.verify.core.samples import hard_samples, hard_texts
+from mtrain.verify.core.samples import HardBatch
 from mtrain.verify.reference.model.shapes import shapes_of
 from mtrain.verify.reference.model.transformer import Transformer
 from mtrain.verify.reference.objective import evaluated
@@ -120,7 +120,7 @@ CASES: dict[str, dict[str, Any]] = {
 def reference(user: Config, number: int, seed: int) -> Any:
     """Makes a step of the reference at drawn weights; the teacher's are drawn separately."""
     weights, other = (random_parameters(user.model, each) for each in (seed, seed + 1))
-    texts = hard_texts(user, number)
+    texts = HardBatch(user, number).texts()
     rows = rows_of(texts, user.data.seq_length, user.model.vocab_size, torch.device("cpu"))
 
     def none(*anything: object) -> Any:
@@ -145,7 +145,7 @@ def test_both_say_the_same_of_every_loss_and_gradient(changes: dict[str, Any], n
         user.loss,
         user.optimizer,
         [1e-3],
-        [[Sequence.of_sample(sample, with_text=True) for sample in hard_samples(user, number)]],
+        [[Sequence.of_sample(sample, with_text=True) for sample in HardBatch(user, number).samples()]],
         Teacher(random_parameters(user.model, 4), user.model),
     )
     assert {name: term.denominator for name, term in found.terms.items()} == pytest.approx(exact.denominators, 1e-14)
