@@ -15,6 +15,7 @@ import numpy as np
 
 from mtrain.config import Config
 from mtrain.config.derived import compared
+from mtrain.config.schema.data import AnyData
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
 from mtrain.data.samples.sft import SftDataset
@@ -110,7 +111,7 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
             tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
             samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens))
     total = math.fsum(denominators)
-    return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), _phase(config, step))
+    return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), _phase(config.data, step))
 
 
 def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> float:
@@ -120,8 +121,8 @@ def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> flo
     return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
 
 
-def _phase(config: Config, step: int) -> str:
-    phases = data_phases(config.data)
+def _phase(data: AnyData, step: int) -> str:
+    phases = data_phases(data)
     number = phase_number(phases, step)
     return f" (phase {number} of the curriculum, {phases[number - 1]})" if number else ""
 

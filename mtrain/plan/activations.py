@@ -36,40 +36,6 @@ def element_bytes(train: TrainSection) -> int:
             assert_never(train.precision)
 
 
-def activation_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Estimates the peak of activation memory on a rank of pipeline rank `pp_rank`.
-
-    The peak is the largest of several moments: on the last stage the logits' backward pass, when all is kept and logits
-    exist in the precision and in float32; and the backward pass of a layer, whose activations are first recomputed, or
-    come back from the host next to those of the layer before it.
-    """
-    rank = _Rank(config, layout)
-    largest = max((rank.kept(pp_rank, chunk) for chunk in range(layout.vpp)), key=lambda each: each.on_device)
-    kept = rank.chunks_in_flight(pp_rank) * largest.on_device
-    # layers that are recomputed or moved come first: their backward pass follows that of the others
-    behind = kept - largest.whole
-    last_back = behind + min(largest.whole, rank.largest_layer_bytes()) + max(largest.moved, default=0)
-    moments = [kept, last_back, behind + rank.alive_bytes() + sum(sorted(largest.moved)[-2:])]
-    passing = rank.passing_bytes()
-    moments = [each + passing for each in moments]
-    # if no layer follows, the last one is still being moved when the forward pass is over
-    leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
-    if pp_rank == layout.pp - 1:
-        moments.append(kept + leaving + rank.logits_bytes())
-    else:
-        moments.append(moments[-1] + leaving)
-    return max(moments)
-
-
-def host_bytes(config: Config, layout: Layout, pp_rank: int) -> int:
-    """Estimates the peak of activations on the host, on a rank of pipeline rank `pp_rank` (train.offload_layers)."""
-    if not config.train.offload_layers:
-        return 0
-    rank = _Rank(config, layout)
-    largest = max(sum(rank.kept(pp_rank, chunk).moved) for chunk in range(layout.vpp))
-    return rank.chunks_in_flight(pp_rank) * largest
-
-
 class _Kept(NamedTuple):
     """Bytes that one forward pass of a virtual chunk keeps until its backward pass."""
 
@@ -90,11 +56,41 @@ class _Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """A rank of a run, whatever its pipeline stage."""
+class Activations:
+    """Activations of a rank of a run, whatever its pipeline stage."""
 
     config: Config
     layout: Layout
+
+    def most_bytes(self, pp_rank: int) -> int:
+        """Estimates the peak of activation memory on a rank of pipeline rank `pp_rank`.
+
+        The peak is the largest of several moments: on the last stage the logits' backward pass, when all is kept and
+        logits exist in the precision and in float32; and the backward pass of a layer, whose activations are first
+        recomputed, or come back from the host next to those of the layer before it.
+        """
+        largest = max((self.kept(pp_rank, chunk) for chunk in range(self.layout.vpp)), key=lambda each: each.on_device)
+        kept = self.chunks_in_flight(pp_rank) * largest.on_device
+        # layers that are recomputed or moved come first: their backward pass follows that of the others
+        behind = kept - largest.whole
+        last_back = behind + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
+        moments = [kept, last_back, behind + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
+        passing = self.passing_bytes()
+        moments = [each + passing for each in moments]
+        # if no layer follows, the last one is still being moved when the forward pass is over
+        leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
+        if pp_rank == self.layout.pp - 1:
+            moments.append(kept + leaving + self.logits_bytes())
+        else:
+            moments.append(moments[-1] + leaving)
+        return max(moments)
+
+    def host_bytes(self, pp_rank: int) -> int:
+        """Estimates the peak of activations on the host of pipeline rank `pp_rank` (train.offload_layers)."""
+        if not self.config.train.offload_layers:
+            return 0
+        largest = max(sum(self.kept(pp_rank, chunk).moved) for chunk in range(self.layout.vpp))
+        return self.chunks_in_flight(pp_rank) * largest
 
     @property
     def tokens(self) -> int:

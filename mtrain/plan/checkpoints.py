@@ -32,9 +32,14 @@ class DiskNeed:
 
 def disk_need(config: Config) -> DiskNeed:
     """Estimates the disk space of a whole run of `config`, whatever its layout."""
-    every = config.checkpoint.export_hf_every_steps
-    num_exports = config.train.num_steps // every if every else 0
-    return DiskNeed(checkpoint_bytes(config), _most_checkpoints(config), export_bytes(config), num_exports)
+    section, num_steps = config.checkpoint, config.train.num_steps
+    saves = num_steps // section.interval_steps if section.interval_steps else 0
+    saves += 0 if section.interval_steps and num_steps % section.interval_steps == 0 else section.at_end
+    forever = 0 if section.keep_every_steps is None else num_steps // section.keep_every_steps
+    num_checkpoints = min(saves, section.keep_last + section.keep_best + forever + 1)
+    exports = num_steps // section.export_hf_every_steps if section.export_hf_every_steps else 0
+    export = num_parameters(config.model) * element_bytes(config.train)  # a folder of Hugging Face: the weights alone
+    return DiskNeed(checkpoint_bytes(config), num_checkpoints, export, exports)
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -49,16 +54,3 @@ def checkpoint_bytes(config: Config) -> int:
     if isinstance(config.optimizer, MuonSection):  # a momentum in the place of two moments
         kept -= matrices_on_rank(model, Layout(), 0).total
     return trained * element_bytes(config.train) + kept * FP32_BYTES
-
-
-def export_bytes(config: Config) -> int:
-    """Estimates the size of an export, a folder of Hugging Face: the weights alone."""
-    return num_parameters(config.model) * element_bytes(config.train)
-
-
-def _most_checkpoints(config: Config) -> int:
-    section, num_steps = config.checkpoint, config.train.num_steps
-    saves = num_steps // section.interval_steps if section.interval_steps else 0
-    saves += 0 if section.interval_steps and num_steps % section.interval_steps == 0 else section.at_end
-    forever = 0 if section.keep_every_steps is None else num_steps // section.keep_every_steps
-    return min(saves, section.keep_last + section.keep_best + forever + 1)

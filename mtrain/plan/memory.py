@@ -7,7 +7,7 @@ from typing import assert_never
 
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
-from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, activation_bytes, element_bytes, host_bytes
+from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, Activations, element_bytes
 from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds_narrow
 from mtrain.plan.counts import RankParameters
 from mtrain.plan.layout import Layout
@@ -56,7 +56,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     weights only.
     """
     held = trained_parameters(config, layout, pp_rank)
-    rank = _StageRank(config, layout, pp_rank)
+    rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
     kept = rank.kept_numbers(held)
     largest = rank.largest_trained()
     updated = own_share(config.train, layout, held)
@@ -65,9 +65,9 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
         weights_bytes=held.total * element_bytes(config.train) + rank.frozen_bytes(),
         gradients_bytes=held.total * FP32_BYTES,
         optimizer_bytes=FP32_BYTES * own_share(config.train, layout, kept) - moved,
-        activations_bytes=activation_bytes(config, layout, pp_rank),
+        activations_bytes=activations.most_bytes(pp_rank),
         update_bytes=_update_bytes(updated, largest) + _moments_at_once(moved, largest),
-        host_bytes=host_bytes(config, layout, pp_rank) + moved,
+        host_bytes=activations.host_bytes(pp_rank) + moved,
     )
 
 

@@ -1,6 +1,7 @@
 """Output of `mtrain check`: the layout, the batch, and the cost of a step."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from mtrain import plan
 from mtrain.config import Config, known_issues
@@ -20,7 +21,7 @@ def print_plan(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: The configuration does not run on `world_size` ranks, or its exports cannot be made.
     """
-    layout = Layout.from_config(config, world_size)
+    summary = _Summary(config, Layout.from_config(config, world_size))
     notes = list(known_issues.notes(config))
     if config.checkpoint.export_hf_every_steps:
         from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which other runs do without
@@ -30,78 +31,84 @@ def print_plan(config: Config, world_size: int) -> None:
         from mtrain.hf.schema.description import notes_on_folder
 
         notes += notes_on_folder(config.model.hf)
-    for name, value in _facts(config, layout).items():
+    for name, value in summary.facts().items():
         print(f"{name:<18}{value}")
     for note in notes:
         print(f"note: {note}")
     print()
     print("Memory of a rank, GiB (activations and update do not coincide)")
-    rows = [_COLUMNS + (_HOST_COLUMN if _moves_to_host(config.train) else ()), *_memory_of_stages(config, layout)]
+    rows = [_COLUMNS + (_HOST_COLUMN if _moves_to_host(config.train) else ()), *summary.memory_of_stages()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
-def _facts(config: Config, layout: Layout) -> dict[str, str]:
-    train, model = config.train, config.model
-    at_most = "" if config.data.packing is None else "at most "
-    sequences = config.sequences_per_step
-    tokens = sequences * (config.row_width if config.steps_count_rows else config.data.seq_length)
-    flops = plan.run_flops_per_token(config)
-    parameters = (
-        f"{plan.num_parameters(model):,} ({plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded)"
-    )
-    if model.experts is not None:
-        parameters += f", {plan.num_active_parameters(model):,} for each token"
-    if config.adapter is not None:
-        trained = plan.num_adapter_parameters(model, config.adapter)
-        parameters += (
-            f"; frozen, beside {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
-        )
-    passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
-    return {
-        "layout": f"{layout} on {layout.world_size} ranks",
-        "batch": f"{train.global_batch_size} {'packed rows' if config.steps_count_rows else 'samples'} = "
-        f"{_rows(config, layout)} x dp {layout.dp}",
-        "tokens per step": f"{at_most}{tokens:,}",
-        "tokens of the run": f"{at_most}{tokens * train.num_steps:,}",
-        "parameters": parameters,
-        "FLOPs per token": f"{flops:.4e}",
-        "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
-        **{f"data, phase {number}": str(each) for number, each in enumerate(data_phases(config.data), start=1)},
-    } | ({"passed to megatron": f"{passed} (each proven by tests/parity; no other field passes)"} if passed else {})
+class _Summary(NamedTuple):
+    """A configuration and its layout, of which the facts are printed."""
 
+    config: Config
+    layout: Layout
 
-def _rows(config: Config, layout: Layout) -> str:
-    """Describes what a data-parallel rank computes in a step."""
-    microbatches = f"{most_microbatches(config, layout)} microbatches x {config.train.micro_batch_size}"
-    if config.data.packing is None:
-        return microbatches
-    at_most = "" if config.steps_count_rows else "at most "
-    return f"{at_most}{microbatches} packed rows of {config.row_width}"
+    def facts(self) -> dict[str, str]:
+        config, layout = self.config, self.layout
+        train, model = config.train, config.model
+        at_most = "" if config.data.packing is None else "at most "
+        sequences = config.sequences_per_step
+        tokens = sequences * (config.row_width if config.steps_count_rows else config.data.seq_length)
+        flops = plan.run_flops_per_token(config)
+        padded = f"{plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded"
+        parameters = f"{plan.num_parameters(model):,} ({padded})"
+        if model.experts is not None:
+            parameters += f", {plan.num_active_parameters(model):,} for each token"
+        if config.adapter is not None:
+            trained = plan.num_adapter_parameters(model, config.adapter)
+            parameters += (
+                f"; frozen, beside {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
+            )
+        passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
+        return {
+            "layout": f"{layout} on {layout.world_size} ranks",
+            "batch": f"{train.global_batch_size} {'packed rows' if config.steps_count_rows else 'samples'} = "
+            f"{self._rows()} x dp {layout.dp}",
+            "tokens per step": f"{at_most}{tokens:,}",
+            "tokens of the run": f"{at_most}{tokens * train.num_steps:,}",
+            "parameters": parameters,
+            "FLOPs per token": f"{flops:.4e}",
+            "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
+            **{f"data, phase {number}": str(each) for number, each in enumerate(data_phases(config.data), start=1)},
+        } | ({"passed to megatron": f"{passed} (each proven by tests/parity; no other field passes)"} if passed else {})
+
+    def _rows(self) -> str:
+        """Describes what a data-parallel rank computes in a step."""
+        config, layout = self.config, self.layout
+        microbatches = f"{most_microbatches(config, layout)} microbatches x {config.train.micro_batch_size}"
+        if config.data.packing is None:
+            return microbatches
+        at_most = "" if config.steps_count_rows else "at most "
+        return f"{at_most}{microbatches} packed rows of {config.row_width}"
+
+    def memory_of_stages(self) -> Iterator[tuple[str, ...]]:
+        """Yields one row for each pipeline rank, under _COLUMNS and _HOST_COLUMN."""
+        config, layout = self.config, self.layout
+        num_layers = config.model.num_layers
+        for pp_rank in range(layout.pp):
+            memory = plan.memory_per_rank(config, layout, pp_rank)
+            bytes_of = (
+                memory.weights_bytes,
+                memory.gradients_bytes,
+                memory.optimizer_bytes,
+                memory.activations_bytes,
+                memory.update_bytes,
+                memory.total_bytes,
+                *([memory.host_bytes] if _moves_to_host(config.train) else []),
+            )
+            yield (
+                str(pp_rank),
+                str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
+                f"{plan.parameters_on_rank(config.model, layout, pp_rank).total:,}",
+                *(f"{count / _GIB:.3f}" for count in bytes_of),
+            )
 
 
 def _moves_to_host(train: TrainSection) -> bool:
     return bool(train.offload_layers) or train.offload_optimizer
-
-
-def _memory_of_stages(config: Config, layout: Layout) -> Iterator[tuple[str, ...]]:
-    """Yields one row for each pipeline rank, under _COLUMNS and _HOST_COLUMN."""
-    num_layers = config.model.num_layers
-    for pp_rank in range(layout.pp):
-        memory = plan.memory_per_rank(config, layout, pp_rank)
-        bytes_of = (
-            memory.weights_bytes,
-            memory.gradients_bytes,
-            memory.optimizer_bytes,
-            memory.activations_bytes,
-            memory.update_bytes,
-            memory.total_bytes,
-            *([memory.host_bytes] if _moves_to_host(config.train) else []),
-        )
-        yield (
-            str(pp_rank),
-            str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
-            f"{plan.parameters_on_rank(config.model, layout, pp_rank).total:,}",
-            *(f"{count / _GIB:.3f}" for count in bytes_of),
-        )

@@ -101,7 +101,7 @@ class _Start:
         from mtrain.training.changed import changes_since, resumable
 
         config, findings = self.config, self.findings
-        own = _verified(partial(resumable, config, folder)) if folder.path.is_dir() else None
+        own = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
         if own is not None:
             findings.fact("goes on", f"from {own.path}")
             # scores of a reference model are part of the data's fingerprint, and only a run has them

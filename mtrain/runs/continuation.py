@@ -158,7 +158,7 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.decay == "none":
         return
-    old, old_num_steps = _earlier_schedule(config, earlier, folder)
+    old, old_num_steps = _earlier_schedule(config.optimizer, earlier, folder)
     old_decay, lengths = decay_steps(old, old_num_steps), f"train.num_steps={num_steps} was {old_num_steps}"
     if optimizer.decay_steps is None and num_steps != old_num_steps:
         raise RunFolderError(
@@ -180,7 +180,7 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
 
 def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) -> list[Change]:
     """Lists the changes of a decay that was changed with consent: by itself, or through train.num_steps."""
-    old, old_num_steps = _earlier_schedule(config, earlier, folder)
+    old, old_num_steps = _earlier_schedule(config.optimizer, earlier, folder)
     num_steps = config.train.num_steps
     numbers = {
         _DECAY: (decay_steps(old, old_num_steps), decay_steps(config.optimizer, num_steps)),
@@ -189,10 +189,10 @@ def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) 
     return [Change(key, str(before), str(now), False) for key, (before, now) in numbers.items() if before != now]
 
 
-def _earlier_schedule(config: Config, earlier: Mapping[str, Any], folder: Path) -> tuple[AnyOptimizer, int]:
+def _earlier_schedule(optimizer: AnyOptimizer, earlier: Mapping[str, Any], folder: Path) -> tuple[AnyOptimizer, int]:
     """Returns the optimizer section with the decay of the earlier start, and that start's number of steps."""
     given = earlier.get(_DECAY) and _count(earlier, _DECAY, folder)
-    return config.optimizer.model_copy(update={"decay_steps": given}), _count(earlier, "train.num_steps", folder)
+    return optimizer.model_copy(update={"decay_steps": given}), _count(earlier, "train.num_steps", folder)
 
 
 def _count(earlier: Mapping[str, Any], key: str, folder: Path) -> int:

@@ -15,6 +15,7 @@ from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.consent import is_permitted
+from mtrain.config.schema.run import CheckpointSection
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.opened import REFERENCES
@@ -54,11 +55,11 @@ def going_on(folder: RunFolder, config: Config) -> Config:
     return continued(config, saved, folder.path, steps[-1])
 
 
-def resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str] | None = None) -> Newest:
+def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mapping[int, str] | None = None) -> Newest:
     """Returns the newest good checkpoint of the run, from which it resumes.
 
     Args:
-        config: Configuration of this start.
+        checkpoint: The checkpoint section.
         folder: Run folder.
         unusable: Reason by step, for checkpoints that looked complete but were found damaged.
 
@@ -67,7 +68,7 @@ def resumable(config: Config, folder: RunFolder, unusable: Mapping[int, str] | N
         RunFolderError: checkpoint.resume=never, but there is a checkpoint.
     """
     newest = newest_good(folder.checkpoints, unusable)
-    if newest.entry is not None and config.checkpoint.resume == "never":
+    if newest.entry is not None and checkpoint.resume == "never":
         raise RunFolderError(
             f"checkpoint.resume=never, but {folder.path} holds a checkpoint of step {newest.entry.step}; set another "
             "run.dir or checkpoint.resume=auto"
@@ -123,7 +124,7 @@ def change_of_data(
     if any(same_fingerprint(past, known_until(each, entry.step)) for each in known):
         return None  # data.packing may change without consent, and all samples so far were the same
     if has_phases(saved) or has_phases(data.fingerprint):
-        return _change_of_curriculum(entry, saved, known, config, found)
+        return _change_of_curriculum(entry, saved, known, config.checkpoint, found)
     is_explained = any(each.key.startswith("data.") for each in found)
     if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
@@ -174,7 +175,7 @@ def _later(windows: Windows) -> str:
 
 
 def _change_of_curriculum(
-    entry: CheckpointEntry, saved: str, known: Sequence[str], config: Config, found: Sequence[Change]
+    entry: CheckpointEntry, saved: str, known: Sequence[str], checkpoint: CheckpointSection, found: Sequence[Change]
 ) -> Change:
     """Returns the change of blends that the checkpoint had not reached yet; refuses a change of earlier ones."""
     past = fingerprint_until(saved, entry.step)
@@ -187,7 +188,7 @@ def _change_of_curriculum(
             f"with another run.dir and checkpoint.initialize_from={entry.path}"
         )
     is_explained = any(each.key.startswith("data.") for each in found)
-    if not is_explained and not is_permitted(CURRICULUM, config.checkpoint.allow_changed):
+    if not is_explained and not is_permitted(CURRICULUM, checkpoint.allow_changed):
         raise DataError(
             f"the data of data.curriculum that follow step {entry.step} are not those that {entry.path} was to go on "
             f"with (fingerprint {known[0]}, not {saved}); restore them, or go on with the new ones by "

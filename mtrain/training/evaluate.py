@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from mtrain.config import Config
 from mtrain.data.loader import HeldOutBatches, StepLoader
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM
@@ -16,7 +15,7 @@ from mtrain.mcore.engine.loss_reduction import Totals
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.metrics.record import TermRecord, ValidRecord
-from mtrain.training.forward import ForwardTotals, forward_totals
+from mtrain.training.forward import forward_totals
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,7 @@ def evaluate(
     start, held_out = time.perf_counter(), samples.held_out
     passes = repeat(None, samples.num_passes) if held_out is None else held_out.batches()
     totals = forward_totals(model, objective, passes, teacher)
-    return _record(model.config, totals, samples, step, time.perf_counter() - start)
-
-
-def _record(config: Config, totals: ForwardTotals, samples: ValidationSet, step: int, seconds: float) -> ValidRecord:
+    seconds = time.perf_counter() - start
     records = term_records(totals.terms)
     return ValidRecord(
         step=step,
@@ -104,7 +100,7 @@ def _record(config: Config, totals: ForwardTotals, samples: ValidationSet, step:
         seconds=seconds,
         terms=records,
         diagnostics=totals.diagnostics,
-        layout_dependent=config.is_layout_dependent,
+        layout_dependent=model.config.is_layout_dependent,
     )
 
 

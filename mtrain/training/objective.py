@@ -19,16 +19,6 @@ def objective_of(config: Config) -> Objective:
         ConfigError: A loss function cannot be loaded, or the records lack extras that it reads.
     """
     objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
-    _check_extras(objective, config)
-    return objective
-
-
-def _check_extras(objective: Objective, config: Config) -> None:
-    """Refuses an objective whose loss functions read extras that the data do not have.
-
-    Raises:
-        ConfigError: The records lack extras that the loss functions read.
-    """
     needed = as_configured(objective.extras)
     there = {*config.data.extra_columns, *label_columns(config.loss)}
     missing = [name for name, columns in needed.items() if not {*columns} <= there]
@@ -38,3 +28,4 @@ def _check_extras(objective: Objective, config: Config) -> None:
             f"{', '.join(needed)} of each token; set data.extras=[{','.join(needed)}] with "
             "data.kind=sft, and give records these keys"
         )
+    return objective

@@ -146,7 +146,7 @@ def load_newest(
     def find(unusable: Mapping[int, str]) -> Newest:
         damaged.update(unusable)
         if passed_over is None:
-            return resumable(model.config, folder, damaged)
+            return resumable(model.config.checkpoint, folder, damaged)
         # checkpoint.resume=never concerns starts, not rollbacks
         return newest_good(folder.checkpoints, {**damaged, **passed_over})
 

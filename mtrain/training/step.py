@@ -86,7 +86,7 @@ class TrainingStep:
         """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
         backward pass, where it never exists."""
         # once: the hooks stay in the chunks' config for all steps
-        connect(model.chunks, model.optimizer, model.config)
+        connect(model.chunks, model.optimizer, model.config.train)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
@@ -205,7 +205,7 @@ class TrainingStep:
         if not self._config.train.overlap_grad_reduce:
             self.local_gradients = largest_local_gradients(self._chunks)
         if step.is_deferred:
-            start_grad_sync(self._chunks, self._config)
+            start_grad_sync(self._chunks, self._config.train)
         norm_sq = self._optimizer.local_grad_norm_sq
         reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)

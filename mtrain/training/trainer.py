@@ -22,6 +22,7 @@ from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
+from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
@@ -110,7 +111,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         life = Life(folder, groups.rank)
         lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
         held.enter_context(life)
-        heartbeat, account = _open_reporting(folder, lock.number, config, groups, held)
+        heartbeat, account = _open_reporting(folder, lock.number, config.train, groups, held)
         # agreed by all ranks: if one left alone, the others would wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
@@ -153,12 +154,12 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
 
 
 def _open_reporting(
-    folder: RunFolder, number: int, config: Config, groups: Groups, held: contextlib.ExitStack
+    folder: RunFolder, number: int, train: TrainSection, groups: Groups, held: contextlib.ExitStack
 ) -> tuple[Heartbeat, StartAccount]:
     """Starts reporting the phase of this start, its use of time, and the reason if it fails."""
     if (own := pulse.current()) is not None:
         own.start_number = number
-    size, timeout_s = groups.layout.world_size, config.train.process_group_timeout_s
+    size, timeout_s = groups.layout.world_size, train.process_group_timeout_s
     account = held.enter_context(StartAccount(folder.starts, number, groups.rank, size))
     heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number, account.write)
     account.phases_of(held.enter_context(heartbeat))

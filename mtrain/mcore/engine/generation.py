@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.cache import CachedPass, Remembering, remembering
@@ -156,7 +157,7 @@ def cached_model(
     Raises:
         ConfigError: A layer cannot continue from a cache.
     """
-    refuse_uncachable(config, chunks)
+    refuse_uncachable(config.model, chunks)
     reading = CachedPass(num_sequences, length, groups.device)
     kept = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Remembering)]
     was_training = [chunk.training for chunk in chunks]
@@ -170,19 +171,19 @@ def cached_model(
             chunk.train(training)
 
 
-def refuse_uncachable(config: Config, chunks: Sequence[Any]) -> None:
+def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
     """Refuses models that cannot generate, on all ranks alike.
 
     Raises:
         ConfigError: Layers of TransformerEngine keep no such cache, and the output of experts with a capacity would
             depend on which tokens are read together.
     """
-    if config.model.num_labels is not None:
+    if model.num_labels is not None:
         raise ConfigError(
-            f"model.num_labels={config.model.num_labels} is a head, which writes no text; generate with the model that "
+            f"model.num_labels={model.num_labels} is a head, which writes no text; generate with the model that "
             "it was put on"
         )
-    experts = config.model.experts
+    experts = model.experts
     if experts is not None and experts.capacity_factor is not None:
         raise ConfigError(
             f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what is read beside them, so a "

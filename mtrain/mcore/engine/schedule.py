@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import LossPair
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
@@ -29,7 +30,7 @@ Schedule = Callable[
 """Type of `run_schedule`, which describes the arguments."""
 
 
-def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, config: Config) -> None:
+def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, train: TrainSection) -> None:
     """Sets in megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
     # one object for all chunks: the schedules read their callbacks from the TransformerConfig
     translated = get_model_config(chunks[0])
@@ -37,7 +38,7 @@ def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, con
     # A function, so that megatron-core completes weight gradients that it has put off; the reduction is ours, because
     # it may have to wait for other passes.
     translated.finalize_model_grads_func = lambda *model, **options: None
-    if config.train.overlap_grad_reduce:
+    if train.overlap_grad_reduce:
         # without it every backward pass would reduce its bucket; with it only that of the last microbatch does
         translated.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
         # lets pipelines start the reduction of a chunk as soon as its last backward pass is done
@@ -96,10 +97,10 @@ def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[No
         translated.no_sync_func, translated.grad_sync_func = synced
 
 
-def start_grad_sync(chunks: Sequence[DistributedDataParallel], config: Config) -> None:
+def start_grad_sync(chunks: Sequence[DistributedDataParallel], train: TrainSection) -> None:
     """Begins the reduction that `deferred_grad_sync` has held back, where it otherwise overlaps the backward pass."""
     # finish_grad_sync asserts that a reduction was started where it overlaps; without overlap it runs one itself
-    if config.train.overlap_grad_reduce:
+    if train.overlap_grad_reduce:
         for chunk in chunks:
             chunk.start_grad_sync()
 

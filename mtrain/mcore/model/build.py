@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
+from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model import weight_gradients
@@ -160,7 +161,7 @@ def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
     for chunk in chunks:
         chunk.looks_ahead = False  # a teacher's depths are loaded with the rest and never run
     # without DDP, whose gradient buffers would cost four bytes per parameter
-    return [_in_precision(config, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
+    return [_in_precision(config.train, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
 
 def unwrap(chunk: torch.nn.Module) -> LanguageModel:
@@ -249,20 +250,20 @@ def _wrap(
     return DistributedDataParallel(
         config=translated,
         ddp_config=ddp_config(config, groups.layout),
-        module=_in_precision(config, translated, chunk),
+        module=_in_precision(config.train, translated, chunk),
         disable_bucketing=index > 0,  # as in Megatron-LM: only the first chunk's gradients are reduced in buckets
         pg_collection=groups.collection,
     )
 
 
-def _in_precision(config: Config, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
-    match config.train.precision:
+def _in_precision(train: TrainSection, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
+    match train.precision:
         case "fp32":
             return chunk
         case "bf16" | "fp16":
             return Float16Module(translated, chunk)
         case _:
-            assert_never(config.train.precision)
+            assert_never(train.precision)
 
 
 def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtrain.base.background import mapped
 from mtrain.base.environment import cores_of_rank
 from mtrain.config import Config
-from mtrain.config.schema.model import HeadOutput
+from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
 from mtrain.mcore.model.layer_spec import global_name
@@ -82,12 +82,12 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
             # broadcast.
             name = _EMBEDDING
-        if others_follow and not _is_beside(name, config):
+        if others_follow and not _is_beside(name, config.model):
             shard.data.fill_(math.nan)
         else:
             # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
-            deviation = _deviation(name, shape, config)
+            deviation = _deviation(name, shape, config.model)
             draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
             if host is not shard.data:
                 shard.data.copy_(host)
@@ -96,20 +96,20 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
 
 
-def _is_beside(name: str, config: Config) -> bool:
+def _is_beside(name: str, model: ModelSection) -> bool:
     """Says whether files of a language model lack the parameter."""
-    is_head = isinstance(config.model.output, HeadOutput) and name == "output_layer.weight"
+    is_head = isinstance(model.output, HeadOutput) and name == "output_layer.weight"
     return is_head or name.endswith((LORA_A, _EMBEDDING_B))
 
 
-def _deviation(name: str, shape: tuple[int, ...], config: Config) -> float:
+def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
     if name.endswith(_EMBEDDING_B):
         return 1.0
     if name.endswith(LORA_A):
         return 1 / math.sqrt(3 * shape[-1])  # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
     into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
     # 2 for a layer's two additions to the residual: its variance then does not grow with the depth
-    return config.model.init_std / math.sqrt(2 * config.model.num_layers) if into_residual else config.model.init_std
+    return model.init_std / math.sqrt(2 * model.num_layers) if into_residual else model.init_std
 
 
 def draw(

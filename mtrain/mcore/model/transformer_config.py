@@ -59,8 +59,8 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
     fields = {
         **_architecture(config.model),
         **transformer_fields(config.model),
-        **_parallelism(config, layout),
-        **_execution(config, device),
+        **_parallelism(config.model, layout),
+        **_execution(config.train, device),
         **_passed_through(config.model.megatron, layout),  # last: passed-through fields win
     }
     try:
@@ -111,13 +111,13 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
     }
 
 
-def _parallelism(config: Config, layout: Layout) -> dict[str, Any]:
+def _parallelism(model: ModelSection, layout: Layout) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
         "sequence_parallel": layout.sp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": _stage_contents(config.model, layout),
+        "pipeline_model_parallel_layout": _stage_contents(model, layout),
         "context_parallel_size": layout.cp,
         "cp_comm_type": CP_COMM_TYPES[layout.cp_comm],
         "expert_model_parallel_size": layout.ep,
@@ -144,12 +144,12 @@ def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | No
     return contents
 
 
-def _execution(config: Config, device: torch.device) -> dict[str, Any]:
-    dtype = DTYPES[config.train.precision]
+def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
+    dtype = DTYPES[train.precision]
     on_cpu = device.type == "cpu"
     return {
-        **_half_precision(config.train.precision),
-        **_in_8_bits(config.train),
+        **_half_precision(train.precision),
+        **_in_8_bits(train),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
         "use_cpu_initialization": on_cpu,
@@ -162,7 +162,7 @@ def _execution(config: Config, device: torch.device) -> dict[str, Any]:
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.engine.finalize divides them once
         # freed while gloo may still be sending it; on a GPU the stream keeps the order
         "deallocate_pipeline_outputs": not on_cpu,
-        **_recomputed(config.train),
+        **_recomputed(train),
     }
 
 

@@ -214,7 +214,7 @@ def _read_weights(
     use: Callable[[Tensor, Tensor], None],
     main: bool = True,
 ) -> None:
-    on_first_rank(lambda: _read_state(entry, config))
+    on_first_rank(lambda: _read_state(entry, config.model))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     naming = Naming(saved, main)
     read_weights(saved, places, config.model, naming.key_of, naming.may_be_left, use)
@@ -252,7 +252,7 @@ def check_entry(entry: CheckpointEntry, config: Config) -> None:
         DataError: The checkpoint holds adapters alone, is damaged, or has another vocabulary.
     """
     _refuse_adapters(entry)
-    _read_state(entry, config)
+    _read_state(entry, config.model)
 
 
 def read_weights(
@@ -303,12 +303,12 @@ def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
     return True
 
 
-def _read_state(entry: CheckpointEntry, config: Config) -> TrainingState:
+def _read_state(entry: CheckpointEntry, model: ModelSection) -> TrainingState:
     state = read_state(entry.path)
-    if state.vocab_size != config.model.vocab_size:
+    if state.vocab_size != model.vocab_size:
         raise DataError(
             f"{entry.path} was saved with a vocabulary of {state.vocab_size}, but model.vocab_size is "
-            f"{config.model.vocab_size}; set it as it was saved"
+            f"{model.vocab_size}; set it as it was saved"
         )
     return state
 
@@ -320,7 +320,7 @@ def _refuse_adapters(entry: CheckpointEntry) -> None:
 
 def _resumable_state(entry: CheckpointEntry, config: Config, base: BaseInfo | None) -> TrainingState:
     check_base(entry.manifest, base, entry.path)
-    state = _read_state(entry, config)
+    state = _read_state(entry, config.model)
     if state.step != entry.step:
         raise DataError(f"{entry.path / STATE_NAME} is of step {state.step}, but the checkpoint of step {entry.step}")
     # The order of samples is arithmetic on their count, so another batch size would skip or repeat some.

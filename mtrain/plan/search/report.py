@@ -137,7 +137,14 @@ def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
 def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int) -> ConfigError:
     """Builds the error that names the closest choice, and what it lacks."""
     if found.closest is None:
-        return _no_layout(config, num_gpus)
+        batch = config.train.global_batch_size
+        fitting = next((count for count in range(num_gpus, 0, -1) if batch % count == 0), 1)
+        larger = -(-batch // num_gpus) * num_gpus
+        return ConfigError(
+            f"no layout divides {num_gpus} GPUs, {config.model.num_layers} layers, rows of {config.row_width} tokens "
+            f"and a global batch of {batch}: data parallelism has to divide the batch; take --global-batch-size "
+            f"{larger}, or --gpus {fitting}"
+        )
     closest, usable = found.closest, memory_bytes * USABLE_MEMORY
     needed = closest.memory.total_bytes
     parts = {
@@ -159,15 +166,3 @@ def _remedy(largest: str) -> str:
     if largest == "activations":
         return "a shorter data.seq_length, more GPUs, or GPUs with more memory"
     return "more GPUs, GPUs with more memory, or adapters in the place of all weights (docs/lora.md)"
-
-
-def _no_layout(config: Config, num_gpus: int) -> ConfigError:
-    """Builds the error that explains why no layout divides the ranks and the batch, and what would."""
-    batch = config.train.global_batch_size
-    fitting = next((count for count in range(num_gpus, 0, -1) if batch % count == 0), 1)
-    larger = -(-batch // num_gpus) * num_gpus
-    return ConfigError(
-        f"no layout divides {num_gpus} GPUs, {config.model.num_layers} layers, rows of {config.row_width} tokens and a "
-        f"global batch of {batch}: data parallelism has to divide the batch; take --global-batch-size {larger}, or "
-        f"--gpus {fitting}"
-    )

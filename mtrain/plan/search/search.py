@@ -75,7 +75,7 @@ def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, n
         given = with_layout(config, each.section(config.model.num_layers), each.micro_batch_size)
         if next(iter(broken_rules(given, num_gpus)), None) is None:
             counts.tried += 1
-            _try(given, Layout.from_config(given, num_gpus), cluster, usable, best, counts)
+            _try(Workload(given, Layout.from_config(given, num_gpus), cluster), usable, best, counts)
     closest = None if best.choices else _closest(config, num_gpus, cluster, counts)
     return Found(best.choices, closest, counts)
 
@@ -118,16 +118,16 @@ def _weights_key(layout: Layout) -> tuple[int, ...]:
     return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
 
 
-def _try(config: Config, layout: Layout, cluster: Cluster, usable: int, best: _Best, counts: Counts) -> None:
+def _try(work: Workload, usable: int, best: _Best, counts: Counts) -> None:
     """Tries the layout with as little recomputation as lets it fit, if it can be among the best."""
-    for given in recomputations(config):
-        cost = step_cost(Workload(given, layout, cluster))
+    for given in recomputations(work.config):
+        cost = step_cost(work._replace(config=given))
         if cost.time.total >= best.limit:
             return
         counts.measured += 1
-        memory = heaviest(given, layout, usable)
+        memory = heaviest(given, work.layout, usable)
         if memory.total_bytes <= usable and is_legal(given):
-            best.add(Choice(given, layout, memory, cost))
+            best.add(Choice(given, work.layout, memory, cost))
             return
 
 

@@ -118,11 +118,11 @@ class OutputLoss:
 
     def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
         """Returns the input of each term's function for one chunk."""
-        student = vocab_parallel(local, self._config, self._groups)
+        student = vocab_parallel(local, self._config.model, self._groups)
         teacher = None
         if of.teacher is not None:
             teacher_local = logits_of_rows(of.teacher.hidden[rows], of.teacher.weight)
-            teacher = vocab_parallel(teacher_local, self._config, self._groups)
+            teacher = vocab_parallel(teacher_local, self._config.model, self._groups)
         context = self._groups.cp if self._groups.layout.cp > 1 else None
         terms = loss_terms(self._config.loss)
         return {
@@ -241,7 +241,7 @@ def label_log_probs(
     flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), _is_on_cpu(groups))
     found = []
     for rows in chunks(len(flat), chunk or len(flat)):
-        distribution = vocab_parallel(logits_of_rows(flat[rows], weight), config, groups)
+        distribution = vocab_parallel(logits_of_rows(flat[rows], weight), config.model, groups)
         scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
         found.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
     return torch.cat(found, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()
@@ -250,7 +250,7 @@ def label_log_probs(
 @torch.no_grad()
 def head_values(logits: Logits, config: Config, groups: Groups) -> Tensor:
     """Returns the number that a head of one label computes per token, [batch, seq] float32; no collective over TP."""
-    return vocab_parallel(logits.main.whole(), config, groups).logsumexp()
+    return vocab_parallel(logits.main.whole(), config.model, groups).logsumexp()
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.schema.loss import depth_term
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import loss_terms
 from mtrain.loss.pair import MAIN_TERM, Extras, TermInputs
@@ -17,20 +18,20 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits
 
 
-def vocab_parallel(local: Tensor, config: Config, groups: Groups) -> VocabParallelLogits:
+def vocab_parallel(local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
     """Returns the distributions to which a rank's columns of the logits belong.
 
     Args:
         local: Logits of this rank, [seq, batch, vocab_local].
-        config: Configuration with the real size of the vocabulary.
+        model: Architecture with the real size of the vocabulary.
         groups: Process groups, among them the group that holds the other columns.
     """
-    if config.model.num_labels is not None:  # a head, which every rank has whole
-        return VocabParallelLogits(local, None, 0, config.model.num_labels)
+    if model.num_labels is not None:  # a head, which every rank has whole
+        return VocabParallelLogits(local, None, 0, model.num_labels)
     # the padded vocabulary is split evenly, so every rank has as many columns
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
-    return VocabParallelLogits(local, group, first_index, config.model.vocab_size)
+    return VocabParallelLogits(local, group, first_index, model.vocab_size)
 
 
 def term_inputs(
@@ -53,7 +54,7 @@ def term_inputs(
     """
 
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:
-        return vocab_parallel(deferred.whole(), config, groups)
+        return vocab_parallel(deferred.whole(), config.model, groups)
 
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
     context = groups.cp if groups.layout.cp > 1 else None

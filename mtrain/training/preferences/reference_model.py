@@ -107,6 +107,15 @@ class Reference(NamedTuple):
         with nullcontext() if has_adapters else adapters_off(held.chunks):
             yield identity, held
 
+    def built_apart(self, groups: Groups) -> RankModel:
+        """Builds a separate model for the reference if the run's model cannot hold it. Collective over the world.
+
+        Args:
+            groups: Process groups.
+        """
+        chunks = build_model(self.config, groups, weights_follow=True)
+        return RankModel(self.config, groups, chunks, Optimizer(self.config, chunks, groups))
+
     def _load(self, model: RankModel) -> None:
         if self.saved is None:
             return initialize(model)
@@ -116,17 +125,6 @@ class Reference(NamedTuple):
             entry = announced(newest)
             assert entry is not None, "checkpoint_at raises where there is none"
             load_adapters(entry, model)
-
-
-def built_apart(config: Config, groups: Groups) -> RankModel:
-    """Builds a separate model for a reference that the run's model cannot hold. Collective over the world.
-
-    Args:
-        config: Configuration of the reference.
-        groups: Process groups.
-    """
-    chunks = build_model(config, groups, weights_follow=True)
-    return RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
 
 
 def _facts(adapter: AdapterSection) -> list[Any]:

@@ -36,7 +36,7 @@ from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.runs.folder import RunFolder
 from mtrain.training.forward import num_microbatches
-from mtrain.training.preferences.reference_model import Reference, built_apart
+from mtrain.training.preferences.reference_model import Reference
 from mtrain.training.preferences.scoring_pass import sequence_scores
 from mtrain.training.resume import say
 
@@ -101,7 +101,7 @@ class References:
             MachineError: The disk refuses.
         """
         if self._reference is not None and not self._reference.fits(self._config):
-            self._score_with(self._reference, built_apart(self._reference.config, self._groups))
+            self._score_with(self._reference, self._reference.built_apart(self._groups))
             self._reference = None
             # hooks and buffers of DistributedDataParallel are a reference cycle; the run's model needs their memory now
             gc.collect()

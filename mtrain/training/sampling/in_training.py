@@ -59,7 +59,7 @@ class PromptSamples:
         self._lines: AppendedFile | None = None
         if not self._section.is_on:
             return
-        refuse_uncachable(config, chunks)
+        refuse_uncachable(config.model, chunks)
         self._questions = on_first_rank(lambda: self._read(config))
         stops = frozenset[int]().union(*(each.stop_ids for each in self._questions))
         given = (self._section.temperature, self._section.top_p, self._section.top_k, self._section.seed)

@@ -118,7 +118,7 @@ def with_clipping(config: Config, clip_grad: float) -> Config:
 def initial_weights(config: Config, model: str = "trained") -> Arrays:
     """Returns the weights that every layout starts from, in forward order, without vocabulary padding."""
     return {
-        name: as_held(name, drawn(name, shape, config, model), config).numpy()
+        name: as_held(name, drawn(name, shape, config, model), config.adapter).numpy()
         for name, shape in all_shapes(config).items()
     }
 

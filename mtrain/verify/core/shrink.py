@@ -161,19 +161,11 @@ def refuse_incomparable(config: Config) -> None:
     Raises:
         ConfigError: The model has dropout, or something that changes with the layout by definition.
     """
-    _refuse_dropout(config)
-    _refuse_layout_dependent(config)
-
-
-def _refuse_dropout(config: Config) -> None:
     if keys := config.dropout_keys:
         raise ConfigError(
             f"{' and '.join(keys)} above 0 draw other numbers under every layout and micro-batch size, so that no two "
             f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
         )
-
-
-def _refuse_layout_dependent(config: Config) -> None:
     keys = layout_dependent_keys(config.model, config.loss)
     if keys:
         raise ConfigError(

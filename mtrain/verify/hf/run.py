@@ -37,7 +37,7 @@ from mtrain.verify.parity.run import Progress, Request, device_for, refuse_witho
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.aggregation import divisor, token_weights
 from mtrain.verify.reference.schedule import published_rate
-from mtrain.verify.reference.text import Rows, Text, rows_of
+from mtrain.verify.reference.text import Rows, rows_of
 
 PRELOADED = ("mtrain.verify.hf.worker", "mtrain.verify.planted.faults")
 TIMEOUT_S = 6 * 3600
@@ -68,7 +68,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     if request.fault is not None:
         chosen(request.fault, exact, {axis for trial in trials for axis in trial.axes})
     pool = pool or Pool(device, PRELOADED, TIMEOUT_S)
-    tolerances = _tolerances(exact)
+    tolerances = _tolerances(Sizes.of(exact))
     inputs = _inputs(exact, request.num_steps)
     reference, note = _reference(exact, inputs, progress)
     layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
@@ -131,13 +131,13 @@ def _trials(config: Config, request: Request, max_ranks: int) -> list[Prepared]:
     return [prepared(trial, config) for trial in dict.fromkeys(trials)]
 
 
-def _tolerances(config: Config) -> tuple[Tolerance, ...]:
+def _tolerances(sizes: Sizes) -> tuple[Tolerance, ...]:
     meaning = {
         "loss": "The mean of the next-token loss over the global batch, relative to that of transformers.",
         "grad_norm": "The global norm of all gradients before clipping, relative to that of transformers.",
     }
     of_values = (Tolerance(kind, TOLERANCE, "1e-4", {}, words) for kind, words in meaning.items())
-    return (denominator_tolerance(Sizes.of(config)), *of_values)
+    return (denominator_tolerance(sizes), *of_values)
 
 
 @dataclass(frozen=True)
@@ -153,15 +153,14 @@ def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
     texts = texts_of(config, SamplePlan(num_steps, 0, config.model.vocab_size))
     if texts.order_faults:
         raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
-    return [_step_inputs(config, number, each) for number, each in enumerate(texts.steps)]
-
-
-def _step_inputs(config: Config, number: int, texts: Sequence[Text]) -> _Inputs:
-    rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
-    weights = token_weights(rows.weights, rows.sample_weights, config.loss)
-    shares = divisor(rows.weights, rows.sample_weights, config.loss)
-    lr = published_rate(number, config.optimizer, config.train.num_steps)
-    return _Inputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact)
+    inputs = []
+    for number, of_step in enumerate(texts.steps):
+        rows = rows_of(of_step, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
+        weights = token_weights(rows.weights, rows.sample_weights, config.loss)
+        shares = divisor(rows.weights, rows.sample_weights, config.loss)
+        lr = published_rate(number, config.optimizer, config.train.num_steps)
+        inputs.append(_Inputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact))
+    return inputs
 
 
 def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:

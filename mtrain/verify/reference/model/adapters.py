@@ -56,12 +56,12 @@ def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
     return adapter is None or "_adapter." in name
 
 
-def as_held(name: str, values: Tensor, config: Config) -> Tensor:
+def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:
     """Rounds frozen projections and tables to bfloat16 if `adapter.base_dtype` says so, as a run holds them.
 
     Routers, norms and biases are not rounded.
     """
-    if config.adapter is None or config.adapter.base_dtype != "bf16" or is_trained(name, config.adapter):
+    if adapter is None or adapter.base_dtype != "bf16" or is_trained(name, adapter):
         return values
     is_matrix = values.dim() == 2 and ".router." not in name
     return values.to(torch.bfloat16).to(values.dtype) if is_matrix else values
