@@ -339,6 +339,61 @@ def test_functions_are_short() -> None:
     assert len(list(functions(ast.parse(f"{deep}      finally:\n        async def g(): pass")))) == 2
 
 
+MAX_TAKING_CONFIG = 199
+MANY_PARAMETERS = 7
+MAX_WITH_MANY_PARAMETERS = 21
+"""Numbers of functions that may take the whole configuration, and MANY_PARAMETERS or more; both should fall."""
+MEGATRON_CALLS = {"CoreAttention", "FullWidthNormAttention", "LatentAttention", "LatentCore"}
+"""Modules that Megatron-Core makes: it says what their `__init__` takes."""
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
+def takes_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    annotations = [each.annotation for each in parameters(function) if each.annotation is not None]
+    return any(ast.unparse(each) in ("Config", "Config | None") for each in annotations)
+
+
+def chooses_its_parameters(module: Module, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Says whether nobody else does: not the options of a command, autograd or Megatron-Core."""
+    made = {
+        each
+        for node in module.nodes
+        if isinstance(node, ast.ClassDef) and node.name in MEGATRON_CALLS
+        for each in node.body
+    }
+    is_dictated = function.name == "forward" or (function.name == "__init__" and function in made)
+    return not is_dictated and not module.name.startswith("mtrain.cli.")
+
+
+def functions_of_the_package() -> Iterator[tuple[Module, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for module in modules():
+        if module.name.startswith("mtrain."):
+            yield from ((module, each) for each in functions(module.tree))
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    """A function that reads one section takes that section, or the value that it needs."""
+    (section, whole) = functions(ast.parse("def f(train: TrainSection): pass\ndef g(x, *, config: Config): pass"))
+    assert (takes_config(section), takes_config(whole)) == (False, True)
+    found = [f"{module.name}.{each.name}" for module, each in functions_of_the_package() if takes_config(each)]
+    assert 0 < len(found) <= MAX_TAKING_CONFIG, f"{len(found)} functions take Config: {found}"
+
+
+def test_few_functions_have_many_parameters() -> None:
+    """Values that go together are one value with a name of the field."""
+    (many,) = functions(ast.parse("def f(self, a, b, c, /, d, *, e, f): pass"))
+    assert len(parameters(many)) == MANY_PARAMETERS
+    found = [
+        f"{module.name}.{each.name}"
+        for module, each in functions_of_the_package()
+        if len(parameters(each)) >= MANY_PARAMETERS and chooses_its_parameters(module, each)
+    ]
+    assert 0 < len(found) <= MAX_WITH_MANY_PARAMETERS, f"{len(found)} functions have many parameters: {found}"
+
+
 OPEN_SUBJECTS = {
     "mtrain.config.messages": "pydantic has a hundred types of errors, and more with each version",
     "mtrain.metrics.record": "any plain value stands as it is",

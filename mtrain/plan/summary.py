@@ -50,6 +50,7 @@ class _Summary(NamedTuple):
     layout: Layout
 
     def facts(self) -> dict[str, str]:
+        """Returns what is printed of the layout, the batch and the model, by name."""
         config, layout = self.config, self.layout
         train, model = config.train, config.model
         at_most = "" if config.data.packing is None else "at most "

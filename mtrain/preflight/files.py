@@ -78,11 +78,13 @@ class _Texts:
         self.findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
 
     def vocabulary(self) -> str:
+        """Describes how many of the model's rows the tokenizer fills."""
         model, tp, tokenizer = self.config.model, self.config.layout.tp, self.tokenizer
         rows = f"{padded_vocab_size(model, tp):,} rows with padding for tp {tp}"
         return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
 
     def look_at_records(self, data: SftSection) -> None:
+        """Makes the first record of each file into a sample."""
         config, findings = self.config, self.findings
         vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
         from mtrain.data.encoding.encoder import (

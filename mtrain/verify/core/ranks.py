@@ -21,7 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtrain.base.environment import program_versions
 from mtrain.base.errors import MtrainError
@@ -84,10 +84,25 @@ class Pool:
             RankFailedError: A rank raised something else, died or did not answer in time.
         """
         with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
-            job = (function, layout, arguments, seed, self.device, os.path.join(folder, "store"), self._timeout_s)
+            store = os.path.join(folder, "store")
+            job = _Job(function, layout, arguments, seed, self.device, store, self._timeout_s)
             for rank in range(layout.world_size):
-                ranks.start(self._context, (*job, rank))
+                ranks.start(self._context, job, rank)
             return ranks.results(self._timeout_s)
+
+
+class _Job(NamedTuple):
+    """Call that all ranks make."""
+
+    function: Callable[..., Any]
+    layout: Layout
+    arguments: tuple[Any, ...]
+    seed: int
+    device: str
+    """Kind of device: cpu or cuda."""
+    store: str
+    """Path of the file over which the ranks meet."""
+    timeout_s: int
 
 
 class _Ranks:
@@ -109,9 +124,9 @@ class _Ranks:
         for process in self._processes:
             process.join()
 
-    def start(self, context: Any, job: tuple[Any, ...]) -> None:
+    def start(self, context: Any, job: _Job, rank: int) -> None:
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there, job), daemon=True)
+        process = context.Process(target=_serve, args=(there, job, rank), daemon=True)
         with interrupts_blocked():  # a terminal sends Ctrl-C to all processes; the caller ends the ranks
             process.start()
         there.close()
@@ -145,13 +160,13 @@ class _Ranks:
         return value
 
 
-def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, job: _Job, rank: int) -> None:
     import torch
 
     gc.freeze()  # modules that the fork server has imported are not garbage: collections need not scan them
     torch.set_num_threads(1)
     try:
-        answer = (True, _call(*job))
+        answer = (True, _call(job, rank))
     except MtrainError as error:
         answer = (False, error)
     except BaseException:  # of any kind: the caller has to show it
@@ -159,36 +174,27 @@ def _serve(pipe: Connection, job: tuple[Any, ...]) -> None:
     pipe.send_bytes(pickle.dumps(answer))  # by value: multiprocessing would share a tensor's memory, which ends with us
 
 
-def _call(
-    function: Callable[..., Any],
-    layout: Layout,
-    arguments: Any,
-    seed: int,
-    kind: str,
-    store: str,
-    timeout_s: int,
-    rank: int,
-) -> Any:
+def _call(job: _Job, rank: int) -> Any:
     import torch
     import torch.distributed as dist
 
     from mtrain.mcore.distributed.groups import opened_groups
 
-    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{job.store}",
         rank=rank,
-        world_size=layout.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        world_size=job.layout.world_size,
+        timeout=timedelta(seconds=job.timeout_s),
         **options,
     )
     try:
-        with opened_groups(layout, device, seed, timeout_s) as groups:
-            return function(groups, *arguments)
+        with opened_groups(job.layout, device, job.seed, job.timeout_s) as groups:
+            return job.function(groups, *job.arguments)
     finally:
         dist.destroy_process_group()
