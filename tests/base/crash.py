@@ -13,8 +13,8 @@ _OPERATIONS = ("open", "os.", "shutil.")
 def killed_at_every_file_operation(action: Callable[[], Any], root: Path) -> Iterator[int]:
     """Runs `action` again and again, each time in a child that dies by SIGKILL one file operation later.
 
-    Yields after each death, the count of operations that were completed; afterwards once more, when the action ran to
-    its end. The caller looks at what lies there and puts back what the action needs.
+    Yields the count of completed operations after each death, and once more when the action ran to its end. The caller
+    checks what is there and restores what the action needs.
     """
     completed = 0
     while _dies_before_operation(completed, action, root):
@@ -42,7 +42,8 @@ def _dies_before_operation(number: int, action: Callable[[], Any], root: Path) -
 
 
 def kill_self_before_operation(number: int, root: Path) -> None:
-    """Audit hooks are called just before the operating system is; they cannot be removed, so only in a child."""
+    """Installs an audit hook, which is called just before the operating system is; hooks cannot be removed, so only in
+    a child."""
     left = number
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -51,12 +51,12 @@ ssize_t write(int file, const void *buffer, size_t size) {
 
 
 class FlakyDisk:
-    """The library, made once."""
+    """The library, built once."""
 
     def __init__(self, folder: Path) -> None:
         """
         Args:
-            folder: It is put there.
+            folder: Folder in which the library is built.
         """
         self._library = folder / "flaky_disk.so"
         source = folder / "flaky_disk.c"
@@ -64,13 +64,13 @@ class FlakyDisk:
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self._library, source, "-ldl"], check=True)
 
     def environment(self, path: str, error: int, count: int, first: int = 1) -> dict[str, str]:
-        """Of a program on this disk.
+        """Returns the environment of a program on this disk.
 
         Args:
             path: Part of the paths of the files that fail.
-            error: Error number.
-            count: Calls that fail.
-            first: The first of them, counted from 1.
+            error: Error number of the failures.
+            count: Number of calls that fail.
+            first: Number of the first call that fails, counted from 1.
         """
         preload = ":".join([str(self._library), *filter(None, [os.environ.get("LD_PRELOAD")])])
         faults = {"FLAKY_PATH": path, "FLAKY_ERRNO": error, "FLAKY_COUNT": count, "FLAKY_FROM": first}

@@ -14,7 +14,7 @@ from tests.paths import ROOT
 
 
 def install() -> None:
-    """Warnings are errors from here on, but for those that pyproject.toml names."""
+    """Turns warnings into errors from here on, except those that pyproject.toml names."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     for line in settings["filterwarnings"]:
         warnings.filterwarnings(*parse_warning_filter(line, escape=False))

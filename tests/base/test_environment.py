@@ -1,4 +1,4 @@
-"""Which rank a process is, by the variables of each launcher."""
+"""Rank of a process by the variables of each launcher."""
 
 import os
 import subprocess
@@ -91,7 +91,7 @@ def test_under_srun_the_address_can_be_given() -> None:
 
 
 def test_two_steps_of_a_job_have_two_ports() -> None:
-    """As have the steps of the jobs with the next numbers, which may run on the same node."""
+    """The steps of the jobs with the next numbers, which may run on the same node, have other ports, too."""
     jobs = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7, 17) for step in range(10)]
     ports = [RankEnvironment.from_environ(SRUN | job).master_port for job in jobs]
     assert len(set(ports)) == len(jobs)

@@ -1,4 +1,4 @@
-"""Which torch and megatron-core a run stands on: what an import would take decides, and it is read, never imported."""
+"""The torch and megatron-core of a run: those that an import would take, read without importing them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Put = Callable[[dict[str, str]], Path]
 
 
 def package_info(version: str) -> str:
-    """As megatron-core has it since 0.19."""
+    """Returns the source of package_info.py as megatron-core writes it since 0.19."""
     major, minor, patch = version.split(".", 2)
     digits = patch[: len(patch) - len(patch.lstrip("0123456789"))]
     return (
@@ -43,12 +43,12 @@ def package_info(version: str) -> str:
 
 
 def megatron(version: str) -> dict[str, str]:
-    """Files of a megatron-core, which is a part of a namespace."""
+    """Returns the files of a megatron-core, which is a part of a namespace."""
     return {"megatron/core/__init__.py": RUNS, "megatron/core/package_info.py": package_info(version)}
 
 
 def torch(version: str) -> dict[str, str]:
-    """Files of a torch."""
+    """Returns the files of a torch."""
     return {"torch/__init__.py": RUNS, "torch/version.py": f"from typing import Optional\n__version__ = '{version}'\n"}
 
 
@@ -63,7 +63,8 @@ def put_files(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Writes files into a folder that is first on the path; nothing has been imported yet, as where a verb starts."""
+    """Writes files into a folder that is first on the path; nothing has been imported yet, as at the start of a
+    verb."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "megatron")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
@@ -77,7 +78,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
 
 
 def refusal(is_another_machine: bool = False) -> str:
-    """The message, which is one line."""
+    """Returns the message of a refusal, which is one line."""
     with pytest.raises(MachineError) as caught:
         require_ground(is_another_machine)
     assert caught.value.exit_code == 7
@@ -130,7 +131,7 @@ def test_an_editable_installation_is_asked_as_an_import_asks_it(put: Put, monkey
     finder = importlib.machinery.PathFinder
 
     class Editable:
-        """As setuptools puts one into `sys.meta_path`."""
+        """Finder such as setuptools puts into `sys.meta_path`."""
 
         @staticmethod
         def find_spec(name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
@@ -213,7 +214,7 @@ def test_a_run_records_the_megatron_that_it_imports(put: Put, monkeypatch: pytes
 
 
 def started(folder: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command in an interpreter of its own, as what is imported there is the subject."""
+    """Runs a command in an interpreter of its own, since the test is about what is imported there."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],

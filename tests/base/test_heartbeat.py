@@ -35,7 +35,7 @@ def test_a_beat_says_where_the_rank_is_and_how_it_left(tmp_path: Path) -> None:
 
 
 def test_a_file_keeps_its_size(tmp_path: Path) -> None:
-    """So that a disk that has filled up since takes the beat."""
+    """A disk that has filled up since still accepts the beat."""
     sizes = set()
     with Heartbeat(tmp_path, 3, 4, timeout_s=1) as heartbeat:
         for phase in Phase:

@@ -1,4 +1,4 @@
-"""What is imported at a start is not looked through by the garbage collector, and what cannot be used is not found."""
+"""The garbage collector skips modules imported at a start, and unusable packages are not found."""
 
 import gc
 import importlib
@@ -67,12 +67,12 @@ def test_trackers_are_out_of_sight_of_a_block_and_found_again_after_it(
         import wandb
     import wandb
 
-    with without_trackers():  # one that is loaded stays
+    with without_trackers():  # a tracker that is loaded stays
         assert sys.modules["wandb"] is wandb
 
 
 def test_users_do_not_read_what_python_says_of_megatrons_source() -> None:
-    """From Python 3.12 on it warns of `\\-` in a text, wherever a module has not been compiled before."""
+    """Python 3.12 and later warn of `\\-` in a text, wherever a module has not been compiled before."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.resetwarnings()
         ignore_warnings_of_megatron()
@@ -83,7 +83,8 @@ def test_users_do_not_read_what_python_says_of_megatrons_source() -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Puts a module on the path; nobody has looked at packages for GPUs yet, and what that changes is undone."""
+    """Puts a module on the path; no package for GPUs has been looked for yet, and changes by such a search are
+    undone."""
     families = ("transformer_engine", "apex", "amp_C", "wandb")
     before = dict(sys.modules)
     for name in before:
@@ -112,7 +113,7 @@ def test_packages_for_gpus_are_found_where_there_is_one(install: Install) -> Non
     settle_gpu_packages(has_gpu=True)
     assert faulty_gpu_packages() == {}
     assert "transformer_engine.pytorch.optimizers" in sys.modules
-    settle_gpu_packages(has_gpu=False)  # was decided before
+    settle_gpu_packages(has_gpu=False)  # has been decided before
     assert importlib.import_module("transformer_engine").__version__ == "2.11.0"
 
 
@@ -154,7 +155,7 @@ def test_a_package_that_cannot_be_used_is_not_found_and_the_reason_is_known(
     assert faulty_gpu_packages().keys() == {package}
     assert faulty_gpu_packages()[package].startswith(reason)
     assert find_spec(package) is None
-    for name in texts:  # those that were imported before the fault, too
+    for name in texts:  # includes packages that were imported before the fault
         with pytest.raises(ImportError):
             importlib.import_module(name)
 
@@ -165,8 +166,8 @@ def test_nothing_is_said_of_packages_that_are_not_there(install: Install) -> Non
 
 
 def test_a_run_without_a_gpu_meets_no_packages_for_gpus_and_none_of_trackers_it_does_not_use(install: Install) -> None:
-    """A TransformerEngine that works and an apex that does not: both would have ended the run, and so would a
-    wandb that cannot be imported, which only a tracker of this package has to meet."""
+    """TransformerEngine works and apex does not: both would have ended the run, and so would a wandb that cannot be
+    imported, which matters only to a tracker of this package."""
     folder = install("transformer_engine", "__version__ = '2.11.0'")
     install("transformer_engine.pytorch", "")
     install("transformer_engine.pytorch.optimizers", FUSED_ADAM)

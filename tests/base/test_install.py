@@ -1,4 +1,4 @@
-"""Installing beside a torch that is there: pip leaves it alone, as README says, whatever else it would bring.
+"""Installation next to an existing torch: pip leaves it alone, as README says, whatever else pip would install.
 
 pip resolves for real, against an environment that has a torch and an index of empty wheels; nothing is downloaded.
 """
@@ -27,7 +27,7 @@ DEPENDENCIES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 def put_wheel(folder: Path, name: str, version: str, needs: Sequence[str] = ()) -> None:
-    """An empty package with these dependencies."""
+    """Writes an empty package with these dependencies."""
     stem = f"{name.replace('-', '_')}-{version}"
     texts = {
         "METADATA": "".join([f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"])
@@ -42,7 +42,8 @@ def put_wheel(folder: Path, name: str, version: str, needs: Sequence[str] = ()) 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This program and what it needs, each in the oldest version that it takes; several of torch."""
+    """Builds an index with this program and its dependencies, each in the oldest accepted version; several versions of
+    torch."""
     folder = tmp_path_factory.mktemp("index")
     put_wheel(folder, "mtrain", "0.1.0", DEPENDENCIES)
     for version in OFFERED:
@@ -54,7 +55,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(index: Path, folder: Path, there: str | None, *options: object) -> dict[str, str] | str:
-    """What pip would install, by name, in an environment that has this torch; its complaint where it refuses to."""
+    """Returns what pip would install, by name, in an environment that has this torch; its error message where it
+    refuses."""
     environment = folder / "container"
     if not environment.exists():
         venv.create(environment, with_pip=False)

@@ -1,4 +1,4 @@
-"""Files that others wrote: nothing but plain files and plain JSON, with a limit."""
+"""Files of other programs: only plain files and plain JSON, with a limit."""
 
 import ctypes
 import mmap
@@ -125,7 +125,7 @@ def test_what_is_no_plain_yaml_is_a_value_error(content: bytes) -> None:
 
 
 def resident_pages(content: mmap.mmap) -> list[bool]:
-    """Which pages of a mapped file are in memory, by mincore."""
+    """Finds which pages of a mapped file are in memory, by mincore."""
     count = -(-len(content) // mmap.PAGESIZE)
     found, start = (ctypes.c_ubyte * count)(), ctypes.c_char.from_buffer(content)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -144,7 +144,7 @@ def test_bytes_that_are_expected_are_read_and_no_others(tmp_path: Path) -> None:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     is_on_disk = not any(resident_pages(content))  # a file system in memory holds all of it
     read_ahead(content, 1024 * page + 7, 1100 * page)
-    read_ahead(content, 4096 * page + 1, 2**40)  # a damaged header: what there is
+    read_ahead(content, 4096 * page + 1, 2**40)  # a damaged header: only existing bytes are read
     deadline = time.monotonic() + 600
     while not all(resident_pages(content)[1024:1100]) or not resident_pages(content)[-1]:
         assert time.monotonic() < deadline, "the bytes were not read"

@@ -91,13 +91,14 @@ with StopSignal() as stop:
 
 
 def test_signals_that_were_blocked_come_through() -> None:
-    """In a process of its own: another thread of this one would take the signal that one thread blocks."""
+    """The test runs in a process of its own: another thread of this one would take the signal that one thread
+    blocks."""
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
 def seen_in_a_thread() -> list[signal.Signals | None]:
-    """What a block in another thread has received before and after a signal."""
+    """Returns what a block in another thread has received before and after a signal."""
     seen: list[signal.Signals | None] = []
 
     def work() -> None:

@@ -25,13 +25,13 @@ from tests.training.test_trainer import BASE
 
 @pytest.fixture(scope="module")
 def flaky_disk(tmp_path_factory: pytest.TempPathFactory) -> FlakyDisk:
-    """Where there is a C compiler: tests/needs.py."""
+    """Builds the disk, which needs a C compiler: tests/needs.py."""
     return FlakyDisk(tmp_path_factory.mktemp("flaky"))
 
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tries follow at once."""
+    """Removes the pauses between tries."""
     monkeypatch.setattr(steady_files, "PAUSES_S", (0.0, 0.0))
 
 

@@ -19,7 +19,7 @@ def slices(draw: Any) -> TensorSlice:
 
 
 def mask(at: TensorSlice) -> Tensor:
-    """Which elements are in the slice, one by one."""
+    """Marks the elements in the slice, one by one."""
     inside = [
         [all(first <= index < first + size for index, first, size in zip(indices, *at))]
         for indices in torch.cartesian_prod(*map(torch.arange, SHAPE)).tolist()

@@ -59,7 +59,7 @@ def test_whatever_looks_like_a_number_is_what_it_was_in_0_1_0(scalar: str) -> No
 
 
 def assert_same_as_0_1_0(text: str) -> None:
-    """The same value, or refused by both; numbers in base 8 and 60 are refused."""
+    """Checks that both read the same value, or refuse it; numbers in base 8 and 60 are refused."""
     try:
         wanted = as_0_1_0(text)
     except (yaml.YAMLError, ValueError):

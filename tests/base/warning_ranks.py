@@ -6,6 +6,6 @@ from mtrain.mcore.distributed.groups import Groups
 
 
 def warn(groups: Groups, module: str) -> str:
-    """As if a line of this module warned; the module, where that is no error."""
+    """Warns as if a line of this module did; returns the module where that is no error."""
     warnings.warn_explicit("something is old", DeprecationWarning, f"{module}.py", 1, module)
     return module
