@@ -13,7 +13,7 @@ FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b
 
 
 def write_files(attempt: StagingDir) -> None:
-    """What the ranks write."""
+    """Writes files as ranks do."""
     for name, content in FILES.items():
         path = attempt.path / name
         path.parent.mkdir(exist_ok=True)
@@ -21,7 +21,7 @@ def write_files(attempt: StagingDir) -> None:
 
 
 def facts(step: int, valid_loss: float | None = None) -> CheckpointInfo:
-    """Plausible ones."""
+    """Returns plausible facts of a checkpoint."""
     versions = {"mtrain": "0.1.0"}
     return CheckpointInfo(
         step=step, layout="tp1-pp1-cp1-dp1", config_hash="c0ffee", versions=versions, valid_loss=valid_loss
@@ -29,29 +29,29 @@ def facts(step: int, valid_loss: float | None = None) -> CheckpointInfo:
 
 
 def publish_attempt(attempt: StagingDir) -> CheckpointEntry:
-    """Publishes with plausible facts."""
+    """Publishes a checkpoint with plausible facts."""
     return publish(attempt, facts(attempt.step))
 
 
 def save(root: Path, step: int, valid_loss: float | None = None) -> CheckpointEntry:
-    """A whole save."""
+    """Runs a whole save."""
     attempt = begin_staging(root, step)
     write_files(attempt)
     return publish(attempt, facts(step, valid_loss))
 
 
 def damage(root: Path, step: int) -> None:
-    """Cuts a shard of a published checkpoint."""
+    """Truncates a shard of a published checkpoint."""
     (root / step_name(step) / "__0_0.distcp").write_bytes(b"sha")
 
 
 def change_manifest(folder: Path, content: dict[str, Any] | None = None, *, format: int = 3, **changes: object) -> None:
-    """Rewrites a manifest with a SHA-256 that fits it; of format 2 without one, as 0.1.0 wrote it.
+    """Rewrites a manifest with a SHA-256 that fits it; format 2 has none, as 0.1.0 wrote it.
 
     Args:
-        folder: Of the checkpoint.
-        content: All of it; None changes what is there.
-        format: What it says of its format, unless `content` is given.
+        folder: Folder of the checkpoint.
+        content: Whole content of the manifest; None changes the existing one.
+        format: Format that the manifest states, unless `content` is given.
         changes: Fields with other values.
     """
     path = folder / "mtrain.json"

@@ -16,7 +16,7 @@ ARCHIVE = ROOT / "tests" / "compatibility" / "runs_of_0.1.0.tar.xz"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder with one checkpoint, of step 4."""
+    """Creates a run folder with one checkpoint, of step 4."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / "dense"

@@ -15,7 +15,7 @@ VALUES = torch.arange(24.0).view(4, 6)
 
 
 def saved(folder: Path, offsets: list[tuple[int, int]], sizes: tuple[int, int]) -> CheckpointTensors:
-    """VALUES in slices of one size."""
+    """Saves VALUES in slices of one size."""
 
     def cut(row: int, column: int) -> Tensor:
         return VALUES[row : row + sizes[0], column : column + sizes[1]].contiguous()
@@ -35,7 +35,7 @@ def test_any_slice_comes_from_the_slices_that_were_saved(
 
 
 def test_slices_that_overlap_do_not_hide_a_gap(tmp_path: Path) -> None:
-    """They have as many elements as the tensor; what no slice holds would be whatever lay in memory."""
+    """The slices have as many elements as the tensor; positions without a slice would hold arbitrary memory."""
     tensors = saved(tmp_path, [(0, 0), (1, 0)], (2, 6))
     with pytest.raises(DataError, match=r"w is not whole: slices of \[4, 6\] overlap"):
         tensors.read("w", TensorSlice.whole((4, 6)))

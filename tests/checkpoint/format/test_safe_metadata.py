@@ -1,4 +1,4 @@
-"""What is let through of a checkpoint's list of tensors."""
+"""Entries of a checkpoint's list of tensors that are accepted."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ from tests.fault_table import Notice
 
 
 def metadata(file: str = "__0_0.distcp", transforms: list[str] | None = None, **changes: Any) -> Metadata:
-    """One tensor in one file."""
+    """Lists one tensor in one file."""
     chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
     tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), [chunk])
     place = _StorageInfo(file, 0, 10, transform_descriptors=transforms)
@@ -42,19 +42,19 @@ def metadata(file: str = "__0_0.distcp", transforms: list[str] | None = None, **
 
 
 def read(folder: Path, content: Any) -> TensorMetadata:
-    """What is found when `content` (or its pickle) is the list."""
+    """Reads the tensors when `content` (or its pickle) is the list."""
     raw = content if isinstance(content, bytes) else pickle.dumps(content)
     (folder / ".metadata").write_bytes(raw)
     return read_metadata(folder)
 
 
 def text(content: str) -> bytes:
-    """As a pickle of protocol 2 has it."""
+    """Pickles a text in protocol 2."""
     return b"X" + len(content.encode()).to_bytes(4, "little") + content.encode()
 
 
 class Calls:
-    """Calls a function when it is unpickled."""
+    """Object that calls a function when it is unpickled."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -117,7 +117,7 @@ def test_no_method_of_a_class_is_replaced(tmp_path: Path, slot: str) -> None:
 
 
 def bomb(kind: str) -> bytes:
-    """A short pickle that costs Python's unpickler gigabytes, its stack or hours."""
+    """Returns a short pickle that costs Python's unpickler gigabytes, its stack or hours."""
     lists = {
         "a huge memo": b"\x80\x02Nr" + b"\xff" * 4 + b".",
         "a deep key": b"\x80\x02})" + b"\x85" * 200_000 + b"Ns.",
@@ -156,7 +156,7 @@ for folder in sys.argv[1:]:
     exit_code=3,
 )
 def test_bombs_are_refused_in_little_memory(tmp_path: Path, notice: Notice) -> None:
-    """In a process of its own, which they would end."""
+    """The test runs in a process of its own, which the pickles would end."""
     folders = [tmp_path / str(number) for number in range(len(BOMBS) + 1)]
     for folder, kind in zip(folders, [*BOMBS, None]):
         folder.mkdir()
@@ -223,7 +223,7 @@ def test_no_transformation_is_asked_for(tmp_path: Path) -> None:
 
 
 def listed(offsets: Any = (0, 0), sizes: Any = (2, 3), shape: Any = (2, 3), **changes: Any) -> Metadata:
-    """One tensor whose list does not fit together."""
+    """Lists one tensor with contradictory entries."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(shape), [chunk])
     place = _StorageInfo("f", changes.get("start", 0), changes.get("length", 10))

@@ -16,12 +16,12 @@ SIZE_BYTES = 70_000
 
 
 class Driver:
-    """What the CUDA runtime is asked to do."""
+    """Stand-in for the CUDA runtime that records its calls."""
 
     def __init__(self, fault: int) -> None:
         self.fault = fault
         self.pinned: dict[int, int] = {}
-        """Address -> bytes."""
+        """Address -> number of pinned bytes."""
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
         if not self.fault:
@@ -43,14 +43,14 @@ class Stream:
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = property(lambda self: True)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Driver:
-    """In the place of a GPU's."""
+    """Replaces the driver of a GPU."""
     found = Driver(getattr(request, "param", 0))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     return found
@@ -108,7 +108,7 @@ def test_memory_that_was_expected_is_taken_beside_training_and_once(
     shards = [Shard("whole", (1000,), TensorSlice((0,), (1000,)), torch.arange(1000.0))]
     snapshot = Snapshot()
     for _ in range(2):
-        snapshot.expect(shards)  # returns although the memory is not there
+        snapshot.expect(shards)  # returns although no memory is left
     may_end.set()
     for _ in range(2):
         (copy,) = snapshot.take(shards)

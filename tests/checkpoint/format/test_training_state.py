@@ -1,4 +1,4 @@
-"""training_state.json comes back as it was, and nonsense in it is refused."""
+"""training_state.json is read back unchanged, and invalid content is refused."""
 
 import json
 import os

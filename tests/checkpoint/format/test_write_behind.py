@@ -17,7 +17,7 @@ MANY = 1 << 24
 def test_the_disk_is_asked_for_every_byte_once_and_never_twice_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer goes on meanwhile."""
+    """The writer continues in the meantime."""
     asked, may_end = list[tuple[int, int, int]](), threading.Event()
 
     def slow(*request: int) -> None:
@@ -35,7 +35,7 @@ def test_the_disk_is_asked_for_every_byte_once_and_never_twice_at_the_same_time(
         may_end.set()
         behind.wait()
         assert asked == [(number, 0, 2 * MANY - 1)]
-        behind.note(1)  # covers what was written while the first was under way
+        behind.note(1)  # includes bytes that were written while the first call was under way
         behind.wait()
         assert asked[1:] == [(number, 2 * MANY - 1, 4 * MANY + 1)]
 
@@ -63,7 +63,7 @@ def test_the_system_is_asked_and_its_refusal_is_raised(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
-    """As where the kernel or the file system does not know the call."""
+    """The kernel or the file system does not know the call."""
     reading, writing = os.pipe()
     try:
         begin_writing(writing, 0, 1)
@@ -74,7 +74,7 @@ def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
 
 def test_systems_without_the_call_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    begin_writing(_closed(tmp_path / "file"), 0, 1)  # which Linux refuses
+    begin_writing(_closed(tmp_path / "file"), 0, 1)  # Linux refuses this
 
 
 def _closed(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""What is written beside training is what torch's own reader finds, and its checksums are those of the files."""
+"""Tensors written during training are read by torch's own reader, and their checksums are those of the files."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from mtrain.checkpoint.store.manifest import DigestAlgorithm
 
 
 def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Shard, Shard]:
-    """The rows before and from `cut`."""
+    """Returns the rows before `cut` and those from `cut` on."""
     shape, rest = tuple(whole.shape), tuple(whole.shape[1:])
     zeros = (0,) * len(rest)
     return (
@@ -35,7 +35,7 @@ def test_slices_of_two_ranks_are_read_by_torch(tmp_path: Path) -> None:
         live = [pair[rank]._replace(data=pair[rank].data.clone()) for pair in pairs]
         copies = snapshot.take(live)
         for part in live:
-            part.data.zero_()  # training goes on
+            part.data.zero_()  # training continues
         ranks.append(write_shards(tmp_path / f"__{rank}_0.distcp", copies))
     files = {name: facts for written in ranks for name, facts in written.files.items()}
     files |= write_metadata(tmp_path, [each for written in ranks for each in written.tensors])

@@ -93,7 +93,7 @@ def _change(**changes: Any) -> Callable[[Path], object]:
 
 
 def _edit(old: bytes, new: bytes) -> Callable[[Path], object]:
-    """Other bytes under the same SHA-256."""
+    """Writes other bytes under the same SHA-256."""
 
     def edit(folder: Path) -> None:
         raw = (folder / "mtrain.json").read_bytes()
@@ -104,7 +104,7 @@ def _edit(old: bytes, new: bytes) -> Callable[[Path], object]:
 
 
 def _instead(name: str, put: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Something else in the place of a file, which is kept beside the checkpoint."""
+    """Replaces a file by something else; the file is kept next to the checkpoint."""
 
     def replace(folder: Path) -> None:
         (folder / name).rename(folder.parent / "kept")
@@ -179,7 +179,7 @@ UNVERIFIED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def passed_over(root: Path, do_damage: Callable[[Path], object]) -> str:
-    """The warning for a newer checkpoint after this was done to it."""
+    """Returns the warning about a newer checkpoint after this damage."""
     save(root, 10)
     do_damage(save(root, 20).path)
     newest = newest_good(root)
@@ -261,7 +261,7 @@ def test_a_run_that_lost_its_folder_publishes_nothing(tmp_path: Path) -> None:
         publish(attempt, facts(20), check=check)
     assert published_steps(tmp_path) == [10]
     assert (tmp_path / "latest").read_text() == "step_00000010\n"
-    # the other run may have saved the step already: what matters is that it has the folder
+    # the other run may have saved the step already: it only matters that it has the folder
     save(tmp_path, 20)
     with pytest.raises(RunFolderError, match="taken over"):
         publish(attempt, facts(20), check=check)

@@ -1,4 +1,4 @@
-"""The manifest guards itself."""
+"""A manifest detects its own damage."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.fault_table import Notice
 
 
 def written(folder: Path, **changes: object) -> bytes:
-    """The bytes of a plausible manifest."""
+    """Returns the bytes of a plausible manifest."""
     files = {f"__{rank}_0.distcp": FileInfo(size_bytes=10**rank, sha256=f"{rank:x}" * 64) for rank in range(3)}
     write_manifest(folder, Manifest(**{**facts(20, 2.5).model_dump(), "files": files, **changes}))
     return (folder / "mtrain.json").read_bytes()
@@ -73,7 +73,7 @@ def test_the_configuration_hash_is_that_of_the_configuration_beside_it(tmp_path:
 
 
 def write_other_hash(folder: Path, name: str) -> None:
-    """A configuration beside the tensors, and the hash of another one in a manifest that is whole."""
+    """Writes another configuration next to the tensors, and its hash into an intact manifest."""
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in ("common.pt", "__0_0.distcp")}
     (folder / name).write_bytes(files.setdefault(name, b"a: 1"))
     named = {file: {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for file, raw in files.items()}

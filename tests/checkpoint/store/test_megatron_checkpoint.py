@@ -11,7 +11,7 @@ from tests.config.samples import config
 
 
 def iteration(folder: Path) -> Path:
-    """An iteration's folder with a list of tensors."""
+    """Creates an iteration's folder with a list of tensors."""
     folder.mkdir()
     (folder / ".metadata").touch()
     return folder

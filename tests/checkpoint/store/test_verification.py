@@ -43,7 +43,7 @@ def test_one_flipped_bit_is_found_by_name(tmp_path: Path, name: str, notice: Not
 
 @pytest.mark.parametrize("algorithm", list(DigestAlgorithm))
 def test_each_file_is_verified_by_the_digest_that_it_was_saved_with(tmp_path: Path, algorithm: DigestAlgorithm) -> None:
-    """Up to format 3 that is SHA-256 for all."""
+    """SHA-256 serves all files up to format 3."""
     saved = save(tmp_path, 10)
     files = {name: read_facts(saved.path / name, algorithm).model_dump() for name in FILES}
     assert all(facts.keys() == {"size_bytes", algorithm.value} for facts in files.values())
