@@ -11,7 +11,7 @@ from mtrain.cli.main import app
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    """Exit code and all that was printed."""
+    """Calls the program; returns exit code and all output."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -19,7 +19,8 @@ def call(*arguments: object) -> tuple[int, str]:
 
 
 def blocking(packages: tuple[str, ...]) -> str:
-    """First lines of a program in which importing one of these packages is an error, though they can be found."""
+    """Returns the first lines of a program in which importing one of these packages is an error, though they can be
+    found."""
     return f"""
 import sys
 def refuse(event, arguments):
@@ -30,7 +31,7 @@ sys.addaudithook(refuse)
 
 
 def command(*names: str) -> Any:
-    """The verb of this name, as typer has built it."""
+    """Returns the verb of this name, as typer has built it."""
     found: Any = typer.main.get_command(app)
     for name in names:
         found = found.commands[name]
@@ -38,12 +39,12 @@ def command(*names: str) -> Any:
 
 
 def options(verb: Any) -> Mapping[str, Any]:
-    """Longest name of each option and argument -> its default."""
+    """Returns the default of each option and argument, by longest name."""
     return {max(each.opts, key=len): each.default for each in verb.params if each.name != "help"}
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Arguments of a command line, without `mtrain`, as its verb would get them; a wrong one raises."""
+    """Returns the arguments of a command line, without `mtrain`, as its verb would get them; a wrong one raises."""
     verb: Any = typer.main.get_command(app)
     words = shlex.split(line)
     while hasattr(verb, "commands"):

@@ -14,11 +14,11 @@ from tests.fault_table import Notice
 from tests.paths import ROOT
 
 NEEDS_A_CHECKOUT = {"setup.sh", "browser.sh"}
-"""Scripts that install the repository and what its tests need."""
+"""Scripts that install the repository and the requirements of its tests."""
 STAND_IN = """#!/bin/bash
 [[ $1 == -c ]] || { printf '%q ' "$@"; echo; } >> calls
 """
-"""An interpreter that has mtrain, and writes down what it is asked to run."""
+"""Interpreter that has mtrain, and records what it is asked to run."""
 
 
 def files(folder: Path) -> dict[str, bytes]:

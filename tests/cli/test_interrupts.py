@@ -20,7 +20,7 @@ from tests.pool import Pool
 from tests.warm import completed
 
 HOLDS_SIGNALS = ("train", "launch")
-"""One Ctrl-C asks these to stop (docs/stopping.md)."""
+"""Verbs that a single Ctrl-C asks to stop (docs/stopping.md)."""
 OF_RANKS = ("train", "generate")
 INTERRUPTED = """
 import os, signal, sys
@@ -40,11 +40,11 @@ from mtrain.__main__ import main
 
 main()
 """
-"""The program, which is sent Ctrl-C when it opens a file of that name for the n-th time."""
+"""Program that gets Ctrl-C when it opens a file of that name for the n-th time."""
 
 
 def leaves(found: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every verb of the command line, with those of verbs that have some."""
+    """Yields every verb of the command line, including nested ones."""
     found = typer.main.get_command(app) if found is None else found
     for name in found.commands:
         inner = found.commands[name]
@@ -90,7 +90,7 @@ READS = {
     "plan": ("plan", "config.yaml", "--gpus", "8"),
 }
 READ_FIRST = {"convert": "config.json", "tokenize": "tokenizer.json", "train-tokenizer": "text.txt"}
-"""What a verb opens first that is no configuration."""
+"""First input of a verb that does not read a configuration."""
 
 
 @pytest.mark.parametrize("verb", READS)
@@ -106,11 +106,11 @@ def test_an_interrupt_while_a_verb_reads(pool: Pool, tmp_path: Path, verb: str) 
 
 
 NOWHERE = "/dev/null/nosuch"
-"""Nobody can read it or make it."""
+"""Path that can neither be read nor created."""
 
 
 def with_nothing_there(words: tuple[str, ...]) -> list[str]:
-    """The verb with all that it requires: numbers, and paths at which nothing is or can be."""
+    """Completes the verb with all required arguments: numbers, and paths at which nothing is or can be."""
     verb, found = command(*words), list(words)
     types = typing.get_type_hints(verb.callback)
     for each in verb.params:

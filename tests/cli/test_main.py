@@ -26,7 +26,7 @@ def mtrain(*arguments: object, **environment: str) -> subprocess.CompletedProces
 def mtrain_without(
     packages: tuple[str, ...], *arguments: object, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the program where importing these is an error."""
+    """Runs the program where importing these packages is an error."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     blocked = blocking(packages) + "import runpy; runpy.run_module('mtrain', run_name='__main__')"
     return subprocess.run(
@@ -55,7 +55,7 @@ SLOW_TO_IMPORT = (
     "importlib.metadata",
     "mtrain.config",
 )
-"""What `mtrain --help` does without."""
+"""Packages that `mtrain --help` does not import."""
 
 
 def test_help_names_the_verbs_and_imports_none() -> None:
@@ -156,7 +156,7 @@ def test_a_wrong_environment_is_reported_by_the_rank_that_has_it(config_path: Pa
 
 def test_what_was_not_foreseen_keeps_its_traceback_with_the_rank(config_path: Path) -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    done = mtrain("train", config_path, **torchrun)  # goes on to torch, which is not there
+    done = mtrain("train", config_path, **torchrun)  # continues to torch, which is not there
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0] == "[rank 1] Traceback (most recent call last):"
@@ -200,7 +200,8 @@ def test_a_file_name_that_cannot_be_is_refused(config_path: Path, notice: Notice
 
 
 def test_an_interrupt_inside_a_string_that_is_run_has_its_exit_code(tmp_path: Path) -> None:
-    """As one while data classes are made; Python itself would then end as if SIGINT had killed it, under `-m` alone."""
+    """An interrupt may come while data classes are made; Python itself would then end as if SIGINT had killed it, only
+    under `-m`."""
     (tmp_path / "interrupted.py").write_text(
         "import mtrain.cli.main\n"
         "from mtrain import __main__\n"

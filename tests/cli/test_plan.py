@@ -68,7 +68,7 @@ def test_what_a_run_needs_and_nobody_gave_is_left_out_by_name(tmp_path: Path) ->
 
 
 CHOSEN = re.compile(r"layout\.\w+|train\.(micro_batch_size|recompute\w*)")
-"""What a plan may decide: everything else is the user's."""
+"""Keys that a plan may choose: everything else is the user's."""
 LACKING = {"run.dir": "runs/x", "train.num_steps": 7000, "optimizer.lr": 0.5, "data.kind": "mock"}
 OVERRIDES: dict[str, list[Any]] = {
     "train.overlap_grad_reduce": [True, False],
@@ -96,7 +96,7 @@ MODELS = ("llama3_8b", "qwen3_30b_a3b", "gpt_oss_20b", "gemma3_4b")
 
 @st.composite
 def configurations(draw: st.DrawFn) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Files and overrides of a run, or of a model alone."""
+    """Draws files and overrides of a run, or of a model alone."""
     model = CONFIGS / "model" / f"{draw(st.sampled_from(MODELS))}.yaml"
     others = [*(CONFIGS / "run").glob("[!q]*.yaml"), *(CONFIGS / "start").glob("*.yaml"), None]
     run = draw(st.sampled_from(sorted(others, key=str)))
@@ -108,7 +108,7 @@ def configurations(draw: st.DrawFn) -> tuple[tuple[Path, ...], tuple[str, ...]]:
 
 
 def resolved(files: Sequence[Path], overrides: Sequence[str], lacking: Collection[str]) -> dict[str, Any]:
-    """Every key of the configuration, what the user did not give filled in."""
+    """Returns every key of the configuration, with defaults filled in."""
     filled = [f"{key}={json.dumps(LACKING[key])}" for key in lacking]
     return flat_keys(config_yaml(load_config(list(files), [*overrides, *filled])))
 
@@ -120,7 +120,7 @@ def test_a_plan_changes_nothing_but_what_it_chooses(given: tuple[tuple[Path, ...
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "planned.yaml"
         code, text = call("plan", *files, *overrides, "--gpus", 32, "--gpu-memory", "180GiB", "--write", file)
-        if code:  # what `check` refuses, too, or what fits nowhere
+        if code:  # `check` refuses it, too, or it fits nowhere
             assume("nothing fits" not in text)
             assert call("check", *files, *overrides, "--world-size", 32, "--without-files")[0] == code == 2, text
             reject()

@@ -59,7 +59,7 @@ MISSING = (
     "plot a-folder",
     "compare nowhere a-folder",
 )
-"""Verbs whose input is not there, or is of another kind."""
+"""Verbs with an input that is missing, or of another kind."""
 WRONG_PLACE = {
     "generate nowhere --prompt x": 2,
     "init a-file": 2,
@@ -70,7 +70,7 @@ WRONG_PLACE = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, which holds an empty folder and an empty file."""
+    """Creates the working folder, which holds an empty folder and an empty file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-folder").mkdir()
     (tmp_path / "a-file").touch()

@@ -1,4 +1,4 @@
-"""What `pip install` gives: a wheel in an environment of its own, far from the checkout, that can do everything.
+"""Result of `pip install`: a wheel in an environment of its own, far from the checkout, that can do everything.
 
 The environment has the dependencies of the one that runs the tests, so nothing is downloaded, and no other mtrain.
 """
@@ -19,7 +19,7 @@ from tests.hf.folders import save
 from tests.paths import ROOT
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "mtrain", "configs", "launch")
-"""What a wheel is made of."""
+"""Sources of a wheel."""
 RUN = """
 run: {dir: runs/first}
 train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 2, precision: fp32, device: cpu}
@@ -40,7 +40,7 @@ _PATIENCE_S = 600
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment that has the wheel, and a folder that `mtrain init` made."""
+    """An environment with the wheel, and a folder that `mtrain init` made."""
 
     wheel: Path
     environment: Path
@@ -59,7 +59,7 @@ class Installed:
         )
 
     def mtrain(self, line: str) -> str:
-        """What a command line printed that ended well."""
+        """Runs a command line that has to succeed; returns its output."""
         done = self.run("mtrain", *line.split())
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -67,7 +67,8 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by `python -m build` from a copy of the sources, so that nothing of an earlier build is in it."""
+    """Builds the wheel by `python -m build` from a copy of the sources, so that nothing of an earlier build is in
+    it."""
     folder = tmp_path_factory.mktemp("build")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -85,7 +86,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in an empty environment; `mtrain init` and two small texts in a folder of its own."""
+    """Installs the wheel in an empty environment, and creates a folder by `mtrain init` with two small texts."""
     folder = tmp_path_factory.mktemp("user")
     environment = folder / "env"
     venv.create(environment, with_pip=False)
@@ -129,7 +130,7 @@ def test_the_program_is_the_one_of_the_wheel(installed: Installed) -> None:
     assert all(Path(name).is_relative_to(installed.environment) for name in done.stdout.split())
 
 
-@pytest.mark.nightly  # the programs themselves: tests of their packages
+@pytest.mark.nightly  # the programs themselves have tests in their packages
 def test_it_takes_text_to_a_trained_model(installed: Installed) -> None:
     installed.mtrain("train-tokenizer a.txt --output words.model --vocab-size 300")
     assert "1 documents" in installed.mtrain("tokenize a.txt --tokenizer words.model --output-prefix corpus")
@@ -141,13 +142,13 @@ def test_it_takes_text_to_a_trained_model(installed: Installed) -> None:
     assert "> the" in installed.mtrain("generate runs/first --max-new-tokens 2 --prompt the")
 
 
-@pytest.mark.nightly  # likewise: tests/verify/parity
+@pytest.mark.nightly  # also tested by tests/verify/parity
 def test_it_verifies_a_layout_and_writes_the_page(installed: Installed) -> None:
     installed.mtrain("verify parity run.yaml mock.yaml --layouts tp2 --steps 1 --max-ranks 2 --output report")
     assert "</html>" in (installed.project / "report" / "parity.html").read_text()
 
 
-@pytest.mark.nightly  # likewise: tests/convert
+@pytest.mark.nightly  # also tested by tests/convert
 def test_it_converts_both_ways(installed: Installed) -> None:
     save("llama", installed.project / "hf")
     imported = installed.mtrain("convert import --hf hf --out ckpt")
