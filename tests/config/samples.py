@@ -8,7 +8,7 @@ INDEXED: dict[str, Any] = {"kind": "indexed", "seq_length": 64, "train": [{"path
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    """Sections of a legal configuration; `layout__tp=2` sets layout.tp."""
+    """Returns the sections of a legal configuration; `layout__tp=2` sets layout.tp."""
     sections: dict[str, Any] = {
         "run": {"dir": "runs/sample"},
         "model": {
@@ -33,5 +33,5 @@ def content(**changes: Any) -> dict[str, Any]:
 
 
 def config(**changes: Any) -> Config:
-    """The configuration of `content`."""
+    """Builds the configuration of `content`."""
     return Config.model_validate(content(**changes))

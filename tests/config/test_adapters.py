@@ -1,4 +1,4 @@
-"""What adapters cannot be combined with: every refusal by its message; other programs' names of targets."""
+"""Combinations that adapters exclude: every refusal by its message; other programs' names of targets."""
 
 from __future__ import annotations
 

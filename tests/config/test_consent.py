@@ -1,4 +1,4 @@
-"""Which keys a run that goes on may change with consent."""
+"""Keys that a resumed run may change with consent."""
 
 from pathlib import Path
 

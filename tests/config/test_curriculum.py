@@ -19,7 +19,7 @@ LATER = [{"from_step": 10, "sources": [C, B]}, {"from_step": 20, "sources": [A]}
 
 
 def loaded(tmp_path: Path, curriculum: Any, **data: Any) -> Config:
-    """A file with this curriculum."""
+    """Loads a file with this curriculum."""
     path = write(tmp_path / "c.yaml", content(data={**INDEXED, "train": [A, B], **data}))
     return load_config([path], [f"data.curriculum={json.dumps(curriculum)}"])
 

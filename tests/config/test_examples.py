@@ -30,8 +30,8 @@ EXPERTS = {
     "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
     "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624),
 }
-"""All and active parameters, without tokens predicted ahead. gpt-oss's card leaves the embeddings out of the active
-ones; the total of DeepSeek-V3 counts the experts' biases, which are not trained by gradients."""
+"""Number of all and of active parameters, without tokens predicted ahead. gpt-oss's card leaves the embeddings out of
+the active ones; the total of DeepSeek-V3 counts the experts' biases, which are not trained by gradients."""
 MODELS = ["tiny", *PARAMETERS]
 LAYOUTS = {"single": 1, "tp2sp": 2, "cp2": 2, "tp2pp2": 4, "tp4cp2": 8, "tp8pp4": 32}
 ILLEGAL = {
@@ -40,7 +40,7 @@ ILLEGAL = {
     ("qwen2.5_7b", "tp8pp4"),
     ("gemma3_4b", "tp8pp4"),
 }
-"""Too few query groups for so many tensor ranks."""
+"""Models with too few query groups for a number of tensor ranks."""
 EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | {"deepseek_v3": ("pp16ep32", 512)}
 
 

@@ -30,7 +30,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def refusal(paths: list[Path], overrides: list[str], notice: Notice) -> str:
-    """The one line that refuses the input."""
+    """Returns the one line that refuses the input."""
     with notice, pytest.raises(ConfigError) as error:
         load_config(paths, overrides)
     assert error.value.exit_code == notice.exit_code
@@ -40,7 +40,7 @@ def refusal(paths: list[Path], overrides: list[str], notice: Notice) -> str:
 
 
 def pipe(path: Path) -> Path:
-    os.mkfifo(path)  # nobody writes: opening it would wait for ever
+    os.mkfifo(path)  # no program writes: opening it would wait forever
     return path
 
 
@@ -71,14 +71,14 @@ def test_what_is_no_configuration_is_not_read(
 
 
 def bomb(levels: int) -> str:
-    """Every level repeats the one before nine times."""
+    """Returns aliases of which every level repeats the one before nine times."""
     lines = ["a0: &a0 [x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join(lines)
 
 
 def chain(links: int) -> str:
-    """Aliases one inside the other: short, and deep when they are followed."""
+    """Returns aliases one inside the other: short, and deep when they are followed."""
     return "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [[[[[*a{n - 1}]]]]]" for n in range(1, links))])
 
 
@@ -196,7 +196,7 @@ def test_a_number_beyond_any_run_is_refused(key: str, value: Any, words: str, ba
 
 
 def test_the_largest_numbers_have_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that the plan's time and digits could depend on, all at once."""
+    """Numbers on which the plan's time and digits could depend are set to their largest values, all at once."""
     largest = config(
         model__num_layers=4096,
         model__hidden_size=2**20,

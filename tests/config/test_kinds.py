@@ -1,4 +1,4 @@
-"""Sections chosen by `kind`: what is said about kinds and their keys, what files and 0.1.0 may hold of others."""
+"""Sections chosen by `kind`: messages about kinds and their keys, and keys of other kinds in files and in 0.1.0."""
 
 from pathlib import Path
 from typing import Any

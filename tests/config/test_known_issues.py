@@ -1,4 +1,4 @@
-"""What would let a silent fault of megatron-core in is refused; what cannot be fixed is said."""
+"""Options that would let a silent fault of megatron-core in are refused; faults that cannot be fixed are reported."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reading, merging and saving configurations, and what is said about bad ones."""
+"""Reading, merging and saving of configurations, and messages about bad ones."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What may pass through model.megatron."""
+"""Fields that may pass through model.megatron."""
 
 import dataclasses
 from collections import Counter
@@ -20,7 +20,7 @@ from tests.fault_table import Notice
 
 @pytest.fixture(scope="module")
 def installed() -> dict[str, Any]:
-    """Defaults of the public fields of the installed class; a factory stands for itself."""
+    """Returns the defaults of the public fields of the installed class; a factory represents itself."""
     from megatron.core.transformer import TransformerConfig
 
     fields = dataclasses.fields(TransformerConfig)

@@ -1,4 +1,4 @@
-"""Old names of keys and losses: they mean the new ones, are noted, and are refused beside the new ones."""
+"""Old names of keys and losses: they mean the new ones, are noted, and are refused together with the new ones."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_old_paths_of_losses_mean_their_names(tmp_path: Path, old: str, new: str
     path.write_text(config_yaml(config(loss__function=new, loss__side_terms={"more": {"function": new}})))
     named = load_config([path], [])
     path.write_text(path.read_text().replace(f"function: {new}", f"function: {old}"))
-    with pytest.warns(RenamedKeyWarning) as caught:  # without match=: what does not match would be raised again
+    with pytest.warns(RenamedKeyWarning) as caught:  # without match=, which would raise other warnings again
         assert load_config([path], []) == named
     notes = " ".join(str(each.message) for each in caught)
     assert f"loss.function={old} is called {new} now" in notes
@@ -53,7 +53,7 @@ def test_old_values_mean_the_new_ones_and_are_noted(key: str, old: str, new: str
 
 
 def test_the_old_kind_of_finetuning_data_means_its_plain_form_of_chat() -> None:
-    """It knew no template, and the new one applies that of the tokenizer's folder."""
+    """The old kind used no template, and the new one applies that of the tokenizer's folder."""
     with pytest.warns(RenamedKeyWarning) as caught:
         current = with_current_names({"data": {"kind": "jsonl"}}, "a.yaml")
     assert current == {"data": {"kind": "sft", "chat_template": "plain"}}

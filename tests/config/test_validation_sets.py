@@ -15,7 +15,7 @@ SOURCE = {"path": "x"}
 
 
 def loaded(tmp_path: Path, valid: Any, **data: Any) -> Any:
-    """The data section of a file with these validation sets."""
+    """Returns the data section of a file with these validation sets."""
     path = write(tmp_path / "c.yaml", content(data={**INDEXED, **data}))
     config = load_config([path], [f"data.valid={json.dumps(valid)}"])
     (tmp_path / "again.yaml").write_text(config_yaml(config))
