@@ -1,4 +1,5 @@
-"""From a folder of Hugging Face to a model that answers in its chat template, and back into such a folder."""
+"""Round trip from a folder of Hugging Face to a model that answers in its chat template, and back into such a
+folder."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def config_of(folder: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on dialogues that began with a new model and a trained tokenizer in such a folder; exported again."""
+    """Exports a run on dialogues that began with a new model and a trained tokenizer in such a folder."""
     folder = tmp_path_factory.mktemp("chat")
     words = ["reader", "writer", "index", "value"]
     answers = [f"a {word} is a {other}." for word in words for other in words]
@@ -69,7 +70,7 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_export_answers_as_the_run_does(folder: Path) -> None:
-    """Transformers reads the exported folder: its ids of a question, its greedy continuation."""
+    """Transformers reads the exported folder: it has the same ids of a question, and the same greedy continuation."""
     arguments = [value for question in QUESTIONS for value in ("--prompt", question)]
     done = completed(
         [

@@ -1,4 +1,4 @@
-"""What ends an answer of an exported chat model, by transformers and by the run itself."""
+"""Tokens that end an answer of an exported chat model, by transformers and by the run itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEMPLATES = {
     "plain": PLAIN_TEMPLATE,
 }
 LAST = dict.fromkeys(TEMPLATES, END) | {"document": EOS, "open": EOS, "plain": EOS}
-"""What the template teaches as the end."""
+"""End that each template teaches."""
 
 
 def save_tokenizer(folder: Path, named: dict[str, Any], specials: list[str]) -> None:
@@ -66,7 +66,7 @@ def base_model(folder: Path, generation: dict[str, Any] | None, eos: int | list[
 
 
 class Says(LogitsProcessor):
-    """Lets each row say its token between others."""
+    """Processor that lets each row say its token between others."""
 
     def __init__(self, said: torch.Tensor, start: int) -> None:
         self.said, self.start = said, start
@@ -77,7 +77,7 @@ class Says(LogitsProcessor):
 
 
 def ends_of_transformers(folder: Path) -> set[int]:
-    """Each token at which generate ends, tried: a row says it as its second."""
+    """Finds each token at which generate ends, by trial: a row says it as its second token."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": "c"}, {"role": "user", "content": "a"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -89,7 +89,7 @@ def ends_of_transformers(folder: Path) -> set[int]:
 
 
 def exported(folder: Path, out: Path, template: str) -> Path:
-    """What an export does with the files of a base model."""
+    """Exports the files of a base model."""
     out.mkdir()
     for file in (each for each in folder.iterdir() if each.is_file()):
         (out / file.name).write_bytes(file.read_bytes())
@@ -106,7 +106,8 @@ def exported(folder: Path, out: Path, template: str) -> Path:
 
 
 def own_ends(out: Path, folder: Path) -> set[int]:
-    """At which `mtrain generate` ends the run's answers: with the tokenizer and the model that it began from."""
+    """Returns the tokens at which `mtrain generate` ends the run's answers: with its tokenizer and the model from which
+    it began."""
     tokenizer, templates = load_tokenizer(folder), chosen_templates("auto", out / "tokenizer.json")
     assert templates is not None
     if templates.default.text == PLAIN_TEMPLATE:
@@ -158,7 +159,7 @@ def test_names_of_the_end_keep_every_id(
     map_file: bool,
     extra: list[str] | None,
 ) -> None:
-    """Wherever special tokens are declared: the sets agree, the tokenizer's own end is among them, texts keep ids."""
+    """The sets agree wherever special tokens are declared, the tokenizer's own end is among them, texts keep ids."""
     folder = tmp_path_factory.mktemp("ends")
     as_object = {"__type": "AddedToken", "content": "<eos>", "lstrip": False, "rstrip": False, "normalized": False}
     named: dict[str, Any] = {"eos_token": "<eos>" if eos_form == "text" else {**as_object, "single_word": False}}
@@ -183,7 +184,7 @@ def test_names_of_the_end_keep_every_id(
 
 
 def test_a_chat_model_keeps_its_files(tmp_path: Path) -> None:
-    """One that names the end of a turn already."""
+    """The model already names the end of a turn."""
     base_model(tmp_path, {"eos_token_id": [END, EOS]}, EOS)
     save_tokenizer(tmp_path, {}, ["<eos>", "<end>"])
     out = exported(tmp_path, tmp_path / "out", "turns")

@@ -1,4 +1,4 @@
-"""Looking into checkpoints: what they hold, how two differ, whether every byte is as it was saved."""
+"""Inspection of checkpoints: their content, the differences of two, whether every byte is as it was saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {"model__num_layers": 2, "model__vocab_size": 117, "mode
 
 @pytest.fixture(scope="module")
 def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`one` and `two`: the same state, saved on one rank and on two; the padding of the vocabulary differs."""
+    """Creates `one` and `two`: the same state, saved on one rank and on two; the padding of the vocabulary differs."""
     folder = tmp_path_factory.mktemp("runs")
     for name, tp in (("one", 1), ("two", 2)):
         user = config(**SMALL, layout__tp=tp, layout__sp=tp > 1)
@@ -34,13 +34,13 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(*arguments: object) -> tuple[int, str]:
-    """Exit code and output of the tool."""
+    """Returns exit code and output of the tool."""
     result = CliRunner().invoke(inspect_app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 
 def changed(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint in Megatron's format, each tensor in several slices."""
+    """Creates a checkpoint in Megatron's format, each tensor in several slices."""
     folder.mkdir()
     parts = [
         Shard(key, tuple(values.shape), at, values.flatten()[start : start + at.num_elements])

@@ -1,4 +1,4 @@
-"""What adapters are merged with, by name."""
+"""Weights into which adapters are merged, by name."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def names(folder: Path) -> set[str]:
 
 
 LIKE_OTHERS = ("mistral", "qwen3-moe-unnormalised", "olmo2-grouped")
-"""Whose tensors have the names and shapes of llama, qwen3-moe and olmo2; their fields: tests/hf/schema."""
+"""Models whose tensors have the names and shapes of llama, qwen3-moe and olmo2; their fields: tests/hf/schema."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_casts_are_those_that_were_asked_for(tmp_path: Path, dtype: torch.dtype)
 
 
 def test_a_trained_model_is_exported_from_shards(pool: Pool, tmp_path: Path) -> None:
-    """Of a run that began with Megatron-LM's weights: bf16 weights as they compute, or float32 main weights."""
+    """The run began with Megatron-LM's weights: bf16 weights as they compute, or float32 main weights."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / ".metadata").touch()
     config = Config.model_validate(

@@ -1,4 +1,4 @@
-"""A conversion that is interrupted goes on where it stopped."""
+"""An interrupted conversion continues where it stopped."""
 
 import filecmp
 import os
@@ -17,7 +17,7 @@ UNITS = [Unit(f"file{number}", 10) for number in range(5)]
 
 
 def convert(out: Path, plan: int, die_at: str = "") -> list[str]:
-    """Writes five files; the names of those that were written in this call."""
+    """Writes five files; returns the names of those that were written in this call."""
     written = []
 
     def write(unit: Unit, partial: Path, tell: object) -> int:
@@ -33,7 +33,7 @@ def convert(out: Path, plan: int, die_at: str = "") -> list[str]:
 
 
 def killed(out: Path, die_at: str) -> None:
-    """The same in a process that is killed."""
+    """Writes them in a process that is killed."""
     child = os.fork()
     if child == 0:
         convert(out, plan=1, die_at=die_at)
