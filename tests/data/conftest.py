@@ -19,7 +19,7 @@ WORDS = ["<unk>", "<s>", "</s>", "<pad>", *"abcdefghij", "###", "user", "assista
 
 @pytest.fixture(scope="session")
 def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json of whole words, so that ids can be written by hand."""
+    """Writes a tokenizer.json of whole words, so that ids can be written by hand."""
     folder = tmp_path_factory.mktemp("words")
     model = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(WORDS)}, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -33,7 +33,7 @@ def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_corpus(tmp_path: Path) -> Callable[[str, Sequence[Sequence[int]]], str]:
-    """Writes documents as a pair and returns its prefix."""
+    """Returns a function that writes documents as a pair and returns its prefix."""
 
     def write(name: str, documents: Sequence[Sequence[int]]) -> str:
         prefix = str(tmp_path / name)
@@ -47,7 +47,7 @@ def write_corpus(tmp_path: Path) -> Callable[[str, Sequence[Sequence[int]]], str
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[[Sequence[dict[str, Any]]], Path]:
-    """Writes objects as lines and returns the file."""
+    """Returns a function that writes objects as lines and returns the file."""
 
     def write(objects: Sequence[dict[str, Any]]) -> Path:
         path = tmp_path / "samples.jsonl"
@@ -59,7 +59,7 @@ def write_jsonl(tmp_path: Path) -> Callable[[Sequence[dict[str, Any]]], Path]:
 
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
-    """A small configuration; sections are given as dictionaries."""
+    """Returns a function that builds a small configuration; sections are given as dictionaries."""
 
     def make(data: dict[str, Any], **sections: dict[str, Any]) -> Config:
         model = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 1000}

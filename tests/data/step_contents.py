@@ -1,4 +1,4 @@
-"""What went where: the samples of a step, and the row and rank that computes each."""
+"""Contents of a step: its samples, and the row and rank that computes each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ class PlacedSample:
     """One sample of a step."""
 
     number: int
-    """In the order of the run, counted from 0."""
+    """Number of the sample in the order of the run, counted from 0."""
     position: SamplePosition
     """Source, epoch and index in the source."""
     slot: int
-    """In the step."""
+    """Position of the sample in the global batch."""
     microbatch: int
     dp_rank: int
     row: int
-    """In the microbatch of this rank."""
+    """Number of the row in the microbatch of this rank."""
     place: int
-    """Among the samples of the row, from 0."""
+    """Number of the sample in its row, counted from 0."""
 
 
 def contents(loader: StepLoader, step: int) -> Iterator[PlacedSample]:
-    """Everything that the step after `step` completed updates trains, microbatch by microbatch and rank by rank.
+    """Yields everything that the step after `step` completed updates trains, microbatch by microbatch and rank by rank.
 
-    Follows from the configuration, the lengths of samples and the number of ranks alone; the loader's batches are
-    compared with it.
+    The result depends only on the configuration, the lengths of samples and the number of ranks; the loader's batches
+    are compared with it.
     """
     numbers, plan = loader.numbers(step), loader.plan(step)
     for microbatch in range(plan.num_microbatches):

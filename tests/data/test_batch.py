@@ -1,4 +1,4 @@
-"""A batch's fields are listed once: what goes through all of them forgets none."""
+"""Fields of a batch are listed once: code that handles all of them forgets none."""
 
 from dataclasses import fields, replace
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets, field_dtypes
 
 TERMS = ("main", "tokens")
-"""A term may be called as a field."""
+"""Names of terms, of which one equals the name of a field."""
 FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights"), True)
-"""So may an extra."""
+"""Fields of a batch, with an extra that has the name of a field."""
 
 
 def rows(dtype: torch.dtype) -> Tensor:
@@ -18,7 +18,7 @@ def rows(dtype: torch.dtype) -> Tensor:
 
 
 def full() -> Microbatch:
-    """Every field filled."""
+    """Builds a batch with every field filled."""
     return replace(
         Microbatch.of({path: rows(dtype) for path, dtype in FIELDS.items()}),
         num_padding_tokens=3,

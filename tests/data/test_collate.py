@@ -1,4 +1,4 @@
-"""Rows of several samples: what each position says, by hand."""
+"""Rows of several samples: expected values of each position, by hand."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ FORM = RowForm(8, TERMS, is_packed=True, isolates_documents=True, with_padding=T
 
 
 def sample(first: int, length: int, mask: list[float] | None = None, weight: float = 1.0) -> Sample:
-    """Tokens first, first + 1, ..."""
+    """Builds a sample of the tokens first, first + 1, ..."""
     counts = np.ones(length) if mask is None else np.array(mask, np.float64)
     return shifted(np.arange(first, first + length + 1), counts, weight)
 

@@ -1,4 +1,4 @@
-"""Blends by ranges of steps: who comes when, that epochs stay whole across borders, and what their data are called."""
+"""Blends by ranges of steps: order of samples, epochs that stay whole across phases, and fingerprints."""
 
 import math
 from collections import Counter
@@ -35,7 +35,8 @@ def drawn_phases(draw: st.DrawFn) -> list[BlendPhase]:
 
 
 def turns_by_definition(phases: Sequence[BlendPhase], count: int) -> list[int]:
-    """The source of each sample, dealt one by one with fractions as Tijdeman (1980) defines it, anew in each phase."""
+    """Returns the source of each sample, dealt one by one with fractions as Tijdeman (1980) defines it, anew in each
+    phase."""
     found: list[int] = []
     ends = [*(phase.first for phase in phases[1:]), count]
     for phase, end in zip(phases, ends):
@@ -98,7 +99,7 @@ def test_a_later_phase_moves_no_sample_before_it() -> None:
     one, both = BlendPhases([first], 1 + 1), BlendPhases([first, second, BlendPhase(70, (0,), (1.0,))], 3)
     assert [one.locate(n) for n in range(30)] == [both.locate(n) for n in range(30)]
     assert [both.locate(n).source for n in range(70, 75)] == [0] * 5
-    # the second period of the first blend, 20 of it already dealt
+    # the second period of the first blend, of which 20 are already dealt
     assert both.locate(70).number == 20
 
 
@@ -113,7 +114,8 @@ def config(
     word_tokenizer: Path,
     tmp_path: Path,
 ) -> Config:
-    """Three sources: the first two from the start, the last two from step 3 on, all of them from step 7 on."""
+    """Builds a configuration of three sources: the first two from the start, the last two from step 3 on, all from step
+    7 on."""
     data: dict[str, Any] = {}
     if request.param == "indexed":
         paths = [write_corpus(name, [list(range(base, base + 30))] * 6) for name, base in CORPORA.items()]
@@ -154,7 +156,7 @@ def test_each_step_reads_the_blend_that_holds_for_it(config: Config) -> None:
 
 
 def held(config: Config, dp: int, step: int) -> Sequences:
-    """The samples of all ranks, wherever they lie."""
+    """Returns the samples of all ranks, wherever they lie."""
     found: Sequences = Counter()
     for rank in range(dp):
         found += sequences(StepLoader(config, rank, dp).batches(step))
@@ -220,7 +222,7 @@ def test_fingerprints_are_equal_up_to_the_first_step_that_differs(config: Config
     assert [has_phases(found[name]) for name in forms] == [True, True, False, True, True]
 
     def parting(one: str, other: str) -> int:
-        """Steps that read the same."""
+        """Counts the steps that read the same."""
         same = [fingerprint_until(found[one], step) == fingerprint_until(found[other], step) for step in range(STEPS)]
         assert all(before >= after for before, after in pairwise(same))
         return sum(same) - 1

@@ -1,4 +1,4 @@
-"""What a program may write as token ids and numbers, and that nothing else becomes one."""
+"""Token ids and numbers that a program may give, and refusals of everything else."""
 
 from __future__ import annotations
 

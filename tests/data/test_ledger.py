@@ -1,4 +1,4 @@
-"""The data ledger: what entries say, how they are kept, and what the checker finds."""
+"""The data ledger: its entries, their storage, and what the checker finds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ START = StartEntry(0, "fp", ("a",), (4,))
 
 
 class Listed:
-    """Entries made beforehand: one source, epoch 0 of four samples and those after it."""
+    """Entries made beforehand: one source, epoch 0 of four samples and later epochs."""
 
     def __init__(self, ids: dict[int, list[int]]) -> None:
         self._ids = ids

@@ -34,7 +34,8 @@ def config(
     write_jsonl: WriteJsonl,
     word_tokenizer: Path,
 ) -> Config:
-    """Training and validation data of each kind, with three loss terms; padded rows for a model with experts."""
+    """Builds a configuration with training and validation data of each kind and three loss terms; experts have padded
+    rows."""
     letters = "abcdefghij"
     model: dict[str, Any] = {}
     match request.param:
@@ -67,13 +68,13 @@ def fields(batch: Microbatch) -> dict[str, Tensor]:
 
 
 def joined(batches: Sequence[Microbatch]) -> dict[str, Tensor]:
-    """Rows of all microbatches, by field."""
+    """Joins the rows of all microbatches, by field."""
     rows = [fields(batch) for batch in batches]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def global_batch(config: Config, dp: int, micro_batch_size: int, step: int) -> dict[str, Tensor]:
-    """What all ranks read, in the order of slots."""
+    """Returns what all ranks read, in the order of slots."""
     changed = config.train.model_copy(update={"micro_batch_size": micro_batch_size})
     ranks = [StepLoader(config.model_copy(update={"train": changed}), rank, dp).batches(step) for rank in range(dp)]
     return joined([ranks[rank][number] for number in range(len(ranks[0])) for rank in range(dp)])

@@ -1,4 +1,4 @@
-"""Order of samples: arithmetic."""
+"""Order of samples by arithmetic."""
 
 from collections import Counter
 
@@ -27,8 +27,8 @@ WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 @settings(max_examples=12)
 @given(weights=WEIGHTS, n=st.integers(0, 600))
 def test_every_prefix_of_a_blend_holds_each_share_within_one(weights: list[float], n: int) -> None:
-    """And the samples of each source are numbered without gaps."""
-    blend = Blend(weights)  # a period of up to 100,000 turns: most of what this test costs
+    """The samples of each source are numbered without gaps, too."""
+    blend = Blend(weights)  # a period of up to 100,000 turns: most of this test's time
     counts: Counter[int] = Counter()
     for turn in map(blend.locate, range(n)):
         assert turn.number == counts[turn.source]
@@ -93,7 +93,7 @@ def test_large_ranges_are_permuted_without_a_table(index: int, key: int) -> None
 
 
 def test_permutations_are_even_over_keys() -> None:
-    """Chi-square over where index 0 of 7 goes, and over the 6 orders of 3 elements: 5 sigma."""
+    """Chi-square tests at 5 sigma: where index 0 of 7 goes, and the 6 orders of 3 elements."""
     places = Counter(permuted(0, 7, key_of(key)) for key in range(7000))
     assert sum((places[place] - 1000) ** 2 / 1000 for place in range(7)) < 6 + 5 * np.sqrt(12)
     orders = Counter(tuple(permutation(3, key_of(key))) for key in range(6000))

@@ -65,7 +65,7 @@ def test_another_tokenizer_is_refused(make: Callable[[Path], Path], tmp_path: Pa
 
 
 def test_the_same_tokenizer_under_another_name_is_taken(tmp_path: Path) -> None:
-    """With a chat template, another end, another text of the file; or where the weights came with none."""
+    """The tokenizer may have a chat template, another end, another text of the file; or the weights came with none."""
     own = folder(tmp_path / "own")
     other = folder(tmp_path / "other", eos_token="<s>")
     (other / "chat_template.jinja").write_text("T")

@@ -22,7 +22,8 @@ TERMS = {"aggregation": "seq-mean-token-mean", "side_terms": {"all": {"aggregati
 
 @pytest.fixture
 def packed(make_config: MakeConfig, write_jsonl: WriteJsonl, word_tokenizer: Path) -> Callable[..., Config]:
-    """Conversations of 3 to 11 positions, five of them held out; makes a configuration."""
+    """Writes conversations of 3 to 11 positions, five of them held out; returns a function that builds a
+    configuration."""
     lines = [
         {"prompt": letter, "response": " ".join(LETTERS[:count])} for letter in LETTERS for count in (1, 9, 3, 2, 5, 8)
     ]
@@ -43,7 +44,7 @@ def packed(make_config: MakeConfig, write_jsonl: WriteJsonl, word_tokenizer: Pat
 
 
 def sequences(batches: Sequence[Microbatch]) -> Sequences:
-    """Tokens, labels, positions, weights and shares of each sequence, without padding."""
+    """Returns tokens, labels, positions, weights and shares of each sequence, without padding."""
     found: Sequences = Counter()
     for batch in batches:
         ids = np.arange(len(batch.tokens))[:, None] if batch.sequence_ids is None else batch.sequence_ids.numpy()

@@ -1,4 +1,4 @@
-"""Reading ahead."""
+"""Reading ahead in a thread."""
 
 import threading
 

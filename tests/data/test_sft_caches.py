@@ -24,7 +24,7 @@ GOOD = [{"prompt": "a", "response": word} for word in "bcdefghij"]
 
 @pytest.fixture
 def configured(tmp_path: Path, word_tokenizer: Path, make_config: Callable[..., Config]) -> Callable[..., Config]:
-    """A configuration whose source is the given lines."""
+    """Returns a function that builds a configuration whose source is the given lines."""
 
     def make(lines: list[Any], **data: Any) -> Config:
         path = tmp_path / "samples.jsonl"

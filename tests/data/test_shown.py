@@ -1,4 +1,4 @@
-"""What is shown of a step: by hand, and equal to what the loader hands to training."""
+"""Display of a step: expected texts by hand, and the same content as the loader gives to training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINES: list[dict[str, Any]] = [{"prompt": "a <x>", "response": "c d", "weight": 
 
 @pytest.fixture
 def loader(write_jsonl: WriteJsonl, word_tokenizer: Path, make_config: Callable[..., Config]) -> StepLoader:
-    """Two samples a step; a <x> -> c d has three trained tokens, as each end is one."""
+    """Builds a loader of two samples a step; a <x> -> c d has three trained tokens, as each end is one."""
     data = {"kind": "sft", "train": [{"path": str(write_jsonl(LINES))}], "tokenizer": str(word_tokenizer)}
     sections = {"loss": {"aggregation": "seq-mean-token-mean"}, "train": {"global_batch_size": 2}}
     return StepLoader(make_config(data, **sections), 0, 1)
@@ -58,7 +58,7 @@ def test_documents_of_a_row_are_distinguished(
     loader = StepLoader(make_config({"train": [{"path": prefix}], "isolate_documents": True}), 0, 1)
     (sample, *_) = loader.shown(1, 1).samples
     edges = [token.begins_document for token in sample.tokens]
-    # the last token is only predicted, so nothing says whether a document begins there
+    # the last token is only predicted, so it is not known whether a document begins there
     assert edges[1:-1] == [token.id in (7, 5) for token in sample.tokens[1:-1]]
     assert [token.text for token in sample.tokens] == [str(token.id) for token in sample.tokens]
     starts = [token for token in sample.tokens[1:-1] if token.begins_document]

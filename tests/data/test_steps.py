@@ -23,7 +23,7 @@ def config_of(
     write_jsonl: Callable[[Sequence[dict[str, Any]]], Path],
     word_tokenizer: Path,
 ) -> Callable[..., Config]:
-    """60 samples of 3 to 8 positions, in rows of 8."""
+    """Writes 60 samples of 3 to 8 positions, for rows of 8."""
     answers = [" ".join(LETTERS[(i // 10**n) % 10] for n in range(2 + i % 6)) for i in range(NUM_SAMPLES)]
     path = write_jsonl([{"prompt": "a", "response": answer} for answer in answers])
     assert len(set(answers)) > NUM_SAMPLES / 2
@@ -37,7 +37,7 @@ def config_of(
 
 
 def rows_of(config: Config, dp: int, step: int) -> Counter[tuple[tuple[int, ...], ...]]:
-    """Tokens and labels of all rows of a step over all ranks, but for rows without text."""
+    """Counts tokens and labels of all rows of a step over all ranks, except rows without text."""
     found: Counter[tuple[tuple[int, ...], ...]] = Counter()
     for rank in range(dp):
         for batch in StepLoader(config, rank, dp).batches(step):
@@ -91,7 +91,7 @@ def test_steps_of_rows_hold_so_many_rows_and_each_sample_once_an_epoch(config_of
 
 @pytest.mark.parametrize("packing", [None, {"batch": "sequences"}, ROWS], ids=str)
 def test_contents_say_who_computes_which_sample(config_of: Callable[..., Config], packing: dict[str, Any]) -> None:
-    """The microbatches of every rank are those of the samples that are said to be there."""
+    """The microbatches of every rank have the samples that the plan assigns to it."""
     config = config_of(packing, global_batch_size=8, micro_batch_size=2)
     loaders = [StepLoader(config, rank, 2) for rank in range(2)]
     stream = Sources(config).training()

@@ -16,7 +16,8 @@ from tests.training.test_trainer import command, finished, records, start
 __all__ = ["command", "start"]
 
 LINES = [{"prompt": "a b", "response": "c " * count} for count in (1, 2, 3, 4)]
-"""bos, two words, count words and eos: positions with text are one less, count + 1 of them are in the loss."""
+"""Samples of bos, two words, count words and eos: positions with text are one less, count + 1 of them are in the
+loss."""
 TEXT, LOSS, POSITIONS = sum(3 + count for count in (1, 2, 3, 4)), sum(count + 1 for count in (1, 2, 3, 4)), 4 * 16
 
 
@@ -74,7 +75,7 @@ def test_a_run_may_be_packed_from_a_checkpoint_on(
     write_jsonl: Callable[[Sequence[dict[str, Any]]], Path],
     word_tokenizer: Path,
 ) -> None:
-    """On other ranks and in wider rows: the same samples, losses and norms as without, and less padding."""
+    """Other ranks and wider rows give the same samples, losses and norms as without packing, and less padding."""
     path = write_jsonl([*LINES, {"prompt": "a", "response": "b c d e f g"}, {"prompt": "c", "response": "d"}])
     data = [
         "data.kind=sft",

@@ -13,16 +13,16 @@ from mtrain.base.errors import DataError
 from mtrain.data.samples.tokenized import TokenizedSample
 
 COUNT_FILE = "MTRAIN_TEST_ENCODED"
-"""Names a file that grows by a byte with every record that any process encodes."""
+"""Environment variable with the name of a file that grows by a byte with every record that any process encodes."""
 
 
 class ByteEncoder:
-    """Each byte is a token."""
+    """Encoder of bytes: each byte is a token."""
 
     fingerprint = "bytes"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As of `SampleEncoder`."""
+        """Encodes the bytes of one record."""
         if COUNT_FILE in os.environ:
             with Path(os.environ[COUNT_FILE]).open("ab") as file:
                 file.write(b".")
@@ -35,18 +35,18 @@ class ByteEncoder:
 
 
 class FatalEncoder(ByteEncoder):
-    """Its process dies of a record."""
+    """Encoder whose process dies of a record."""
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As of `SampleEncoder`."""
+        """Ends the process."""
         os._exit(9)
 
 
 class EndlessEncoder(ByteEncoder):
-    """Never comes to the end of a record."""
+    """Encoder that never finishes a record."""
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """As of `SampleEncoder`."""
+        """Encodes the record, then waits forever."""
         super().encode(record)
         while True:
             time.sleep(60)

@@ -1,4 +1,4 @@
-"""The token cache: what is read back, that it is built once, and that nothing wrong is ever served from it."""
+"""The token cache: what is read back, that it is built once, and that it never serves anything wrong."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ def write(path: Path, texts: Sequence[str] = TEXTS, **more: Any) -> Path:
 
 
 def settle(path: Path) -> None:
-    """As if it had been written a while ago; ctime cannot be set back, so the clock of the content goes on instead."""
+    """Makes a file look as if it was written a while ago; ctime cannot be set back, so the clock of the content moves
+    on."""
     os.utime(path, (1e9, 1e9))
 
 
 @pytest.fixture(autouse=True)
 def hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that a test has just written count as settled; their real times stay."""
+    """Lets files that a test has just written count as settled; their real times stay."""
     real = time.time_ns
     monkeypatch.setattr("mtrain.data.cache.content.time.time_ns", lambda: real() + 3600 * 10**9)
 
 
 @pytest.fixture
 def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many records have been encoded since the last call."""
+    """Counts the records that have been encoded since the last call."""
     file = tmp_path / "encoded"
     file.touch()
     monkeypatch.setenv(COUNT_FILE, str(file))
@@ -206,7 +207,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 
 def flipped(path: Path) -> None:
-    """One bit in the middle of a file."""
+    """Flips one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -265,7 +266,7 @@ def test_without_locks_both_build_and_one_is_taken(tmp_path: Path, monkeypatch: 
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)  # as some network file systems are mounted
+    monkeypatch.setattr(fcntl, "flock", no_locks)  # some network file systems are mounted like this
     path, of_others = write(tmp_path / "a.jsonl"), list[int]()
 
     def meanwhile() -> ByteEncoder:  # while one builds, another one finishes
@@ -289,7 +290,7 @@ def folders(cache: Path) -> list[Path]:
 
 
 def alone(path: Path, cache: Path, fault: str) -> subprocess.CompletedProcess[str]:
-    """A builder in a process of its own that meets a fault."""
+    """Runs a builder in a process of its own that meets a fault."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MTRAIN_TEST_FAULT": fault}
     command = [sys.executable, "-m", "tests.data.cache.build_alone", str(path), str(cache)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -314,7 +315,7 @@ def test_a_killed_builder_leaves_no_entry(tmp_path: Path, notice: Notice) -> Non
 
 @pytest.fixture
 def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The disk of this process's files takes no more than 4 kB a file."""
+    """Limits the files of this process to 4 kB each, like a full disk."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -349,7 +350,7 @@ def test_a_cache_that_cannot_be_written_still_serves_what_it_has(tmp_path: Path)
     (cache / "files").write_text("in the way of what would be remembered")
     lock = next((cache / "entries").glob(".lock-*"))
     lock.unlink()
-    lock.mkdir()  # nobody can take this lock: opening what is there must not need it
+    lock.mkdir()  # this lock cannot be taken: opening an existing entry must not need it
     assert opened(path, cache).fingerprint == whole.fingerprint
 
 

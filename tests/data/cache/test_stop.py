@@ -38,7 +38,7 @@ def signalled(is_time: Callable[[], bool]) -> threading.Thread:
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Whether a record has been encoded."""
+    """Returns a function that says whether a record has been encoded."""
     file = tmp_path / "encoded"
     file.touch()
     monkeypatch.setenv(COUNT_FILE, str(file))

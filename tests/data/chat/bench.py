@@ -1,4 +1,4 @@
-"""Published chat templates times drawn conversations: what agrees with transformers, and what is refused and why.
+"""Published chat templates times drawn conversations: which agree with transformers, and which are refused and why.
 
 python -m tests.data.chat.bench    writes the counts again, which `test_bench` compares
 """
@@ -49,7 +49,7 @@ class _Day(datetime.datetime):
 
 
 def templates() -> dict[str, str]:
-    """Those of TRL, and our own after the published formats, by name."""
+    """Returns the templates of TRL, and our own after the published formats, by name."""
     theirs = Path(trl.__file__).parent / "chat_templates"
     files = {f"trl/{path.stem}": path for path in theirs.glob("*.jinja")}
     files |= {path.stem: path for path in TEMPLATES.glob("*.jinja")}
@@ -57,7 +57,8 @@ def templates() -> dict[str, str]:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """Drawn once: turns, system messages, tools and their results, reasoning, and thinking switched off."""
+    """Draws conversations once: turns, system messages, tools and their results, reasoning, and thinking switched
+    off."""
     draw = random.Random(8)
     return [_conversation(draw) for _ in range(NUM_CONVERSATIONS)]
 
@@ -74,7 +75,7 @@ def _conversation(draw: random.Random) -> dict[str, Any]:
         if has_tools and draw.random() < 0.6:
             function = {"name": "get_weather", "arguments": {"city": _text(draw)}}
             call: dict[str, Any] = {"id": "a1b2c3d4e", "type": "function", "function": function}
-            call |= {"index": 0} if draw.random() < 0.5 else {}  # as answers of servers have it
+            call |= {"index": 0} if draw.random() < 0.5 else {}  # the form of servers' answers
             record["messages"] += [
                 assistant("", tool_calls=[call]),
                 {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "get_weather", "content": _text(draw)},
@@ -92,7 +93,7 @@ def _text(draw: random.Random) -> str:
 
 
 def write_tokenizer(folder: Path, found: dict[str, str]) -> None:
-    """Bytes, and the special tokens that the templates name."""
+    """Writes a tokenizer of bytes, and of the special tokens that the templates name."""
     special = sorted({match for text in found.values() for match in _SPECIAL.findall(text)} | set(_STOPS) | {"<bos>"})
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
@@ -103,12 +104,12 @@ def write_tokenizer(folder: Path, found: dict[str, str]) -> None:
 
 
 def outcomes(name: str, text: str, folder: Path) -> Iterator[str]:
-    """What becomes of each conversation under a template.
+    """Yields the outcome of each conversation under a template.
 
     Args:
-        name: What the template is called.
-        text: The template.
-        folder: Holds tokenizer.json.
+        name: Name of the template.
+        text: Text of the template.
+        folder: Folder with tokenizer.json.
     """
     stop = next(each for each in _STOPS if each in text or each == _STOPS[-1])
     (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
@@ -145,7 +146,7 @@ def _outcome(encoder: ChatEncoder, judge: Any, record: dict[str, Any], is_marked
         return "taken, though transformers refuses it"
     ids, counts = sample.ids.tolist(), (sample.loss_weights > 0).tolist()
     if ids[:-1] == expected["input_ids"] and ids[-1] == judge.eos_token_id:
-        ids, counts = ids[:-1], counts[:-1]  # this template leaves the stop of the last answer to what follows
+        ids, counts = ids[:-1], counts[:-1]  # this template leaves the stop of the last answer to the text after it
     if ids != expected["input_ids"]:
         return "other ids"
     if is_marked and counts != [each == 1 for each in expected["assistant_masks"]]:
@@ -154,7 +155,7 @@ def _outcome(encoder: ChatEncoder, judge: Any, record: dict[str, Any], is_marked
 
 
 def counts() -> dict[str, dict[str, int]]:
-    """Template -> outcome -> number of conversations."""
+    """Returns the number of conversations by template and outcome."""
     found = templates()
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), found)

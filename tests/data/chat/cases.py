@@ -68,12 +68,12 @@ CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "get_weather
 
 
 def user(text: str) -> dict[str, Any]:
-    """A question."""
+    """Returns a question."""
     return {"role": "user", "content": text}
 
 
 def assistant(text: str, **more: Any) -> dict[str, Any]:
-    """An answer."""
+    """Returns an answer."""
     return {"role": "assistant", "content": text, **more}
 
 
@@ -142,7 +142,7 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of a few merges, with the tokens of all formats."""
+    """Writes a byte-level BPE of a few merges, with the tokens of all formats."""
     model = Tokenizer(models.BPE())
     model.decoder = decoders.ByteLevel()
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -159,7 +159,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def folder_of(name: str, tokenizer: Path, folder: Path) -> Path:
-    """A tokenizer's folder with one of the templates."""
+    """Creates a tokenizer's folder with one of the templates."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     (folder / "chat_template.jinja").write_bytes((TEMPLATES / f"{name}.jinja").read_bytes())
@@ -169,7 +169,7 @@ def folder_of(name: str, tokenizer: Path, folder: Path) -> Path:
 
 
 def trained_texts(sample: TokenizedSample, tokenizer: Tokenizer) -> list[str]:
-    """The text of each run of tokens in the loss."""
+    """Returns the text of each run of tokens in the loss."""
     runs: list[list[int]] = []
     is_inside = False
     for id_, weight in zip(sample.ids.tolist(), sample.loss_weights.tolist()):

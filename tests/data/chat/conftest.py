@@ -19,7 +19,7 @@ MakeEncoder = Callable[..., ChatEncoder]
 
 @pytest.fixture(scope="session")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json with the special tokens of all templates."""
+    """Writes a tokenizer.json with the special tokens of all templates."""
     folder = tmp_path_factory.mktemp("chat")
     write_tokenizer(folder)
     return folder / "tokenizer.json"
@@ -27,14 +27,14 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def template_folder(tmp_path_factory: pytest.TempPathFactory, chat_tokenizer: Path) -> Callable[[str], Path]:
-    """A tokenizer's folder with the template of that name."""
+    """Returns a function that creates a tokenizer's folder with the template of that name."""
     parent = tmp_path_factory.mktemp("templates")
     return lambda name: folder_of(name, chat_tokenizer, parent / name)
 
 
 @pytest.fixture(scope="session")
 def chat_encoder(template_folder: Callable[[str], Path]) -> MakeEncoder:
-    """Encoder of a template by name; one process renders all conversations of it."""
+    """Returns a function that builds the encoder of a template by name; one process renders all its conversations."""
     made: dict[Any, ChatEncoder] = {}
 
     def make(name: str, **options: Any) -> ChatEncoder:
@@ -51,7 +51,7 @@ def chat_encoder(template_folder: Callable[[str], Path]) -> MakeEncoder:
 
 @pytest.fixture
 def encoder_of_text(tmp_path: Path, chat_tokenizer: Path) -> MakeEncoder:
-    """Encoder of a template given as text."""
+    """Returns a function that builds the encoder of a template given as text."""
 
     def make(text: str, eos: str = "<|im_end|>", **options: Any) -> ChatEncoder:
         folder = folder_of("chatml", chat_tokenizer, tmp_path / "own")

@@ -1,4 +1,4 @@
-"""Empty thoughts that a template writes in some places only are no difference; whatever else differs is one."""
+"""Empty thoughts that a template writes only in some places are no difference; everything else that differs is one."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_what_else_stands_side_by_side_is_none(text: str) -> None:
 
 
 class Habits(NamedTuple):
-    """Where a template writes an empty thought."""
+    """Places where a template writes an empty thought."""
 
     pair: str
     in_prompt: bool
     last_messages: int
-    """The number of last messages whose answers have it, or alone lack it."""
+    """Number of last messages whose answers have it, or are the only ones without it."""
     in_last: bool
 
     def writes(self, number: int, num_messages: int) -> bool:
@@ -91,7 +91,7 @@ def test_an_empty_thought_here_and_there_is_no_difference(
 ) -> None:
     messages = [message for content in contents for message in (user("q"), assistant(content))]
     sample = encoder_of_text(habits.template).encode({"messages": messages})
-    # the model writes what stands in the whole after what it is asked with
+    # the model writes the text that follows its prompt in the whole
     expected = "".join(
         (habits.pair if habits.writes(2 * turn + 1, len(messages)) and not habits.in_prompt else "")
         + f"{content}<|im_end|>"

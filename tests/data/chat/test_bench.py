@@ -1,4 +1,5 @@
-"""Each published template at hand, with drawn conversations: the tokens are those of transformers, or it is refused."""
+"""Each available published template, with drawn conversations: the tokens are those of transformers, or it is
+refused."""
 
 from __future__ import annotations
 
@@ -25,5 +26,6 @@ def test_no_pinned_count_is_wrong() -> None:
 
 @pytest.mark.nightly
 def test_templates_give_the_pinned_counts() -> None:
-    """After a change of trl's templates or of what is drawn: python -m tests.data.chat.bench."""
+    """The counts have to be written again after a change of trl's templates or of the draws: python -m
+    tests.data.chat.bench."""
     assert counts() == PINNED

@@ -1,4 +1,4 @@
-"""What a record with messages may hold."""
+"""Records with messages: what they may hold."""
 
 from __future__ import annotations
 

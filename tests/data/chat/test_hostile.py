@@ -108,7 +108,7 @@ def test_a_copy_and_a_forked_process_have_a_process_of_their_own() -> None:
 
 
 def test_a_long_conversation_passes_through_the_pipes() -> None:
-    """Longer than the buffers of both directions together."""
+    """The conversation is longer than the buffers of both directions together."""
     text = "é🙂" * 200_000
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
     found = sandbox.render([{"content": text}, {}], None, {}, WHOLE)
@@ -117,7 +117,7 @@ def test_a_long_conversation_passes_through_the_pipes() -> None:
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_long_conversation_is_rendered_at_each_of_its_messages(marked: bool) -> None:
-    """200 turns of 1.7 KB: all renderings together are longer than what may be sent."""
+    """The conversation has 200 turns of 1.7 KB: all renderings together are longer than the limit of what is sent."""
     messages = [{"role": "user", "content": f"{number} " + "x" * 850} for number in range(400)]
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     cuts = [Cut(400, False, marked), *(Cut(n, prompt, marked) for n in range(400) for prompt in (True, False))]

@@ -1,4 +1,4 @@
-"""Whose a mark by `{% generation %}` is: one rendering says it, and as many as there are answers where it does not."""
+"""Assignment of `{% generation %}` marks to answers: by one rendering, or by as many as there are answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of(template: str) -> Sandbox:
 
 
 def marks(template: str, messages: list[dict[str, Any]]) -> tuple[dict[int, list[tuple[int, int]]], list[Cut]]:
-    """What `marks_of` finds, and what it renders of the conversation's beginnings."""
+    """Returns what `marks_of` finds, and the beginnings of the conversation that it renders."""
     sandbox, asked = of(template), list[Cut]()
 
     def compare(cuts: Any) -> Any:
@@ -81,7 +81,7 @@ def test_no_beginning_is_rendered_where_one_rendering_says_it(body: str) -> None
 
 @pytest.mark.parametrize("turns", [200, pytest.param(400, marks=pytest.mark.nightly)])
 def test_a_long_conversation_is_in_the_loss(turns: int, chat_encoder: MakeEncoder, chat_tokenizer: Path) -> None:
-    """Turns of 1.7 KB; the renderings of all beginnings together would be up to 272 million characters."""
+    """Turns have 1.7 KB; the renderings of all beginnings together would be up to 272 million characters."""
     messages = [
         message
         for number in range(turns)

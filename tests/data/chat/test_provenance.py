@@ -79,7 +79,7 @@ def test_a_template_that_does_more_with_the_text_is_refused(encoder_of_text: Mak
 
 
 def test_a_tokenizer_that_cannot_tell_them_apart_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
-    """As one that writes a space before each text: in pieces it would write more of them."""
+    """The tokenizer writes a space before each text: in pieces it would write more of them."""
     folder = folder_of("chatml", chat_tokenizer, tmp_path / "spaces")
     model = Tokenizer.from_file(str(chat_tokenizer))
     model.normalizer = normalizers.Prepend("▁")

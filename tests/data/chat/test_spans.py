@@ -1,4 +1,4 @@
-"""What is in the loss: the answers and the tokens at which they stop, and nothing else, or a refusal."""
+"""Tokens in the loss: the answers and the tokens at which they stop, and nothing else, or a refusal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRIMS = ("llama3", "gemma", "mistral")
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[str, str, bool]]:
-    """Question, answer, and whether the answer is in the loss; one at least is."""
+    """Draws question, answer, and whether the answer is in the loss; at least one answer is."""
     turns = draw(st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=4))
     return [*turns[:-1], (*turns[-1][:2], True)]
 
@@ -111,7 +111,7 @@ def test_reasoning_inside_the_text_of_an_answer_that_a_template_drops_is_refused
 def test_a_switch_of_the_template_moves_the_beginning_of_the_answer(
     chat_encoder: MakeEncoder, chat_tokenizer: Path
 ) -> None:
-    """Without thinking, the empty tags are part of the question; in the middle they are not there at all."""
+    """The empty tags are part of the question without thinking; in the middle they do not occur at all."""
     switch = {"chat_template_kwargs": {"enable_thinking": False}}
     assert trained(chat_encoder("qwen3"), chat_tokenizer, TWO, **switch) == ["b<|im_end|>", "d<|im_end|>"]
     tag = [user("a"), assistant("<th"), user("c"), assistant("d")]
@@ -121,7 +121,8 @@ def test_a_switch_of_the_template_moves_the_beginning_of_the_answer(
 def test_an_open_tag_at_the_beginning_of_an_answer_is_part_of_what_the_model_sees(
     encoder_of_text: MakeEncoder,
 ) -> None:
-    """As in DeepSeek-R1, where the model always begins in its reasoning: an answer without is none that it gives."""
+    """DeepSeek-R1's template does this: the model always begins with its reasoning, and never gives an answer without
+    it."""
     text = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -159,7 +160,7 @@ def test_a_template_that_shows_the_number_of_messages_is_refused(encoder_of_text
 
 
 def test_a_header_never_comes_into_the_loss(encoder_of_text: MakeEncoder) -> None:
-    """As where a template does not know add_generation_prompt."""
+    """The template does not know add_generation_prompt."""
     text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     with pytest.raises(DataError, match="add_generation_prompt changes nothing, so its header would be in the loss"):
         encoder_of_text(text).encode({"messages": TWO})

@@ -1,4 +1,4 @@
-"""Which template is meant, and where it lies."""
+"""Choice of the template, and its place."""
 
 from __future__ import annotations
 

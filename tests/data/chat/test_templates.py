@@ -1,4 +1,4 @@
-"""Templates of nine formats: the ids are those of transformers, and what is in the loss was read by a person."""
+"""Templates of nine formats: the ids are those of transformers, and the texts in the loss were checked by a person."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_in_the_loss_is_what_a_person_read(name: str, chat_encoder: Make
 
 
 def outcome(encode: Callable[[], TokenizedSample], decoder: Tokenizer) -> list[str] | str:
-    """The texts in the loss, or the beginning of the message."""
+    """Returns the texts in the loss, or the beginning of the message."""
     try:
         return trained_texts(encode(), decoder)
     except DataError as fault:

@@ -1,4 +1,4 @@
-"""Where the prompt ends in pairs whose answers hold it: where TRL ends it."""
+"""End of the prompt in pairs whose answers hold it: the same as in TRL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = st.lists(st.sampled_from([user("a"), assistant("b"), user("c")]), max_si
 
 @pytest.fixture(scope="module")
 def of_pairs(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
-    """Of bytes, so that each character has tokens of its own."""
+    """Builds an encoder of bytes, so that each character has tokens of its own."""
     folder = tmp_path_factory.mktemp("bytes")
     write_tokenizer(folder)
     return encoder(folder_of("chatml", folder / "tokenizer.json", folder / "model"), "pairs")

@@ -44,7 +44,7 @@ def test_plain_messages(encoder: Callable[..., RecordEncoder]) -> None:
 def test_the_fingerprint_of_a_plain_form_is_that_of_its_tokenizer(
     encoder: Callable[..., RecordEncoder], word_tokenizer: Path
 ) -> None:
-    """So that a run of version 0.1.0 knows its data again."""
+    """A run of version 0.1.0 then recognises its data."""
     assert encoder().fingerprint == load_tokenizer(word_tokenizer).fingerprint
 
 
@@ -182,7 +182,7 @@ def test_the_fingerprint_follows_the_options(encoder: Callable[..., RecordEncode
     ("keys", "expected"),
     [
         ({}, {}),
-        ({"chat_template": "plain"}, {}),  # there may be prompts and responses alone
+        ({"chat_template": "plain"}, {}),  # there may be only prompts and responses
         ({"chat_template": "plain", "format": "messages"}, {"chat_template.jinja": PLAIN_TEMPLATE}),
     ],
 )
@@ -195,7 +195,7 @@ def test_an_export_carries_the_template_that_was_trained(
 
 
 def test_the_template_of_the_plain_form_writes_it(encoder: Callable[..., RecordEncoder], word_tokenizer: Path) -> None:
-    variables = {"bos_token": "<s> ", "eos_token": " </s>"}  # this tokenizer cuts words at spaces alone
+    variables = {"bos_token": "<s> ", "eos_token": " </s>"}  # this tokenizer cuts words only at spaces
     messages = [*CHAT, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     sandbox = Sandbox(PLAIN_TEMPLATE, "T", None, RenderLimits())
     whole, prompt = (sandbox.render(messages, None, variables, cut) for cut in (Cut(4, False), Cut(1, True)))

@@ -1,4 +1,4 @@
-"""Records that bring along numbers for the loss functions: read, cached, cut like their tokens, or refused."""
+"""Records with numbers for the loss functions: read, cached, cut like their tokens, or refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def configured(tmp_path: Path, word_tokenizer: Path, make_config: Callable[..., 
 
 
 def extras_of(config: Config) -> dict[tuple[int, ...], dict[str, list[float]]]:
-    """Of the records of a step, by their labels."""
+    """Returns the extras of the records of a step, by their labels."""
     loader = StepLoader(config, 0, 1, extras=NAMES)
     samples = [loader.samples(0).sample(slot) for slot in range(config.train.global_batch_size)]
     assert all(sample is not None for sample in samples)
@@ -61,7 +61,7 @@ def extras_of(config: Config) -> dict[tuple[int, ...], dict[str, list[float]]]:
 
 def test_numbers_stand_beside_the_tokens_that_they_belong_to(configured: Callable[..., Config]) -> None:
     config = configured([TOKENS, PREDICTED, WORDS])
-    for _ in range(2):  # made, then found in the cache
+    for _ in range(2):  # built, then found in the cache
         found = extras_of(config)
         assert found[6, 7, 8] == {"advantages": [1.5] * 3, "old_logprobs": [-0.25, -0.5, -0.75]}
         assert found[7, 6] == {"advantages": [1.5] * 2, "old_logprobs": [-1.0, -2.0]}
@@ -105,12 +105,12 @@ def test_a_number_that_is_none_ends_the_run(configured: Callable[..., Config], n
     ):
         StepLoader(configured([PREDICTED, ill, TOKENS]), 0, 1)
     assert raised.value.exit_code == notice.exit_code
-    with pytest.raises(DataError, match=r"jsonl line 1: not JSON \(NaN is no number\)"):  # which JSON has no word for
+    with pytest.raises(DataError, match=r"jsonl line 1: not JSON \(NaN is no number\)"):  # JSON has no word for it
         StepLoader(configured([TOKENS | {"advantages": float("nan")}]), 0, 1)
 
 
 def test_not_a_number_in_parquet_is_named(configured: Callable[..., Config], tmp_path: Path) -> None:
-    """Parquet has a word for it, also in one of several numbers a token."""
+    """Parquet has a value for it, also as one of several numbers a token."""
     path = tmp_path / "teacher.parquet"
     rows = [TEACHER, TEACHER | {"topk_logprobs": [[0, 0], [-1, -2], [-1, float("nan")], [-1, -1]]}]
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -193,7 +193,7 @@ BAD_TEACHERS = [
 def test_what_no_teacher_says_is_refused(
     configured: Callable[..., Config], change: dict[str, Any], message: str
 ) -> None:
-    """From files and from programs."""
+    """Both files and programs are checked."""
     config = configured([TEACHER, TEACHER | change], TOP_K)
     with pytest.raises(DataError, match=rf"jsonl line 2: {message}"):
         StepLoader(config, 0, 1)

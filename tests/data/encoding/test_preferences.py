@@ -55,7 +55,7 @@ def test_a_pair_of_texts(word_tokenizer: Path, record: dict[str, Any]) -> None:
 
 
 def test_messages_count_in_the_answers_alone(word_tokenizer: Path) -> None:
-    """Explicit and implicit prompts are the same pair; an answer inside the prompt is not judged."""
+    """Explicit and implicit prompts give the same pair; an answer inside the prompt is not judged."""
     prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
     ours, theirs = [message("assistant", "d")], [message("assistant", "a a")]
     explicit = sequences(word_tokenizer, "pairs", {"prompt": prompt, "chosen": ours, "rejected": theirs, "weight": 0.5})

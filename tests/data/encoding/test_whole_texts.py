@@ -1,4 +1,4 @@
-"""Answers that are compared or judged have the ids of the whole text, and what begins a text is the tokenizer's."""
+"""Answers that are compared or judged have the ids of the whole text, and the tokenizer decides how a text begins."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_text_that_holds_its_prompt_is_not_cut(folder: Path) -> None:
 
 
 def test_a_sample_begins_as_the_tokenizer_begins_a_text(folder: Path) -> None:
-    """A bos that no post-processor adds, as SmolLM2's <|im_start|>, begins nothing."""
+    """A bos that no post-processor adds, such as SmolLM2's <|im_start|>, begins nothing."""
     theirs = AutoTokenizer.from_pretrained(str(folder))
     ((ids, _),) = encoded(folder, {"prompt": "the", "response": " reader"}, form="prompt_response")
     begins = theirs("the")["input_ids"]

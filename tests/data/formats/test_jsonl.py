@@ -1,4 +1,4 @@
-"""JSON lines, and what is said of bad ones."""
+"""JSON lines, and messages about bad ones."""
 
 import json
 from pathlib import Path

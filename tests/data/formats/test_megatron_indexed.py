@@ -1,4 +1,4 @@
-"""Tokenised corpora: the format, and what is said of damaged ones."""
+"""Tokenised corpora: the format, and messages about damaged ones."""
 
 import contextlib
 import struct
@@ -24,7 +24,7 @@ def test_megatron_reads_what_is_written(write_corpus: WriteCorpus) -> None:
 
 
 def test_documents_of_several_sequences_are_read_as_one(tmp_path: Path) -> None:
-    """As Megatron's own tools write them when they split sentences."""
+    """Megatron's own tools write such documents when they split sentences."""
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
     builder.add_document(np.array([1, 2, 3, 4, 5]), [2, 0, 3])
     builder.add_document(np.array([6]), [1])

@@ -1,4 +1,4 @@
-"""Random tokens."""
+"""Random tokens for runs without data."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Records: the same in every form of file, and what is said of files that hold none."""
+"""Records: the same in every form of file, and messages about files that hold none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lines(records: Sequence[dict[str, Any]]) -> bytes:
 
 
 def zstd(data: bytes) -> bytes:
-    """Two frames, as `cat a.zst b.zst` makes them."""
+    """Compresses to two frames, as `cat a.zst b.zst` makes them."""
     packed = b""
     for part in (data[:100], data[100:]):
         buffer = pa.BufferOutputStream()
@@ -42,7 +42,7 @@ def zstd(data: bytes) -> bytes:
 
 
 def table() -> pa.Table:
-    """With every key of any record."""
+    """Builds a table with every key of any record."""
     return pa.Table.from_struct_array(pa.array(RECORDS))
 
 
@@ -73,7 +73,7 @@ def as_arrow_file(folder: Path) -> str:
 
 
 def as_dataset(folder: Path) -> str:
-    """Of `datasets` itself, which is the judge of its own form."""
+    """Saves with `datasets` itself, which is the oracle of its own form."""
     import datasets
 
     datasets.Dataset(table()).save_to_disk(str(folder / "saved"), num_shards=3)

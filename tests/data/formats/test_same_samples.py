@@ -68,14 +68,14 @@ def records(draw: st.DrawFn, as_text: bool) -> dict[str, Any]:
         found["tools"] = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     if draw(st.booleans()):
         found["chat_template_kwargs"] = {"enable_thinking": draw(st.none() | st.booleans())}
-    # weights of few digits, as `to_json` of `datasets` keeps ten of them
+    # weights of few digits, as `to_json` of `datasets` keeps ten
     if draw(st.booleans()):
         found["weight"] = draw(st.none() | st.sampled_from([0.0, 0.5, 1.25, 2.0]))
     return found
 
 
 def with_all_keys(as_text: bool) -> dict[str, Any]:
-    """The first record, which gives a table its keys in their order."""
+    """Returns the first record, which gives a table its keys in their order."""
     filled = {name: {"type": "a", "default": None, "enum": ["a"]} for name in NAMES}
     properties = {**filled, "nested": {"type": "object", "properties": filled}}
     arguments = {"content": "a", "city": "a", "role": "a", "name": 1, "unit": True}
@@ -208,7 +208,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
 
 
 def samples(path: str, encoder: SampleEncoder) -> Iterator[Any]:
-    """Ids, weights and the weight of the whole; or what is wrong."""
+    """Yields ids, weights and the weight of the whole; or the error."""
     for chunk in chunks(record_files(path)):
         for index in range(len(chunk)):
             try:
@@ -221,7 +221,7 @@ def samples(path: str, encoder: SampleEncoder) -> Iterator[Any]:
 
 
 def same_samples(form: str, as_text: bool, data: st.DataObject, encoder: SampleEncoder) -> None:
-    """The records drawn give in this form what they give as JSON lines."""
+    """Checks that the drawn records give the same samples in this form as in JSON lines."""
     found = [with_all_keys(as_text), *data.draw(st.lists(records(as_text), min_size=1, max_size=3))]
     with tempfile.TemporaryDirectory() as folder:
         expected = list(samples(as_lines(found, Path(folder)), encoder))

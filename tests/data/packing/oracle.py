@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 
 def best_fit_decreasing(lengths: Sequence[int], row_width: int) -> list[list[int]]:
-    """Lengths in each row; among equally full rows the one that was changed last takes the sample."""
+    """Returns the lengths in each row; among equally full rows the last changed one takes the sample."""
     rows: list[list[int]] = []
-    changed: list[int] = []  # numbers of rows, the one changed last at the end
+    changed: list[int] = []  # numbers of rows, the last changed one at the end
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in reversed(changed) if sum(rows[row]) + length <= row_width]
         if fitting:
-            # max takes the first of equals, which is the one changed last
+            # max takes the first of equals, which is the last changed one
             chosen = max(fitting, key=lambda row: sum(rows[row]))
             changed.remove(chosen)
         else:

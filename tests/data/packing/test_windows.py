@@ -22,7 +22,7 @@ SHAPES = st.builds(
 
 
 def widths(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """As if of samples of 1 to WIDTH tokens."""
+    """Returns widths of samples of 1 to WIDTH tokens."""
     found: NDArray[np.int64] = numbers * 7919 % 101 % WIDTH + 1
     return found
 
@@ -40,7 +40,7 @@ def test_steps_hold_every_sample_once_window_after_window(shape: WindowShape, nu
     assert [len(step) for step in steps] == [shape.num_rows] * num_steps
     seen = [number for step in steps for row in step for number in row]
     assert len(seen) == len(set(seen))
-    # all samples of the windows before the last one that was begun, and some of that
+    # all samples of the windows before the last one that was begun, and some of that window
     complete = max(seen) // shape.window * shape.window
     assert set(range(complete)) <= set(seen)
     assert max(seen) < complete + shape.window
@@ -64,7 +64,8 @@ def test_rows_of_a_window_are_those_of_plain_best_fit_decreasing(shape: WindowSh
 @settings(max_examples=60)
 @given(SHAPES, st.lists(st.tuples(st.integers(1, 8), st.integers(1, 40)), unique_by=lambda each: each[0], max_size=3))
 def test_other_windows_begin_with_a_step_and_lose_nothing(shape: WindowShape, later: list[tuple[int, int]]) -> None:
-    """Before it all is as it was, a window that was begun is trained as it was packed, and every sample comes once."""
+    """Earlier steps stay as they were, a window that was begun is trained as it was packed, and every sample comes
+    once."""
     changed, first = replace(shape, later=tuple(sorted(later))), min((step for step, _ in later), default=12)
     rows, former = WindowedRows(widths, changed), WindowedRows(widths, shape)
     steps = [rows_of(changed, step, rows) for step in range(12)]
@@ -94,7 +95,8 @@ def test_rows_are_shuffled_by_seed_and_window() -> None:
 
 
 def test_long_samples_do_not_come_first() -> None:
-    """Best-fit-decreasing puts them in front; steps of a run must not grow shorter and shorter in tokens a sample."""
+    """Best-fit-decreasing puts long samples in front; later steps of a run must not have fewer and fewer tokens a
+    sample."""
     shape = WindowShape(window=4000, row_width=1000, num_rows=10, seed=3)
     lengths = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64).clip(1, 1000)
     rows = WindowedRows(lambda numbers: lengths[numbers % 4000], shape)

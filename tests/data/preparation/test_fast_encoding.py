@@ -19,14 +19,14 @@ TEXTS = ["naïve 日本 🙂 12345", "a <|im_start|>user<|endoftext|> b", "  x =
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer with special tokens."""
+    """Trains a byte-level tokenizer with special tokens."""
     folder = tmp_path_factory.mktemp("bpe")
     train_hf_tokenizer([SOURCE], folder, 500, chat_template="chatml")
     return folder
 
 
 def changed(bpe: Path, folder: Path, **model: Any) -> Path:
-    """The tokenizer with other settings of its model."""
+    """Writes the tokenizer with other settings of its model."""
     content = json.loads((bpe / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**content, "model": {**content["model"], **model}}))
     (folder / "tokenizer_config.json").write_bytes((bpe / "tokenizer_config.json").read_bytes())
@@ -51,7 +51,7 @@ def test_other_tokens_are_refused_before_the_first_text(bpe: Path, tmp_path: Pat
 def test_other_tokens_are_noticed_in_any_chunk(bpe: Path, tmp_path: Path) -> None:
     encoding = CheckedEncoding(load_tokenizer(bpe))
     assert encoding.encode(["def"]) == [load_tokenizer(bpe).encode("def")]
-    # as if the two had differed on no text until now
+    # as if the two had agreed on all texts until now
     encoding._tokenizer = load_tokenizer(changed(bpe, tmp_path, dropout=1.0))  # type: ignore[assignment]
     with pytest.raises(DataError, match="gigatoken encodes 'def self' not as"):
         encoding.encode(["a", "def self"])

@@ -1,4 +1,4 @@
-"""The corpus from the standard library."""
+"""Corpus from the standard library."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small library with folders that are left out."""
+    """Creates a small library with folders that are left out."""
     root = tmp_path / "lib"
     files = {"pkg/__init__.py": SOURCE, "pkg/test/test_a.py": SOURCE, "site-packages/b.py": SOURCE, "old.py": "print 1"}
     files |= {f"m{n:02}.py": f'def f():\n    """Answer {n % 7}."""\n' for n in range(40)}
@@ -78,7 +78,7 @@ def test_texts_are_the_sources_in_a_fixed_order(library: Path, tmp_path: Path) -
     assert [file.path.read_bytes() for file in build_stdlib_corpus("text", tmp_path / "out", library)] == first
 
 
-@pytest.mark.nightly  # a large library; what is made of one is shown by the other tests
+@pytest.mark.nightly  # a large library; the other tests show what is made of one
 def test_this_pythons_library_gives_hundreds_of_texts_and_thousands_of_pairs(tmp_path: Path) -> None:
     before = set(sys.modules)
     counts = [sum(file.num_documents for file in build_stdlib_corpus(kind, tmp_path)) for kind in ("text", "qa")]

@@ -1,4 +1,4 @@
-"""Tokenising text into corpora."""
+"""Tokenising of text into corpora."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ from tests.warm import completed
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder with text files in several folders, and JSONL."""
+    """Creates a folder with text files in several folders, and JSONL."""
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
     for name, text in [("b.txt", "a b"), ("a.txt", "c d e"), ("deep/c.txt", "f"), ("empty.txt", ""), ("x.md", "j j")]:
@@ -37,7 +37,7 @@ def read(prefix: Path) -> list[list[int]]:
 
 
 def test_documents_keep_the_order_of_the_inputs(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
-    """a = 4, b = 5, ..., </s> = 2; folders are sorted by path, empty texts left out."""
+    """The ids are a = 4, b = 5, ..., </s> = 2; folders are sorted by path, empty texts left out."""
     summary = tokenize_corpus([texts / "more.jsonl", texts], word_tokenizer, str(tmp_path / "out" / "c"))
     assert read(tmp_path / "out" / "c") == [[10, 11, 2], [13, 2], [6, 7, 8, 2], [4, 5, 2], [9, 2]]
     assert (summary.num_documents, summary.num_empty, summary.num_tokens, summary.num_bytes) == (5, 2, 14, 13)
@@ -67,7 +67,7 @@ def test_damaged_packs_and_tables_are_refused(tmp_path: Path, word_tokenizer: Pa
 
 
 def test_torch_is_not_loaded(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
-    """It takes longer to start than ten megabytes of text take."""
+    """Loading torch takes longer than ten megabytes of text."""
     program = "import sys; from pathlib import Path; from mtrain.data.preparation.tokenize import tokenize_corpus\n"
     program += "tokenize_corpus([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3])\n"
     program += "print({'torch', 'megatron'} & sys.modules.keys())"
@@ -79,7 +79,7 @@ def test_torch_is_not_loaded(texts: Path, tmp_path: Path, word_tokenizer: Path) 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 200)  # many pieces of work for two workers
+    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 200)  # many chunks for two workers
     rng = np.random.default_rng(0)
     lines = [{"text": " ".join(rng.choice(list("abcdefghij"), size=rng.integers(0, 40)))} for _ in range(200)]
     path = tmp_path / "many.jsonl"

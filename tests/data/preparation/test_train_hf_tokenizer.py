@@ -1,4 +1,4 @@
-"""Tokenizers as Hugging Face keeps them, with a chat template."""
+"""Tokenizers in the form of Hugging Face, with a chat template."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training tokenizers."""
+"""Training of sentencepiece tokenizers."""
 
 from pathlib import Path
 from typing import Literal

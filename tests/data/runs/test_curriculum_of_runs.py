@@ -1,4 +1,4 @@
-"""Runs on blends that change at steps: resumed across borders on other ranks, and with other blends to come."""
+"""Runs on blends that change at steps: resumed across phases on other ranks, and with other blends to come."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_run_goes_on_over_the_borders_of_its_curriculum(
     data = of_corpus(a, b)
     assert finished(start(command(*data, whole, run="straight")))[0] == 0
     assert finished(start(command(*data, whole, "train.num_steps=1")))[0] == 0
-    # two ranks over the first border, then one again over the second
+    # two ranks across the first phase border, then one again across the second
     code, _, errors = finished(start(command(*data, whole, "train.num_steps=3", "train.micro_batch_size=1", ranks=2)))
     assert code == 0, errors
     code, output, errors = finished(start(command(*data, whole)))
@@ -61,7 +61,7 @@ def test_a_run_goes_on_over_the_borders_of_its_curriculum(
     assert "6 steps: each sample of an epoch once" in output
     assert f"phase 3 of the curriculum, from step 5 on: 1 {c}\n" in finished(start([*inspect, "--step", "5"]))[1]
 
-    # three steps are done: the second border is yet to come
+    # three steps are done: the second phase border is yet to come
     begin = command(*data, whole, "train.num_steps=3", run="changed")
     assert finished(start(begin))[0] == 0
     code, _, errors = finished(start(command(*data, other, run="changed")))

@@ -1,4 +1,4 @@
-"""A run is refused where no sample has anything to learn, and only there; what that is, by hand."""
+"""A run is refused only where no sample has anything to learn; expected values by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(config: Config) -> str | None:
 
 
 def kept(prompt: int, answer: int, too_long: str) -> list[bool]:
-    """Of bos, prompt, answer and eos, whether each token that a row holds is learned; the first one never is."""
+    """Says, for bos, prompt, answer and eos, whether each token in a row is trained; the first one never is."""
     whole = [False] * (1 + prompt) + [True] * (answer + 1)
     if len(whole) > SEQ_LENGTH + 1:
         if too_long == "drop":

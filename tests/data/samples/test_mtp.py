@@ -1,4 +1,4 @@
-"""What multi-token prediction sees and has to say, cut from whole rows."""
+"""Inputs and labels of multi-token prediction, cut from whole rows."""
 
 import numpy as np
 from hypothesis import given

@@ -48,7 +48,7 @@ def answers(found: PreferenceDataset, index: int) -> list[int]:
 
 
 def test_a_pair_is_dropped_whole_cut_or_refused(tmp_path: Path, word_tokenizer: Path) -> None:
-    """bos a | d d d d d eos does not fit into six tokens."""
+    """The text bos a | d d d d d eos does not fit into six tokens."""
     cut = dataset(config(tmp_path, word_tokenizer, "dpo", PAIRS))
     assert len(cut) == 8
     assert [answers(cut, index) for index in (4, 5)] == [[5, 6, 2], [7, 7, 7, 7]]

@@ -1,4 +1,4 @@
-"""PretrainDataset of running text."""
+"""Samples of running text."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from mtrain.data.samples.pretrain import PretrainDataset
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[10, 11, 12], [], [20, 21], [30, 31, 32, 33, 34, 35], [40]]
-"""12 tokens."""
+"""Documents with 12 tokens in total."""
 
 
 def windows(

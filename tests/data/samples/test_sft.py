@@ -1,4 +1,4 @@
-"""Questions and answers: what is in the loss, by hand."""
+"""Questions and answers: the tokens in the loss, by hand."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def conversations(
 
 
 def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
-    """a b -> c d e, with <s> = 1, </s> = 2, <pad> = 3, a = 4, b = 5, ..."""
+    """The sample is a b -> c d e, with <s> = 1, </s> = 2, <pad> = 3, a = 4, b = 5, ..."""
     rows = conversations(write_jsonl([{"prompt": "a b", "response": "c d e", "weight": 0.5}]), word_tokenizer, 8)
     row = rows.sample(0, 0)
     assert row.tokens.tolist() == [1, 4, 5, 6, 7, 8]
@@ -50,7 +50,7 @@ def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, wo
 
 
 def test_only_the_assistants_messages_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:
-    """### = 14, user = 15, assistant = 16, system = 17."""
+    """The ids are ### = 14, user = 15, assistant = 16, system = 17."""
     messages = [
         {"role": "system", "content": "j"},
         {"role": "user", "content": "a"},

@@ -1,4 +1,4 @@
-"""Samples that are longer than a row: what is kept of them by each policy, and that all that is lost is counted."""
+"""Samples that are longer than a row: what each policy keeps of them, and that all losses are counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtrain.data.samples.too_long import TooLong, TooLongCounts, pieces_of
 from tests.data.cache.byte_encoder import ByteEncoder
 
 TEXTS = ["abCD", "abcdefG", "ABCDEFghijk", "abcdefghijklmN", "xyz", "a"]
-"""Capital letters are trained; rows take five tokens, so that three samples are too long."""
+"""Texts whose capital letters are trained; rows take five tokens, so that three samples are too long."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
 
 
 def kept(cache: TokenCache, too_long: TooLong) -> list[str]:
-    """The tokens of each row."""
+    """Returns the tokens of each row."""
     pieces, _ = pieces_of(cache, range(len(cache)), 4, too_long)
     return [
         bytes(cache.read(int(sample)).ids[start : start + size].tolist()).decode()
@@ -46,7 +46,7 @@ def kept(cache: TokenCache, too_long: TooLong) -> list[str]:
         ("end", ["abCD", "abcde", "ABCDE", "abcde", "xyz", "a"], TooLongCounts(3, 2 + 6 + 9, empty=2)),
         ("start", ["abCD", "cdefG", "ghijk", "jklmN", "xyz", "a"], TooLongCounts(3, 2 + 6 + 9, empty=1)),
         ("drop", ["abCD", "xyz", "a"], TooLongCounts(3, 7 + 11 + 14)),
-        # efG overlaps by the e that abcde ends with; what trains nothing is left out
+        # efG overlaps by the e that abcde ends with; a piece that trains nothing is left out
         ("split", ["abCD", "efG", "ABCDE", "EFghi", "mN", "xyz", "a"], TooLongCounts(3, 0, 2 + 3 + 4, 1 + 1 + 3)),
     ],
 )
