@@ -1,7 +1,7 @@
 """Draws the pictures of docs/architecture.md: python -m tests.docs.pictures
 
-The picture of layers is drawn from the table that tests/test_architecture.py holds the code to; the other two hold no
-number that is not computed here.
+The picture of layers is drawn from the table with which tests/test_architecture.py checks the code; all numbers of the
+other two are computed here.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BANDS = (
     "proofs",
     "the command line",
 )
-"""What is said of each layer."""
+"""Description of each layer."""
 
 FILLS = ("#dfe6f0", "#e8eef7", "#e4f2ea", "#e4f2ea", "#fdf0d9", "#f8e4e4", "#efe6f6", "#e9e9e9")
-"""Of the layers, from the bottom up."""
+"""Colours of the layers, from the bottom up."""
 INK, FAINT = "#1f2933", "#5b6775"
 
 
@@ -57,7 +57,7 @@ class Box:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty picture whose units are tenths of an inch, the origin at the lower left."""
+    """Creates an empty picture whose units are tenths of an inch, with the origin at the lower left."""
     figure = Figure(figsize=(width / 10, height / 10))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
@@ -67,7 +67,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def draw(axes: Axes, box: Box) -> None:
-    """The rectangle and its text, in the middle."""
+    """Draws the rectangle and its text, in the middle."""
     shape = FancyBboxPatch(
         (box.x, box.y), box.width, box.height, boxstyle="round,pad=0,rounding_size=0.6", fc=box.fill, ec=FAINT, lw=0.8
     )
@@ -76,7 +76,7 @@ def draw(axes: Axes, box: Box) -> None:
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
-    """From one point to another; the text stands beside its middle."""
+    """Draws an arrow from one point to another; the text stands next to its middle."""
     axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0})
     if text:
         middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
@@ -84,14 +84,15 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text
 
 
 def packages(table: Sequence[frozenset[str]]) -> list[list[str]]:
-    """Packages of each layer, without the root, scripts, and what only holds packages of other layers."""
+    """Returns the packages of each layer, without the root, scripts, and packages that only hold packages of other
+    layers."""
     everything = frozenset[str]().union(*table)
     holders = {name.rpartition(".")[0] for name in everything}
     return [sorted(n for n in layer if not n.startswith("__") and n not in {*holders, "tools"}) for layer in table]
 
 
 def layers_picture() -> Figure:
-    """One band a layer, the lowest at the bottom; imports go down."""
+    """Draws one band a layer, the lowest at the bottom; imports go down."""
     height, gap, width = 7.0, 1.1, 92.0
     figure, axes = canvas(width, len(BANDS) * (height + gap) + gap)
     for layer, (names, said, fill) in enumerate(zip(packages(PACKAGES_BY_LAYER), BANDS, FILLS, strict=True)):
@@ -119,7 +120,7 @@ STEP = (
 
 
 def step_picture() -> Figure:
-    """Two rows of four stations, and what the schedule does for each microbatch below its station."""
+    """Draws two rows of four stations, and the work of the schedule for each microbatch below its station."""
     figure, axes = canvas(96, 40)
     places = [(2.0 + 24 * (n % 4), 31.0 if n < 4 else 3.0) for n in range(len(STEP))]
     boxes = [
@@ -146,17 +147,17 @@ def step_picture() -> Figure:
 
 
 MASKS = ((1, 1, 1, 0), (1, 0, 0, 0))
-"""Of the row that each of two ranks holds: what the example of the pair counts."""
+"""Loss masks of the row on each of two ranks, as counted in the example of the pair."""
 TOKEN_LOSSES = ((2.0, 4.0, 3.0, 9.0), (7.0, 9.0, 9.0, 9.0))
 
 
 def pair_of(mask: Sequence[int], losses: Sequence[float]) -> tuple[float, float]:
-    """(numerator, denominator) under token-mean."""
+    """Returns (numerator, denominator) under token-mean."""
     return sum(counts * loss for counts, loss in zip(mask, losses)), float(sum(mask))
 
 
 def pair_picture() -> Figure:
-    """Two ranks with 3 and 1 loss tokens: their pairs are added and divided once; a mean of means is another number."""
+    """Draws two ranks with 3 and 1 loss tokens: their pairs are added and divided once; a mean of means differs."""
     pairs = [pair_of(mask, losses) for mask, losses in zip(MASKS, TOKEN_LOSSES)]
     total = (sum(n for n, _ in pairs), sum(d for _, d in pairs))
     figure, axes = canvas(96, 38)
@@ -186,7 +187,7 @@ PICTURES = {"layers.svg": layers_picture, "step.svg": step_picture, "pair.svg": 
 
 
 def write(folder: Path) -> None:
-    """All of them; the same bytes each time with the same matplotlib."""
+    """Writes all pictures; the same bytes each time with the same matplotlib."""
     settings = {"svg.fonttype": "none", "svg.hashsalt": "mtrain", "font.family": "sans-serif"}
     with mpl.rc_context(settings):
         for name, picture in PICTURES.items():

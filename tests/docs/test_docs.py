@@ -1,4 +1,4 @@
-"""What the documentation says of the repository is so. Links inside the site are checked by `make docs`."""
+"""Statements of the documentation about the repository are true. Links inside the site are checked by `make docs`."""
 
 import re
 import subprocess
@@ -16,12 +16,12 @@ from tests.test_architecture import PACKAGES_BY_LAYER
 ADRS = sorted((ROOT / "docs" / "adr").glob("0*.md"))
 AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 WITH_A_TEST_OF_ITS_OWN = ROOT / "docs" / "faults.md"
-"""Names tests from their folder on."""
+"""Page that names tests by their path from their folder on."""
 PAGES = [*AT_ROOT, *sorted({*(ROOT / "docs").glob("**/*.md")} - {WITH_A_TEST_OF_ITS_OWN})]
 PATH = re.compile(
     r"(?<![\w/.<-])(?:mtrain|tests|tools|launch|configs|docs|examples)(?:/[\w.-]+)+\.(?:py|md|sh|sbatch|yaml|json|svg|png|txt)\b"
 )
-"""A file of this repository in a text."""
+"""Pattern of a file of this repository in a text."""
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -65,7 +65,7 @@ def test_every_section_of_the_configuration_is_on_its_page() -> None:
 
 
 def words(picture: Path) -> list[str]:
-    """The texts of an SVG, in the order in which they are drawn."""
+    """Returns the texts of an SVG, in the order in which they are drawn."""
     return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
 
 
@@ -83,7 +83,7 @@ def test_the_picture_of_layers_has_every_package() -> None:
 
 
 def test_pre_commit_formats_as_the_check_does() -> None:
-    """One version of ruff: another minor formats differently."""
+    """Both use one version of ruff: another minor version formats differently."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (pin,) = [line for line in extras["test"] if line.startswith("ruff")]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]

@@ -1,4 +1,4 @@
-"""What the guides say to write works as it stands there."""
+"""Code in the guides works as it stands there."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ def mean_of_the_call(inputs: TermInputs) -> LossPair:
 
 
 def write_package(folder: Path) -> None:
-    """The functions of the guide, and a wrong one, as a package of a user's own."""
+    """Writes the functions of the guide, and a wrong one, as a package of a user's own."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert len(blocks) == 3
     (folder / "my_package").mkdir()
@@ -41,7 +41,7 @@ def write_package(folder: Path) -> None:
 def test_a_loss_of_a_users_package_is_the_same_on_two_layouts(
     tmp_path: Path, function: str, changes: dict[str, Any], exit_code: int
 ) -> None:
-    """Judged by one process in float64; a loss that averages by itself is found by the same command."""
+    """One process in float64 is the oracle; a loss that averages by itself is found by the same command."""
     write_package(tmp_path)
     name = f"my_package.losses:{function}"
     config = write(tmp_path / "config.yaml", content(run__dir="run", loss__function=name, **changes))

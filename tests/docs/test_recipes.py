@@ -1,4 +1,4 @@
-"""Configurations to start from run on the GPUs that they name, and the recipes' own are complete."""
+"""Configurations to start from run on the GPUs that they name, and our own recipes are complete."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KEYS = re.compile(r"`((?:run|model|adapter|layout|train|optimizer|loss|data|vali
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_key_of_ours_exists(page: Path) -> None:
-    """In the second column of a table; the first has the other program's names."""
+    """Keys stand in the second column of a table; the first has the other program's names."""
     rows = [line.split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
     keys = {key for row in rows if len(row) > 3 for key in KEYS.findall(row[2])}
     assert keys or page.name == "index.md"
