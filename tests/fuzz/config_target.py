@@ -27,7 +27,7 @@ _FILE, _ARGUMENTS = "config.yaml", "arguments.json"
 
 @cache
 def _bases() -> tuple[dict[str, Any], ...]:
-    """Configurations that are legal on eight ranks and hold every section between them."""
+    """Returns configurations that are legal on eight ranks and together have every section."""
     sparse = {
         "num_experts": 8,
         "top_k": 2,
@@ -76,7 +76,7 @@ def _bases() -> tuple[dict[str, Any], ...]:
 
 
 def _write(folder: Path, random: Random) -> None:
-    """One file, and arguments of the command line."""
+    """Writes one file, and arguments of the command line."""
     base = random.choice(_bases())
     arguments, world_size = [_FILE], 8
     kind = random.choice(("tree", "tree", "tree", "bytes", "bytes", "override", "fragment", "world"))
@@ -103,7 +103,7 @@ def _dumped(tree: Any) -> bytes:
 
 
 def _override(base: dict[str, Any], random: Random) -> str:
-    """`section.key=value` of a key that is there, near one, or nonsense."""
+    """Returns `section.key=value` of an existing key, a similar one, or nonsense."""
     section = random.choice(sorted(base))
     keys = sorted(base[section]) if isinstance(base[section], dict) else []
     key = random.choice((*keys, "num_layers", "unknown", "a.b.c.d", "a" * 300, ""))
@@ -117,11 +117,11 @@ def _override(base: dict[str, Any], random: Random) -> str:
 
 
 def _read(folder: Path) -> None:
-    """What `mtrain check` does, and the saved configuration must repeat the run."""
+    """Reads the input as `mtrain check` does; the saved configuration must repeat the run."""
     arguments, world_size = json.loads((folder / _ARGUMENTS).read_text())
     paths, overrides = split_arguments([str(folder / _FILE) if name == _FILE else name for name in arguments])
     config = load_config(paths, overrides)
-    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):  # strict, as a terminal's is
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):  # strict, as a terminal's encoding is
         print_plan(config, world_size)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".yaml", encoding="utf-8") as saved:
         saved.write(config_yaml(config))

@@ -18,19 +18,21 @@ from tests.fuzz.target import Outcome, load_target, write_input
 from tests.paths import ROOT
 
 WALL_SECONDS = 150.0
-"""Of one input, the start of the process included: for what waits and uses no processor time."""
+"""Wall time of one input in seconds, including the start of the process: for inputs that wait without processor
+time."""
 
 
 class Finding(NamedTuple):
     """An input that breaks the promise."""
 
     number: int
-    """Its number under the seed."""
+    """Number of the input under the seed."""
     text: str
 
     @property
     def cause(self) -> str:
-        """The same for inputs that break it in the same way: what happened, and the last place of the traceback."""
+        """Returns a text that is equal for inputs that break the promise in the same way: what happened, and the last
+        place of the traceback."""
         lines = self.text.splitlines()
         places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
         return f"{lines[0]} {places[-1] if places else ''}"
@@ -38,7 +40,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Findings:
-    """Of one campaign."""
+    """Counts and findings of one campaign."""
 
     accepted: int = 0
     refused: int = 0
@@ -65,11 +67,11 @@ def fuzz(
     """Reads inputs `first` to `first + examples` - 1 of a seed.
 
     Args:
-        name: Of a target, as `load_target` takes it.
-        examples: How many inputs.
-        seed: Another seed gives other inputs.
+        name: Name of a target, as `load_target` takes it.
+        examples: Number of inputs.
+        seed: Seed of the inputs.
         first: Number of the first input, to repeat a finding.
-        tell: Called after each input.
+        tell: Function that is called after each input.
     """
     findings, index, last = Findings(), first, first + examples
     while index < last:
@@ -81,13 +83,13 @@ def fuzz(
 
 
 def keep_input(name: str, seed: int, index: int, folder: Path) -> None:
-    """Writes one input into a folder, to be looked at."""
+    """Writes one input into a folder, for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     write_input(load_target(name), folder, seed, index)
 
 
 def _worker(name: str, seed: int, first: int, last: int) -> Iterator[Outcome]:
-    """Outcomes from one process; the last of them may be its death."""
+    """Yields outcomes from one process; the last of them may be its death."""
     command = [sys.executable, "-m", "tests.fuzz.worker", name, *map(str, (seed, first, last))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as errors:

@@ -136,7 +136,7 @@ def _write(folder: Path, random: Random) -> None:
 
 
 def _read(folder: Path) -> None:
-    """Both readers agree; the model can be described again as it was; every tensor has numbers."""
+    """Checks that both readers agree, that the model can be described again, and that every tensor has numbers."""
     source = open_source(folder)
     assert described_model(folder) == source.model
     family = family_of(source.folder.config)
@@ -150,7 +150,7 @@ def _read(folder: Path) -> None:
 
 
 def _meaning(model: ModelSection) -> dict[str, Any]:
-    """The section, with what follows from other fields spelled out."""
+    """Returns the section, with values that follow from other fields spelled out."""
     return model.model_dump() | {"head_dim": model.head_size, "num_query_groups": model.query_groups}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as a run finds them: the manifest, and what lies in the place of its files."""
+"""Checkpoints as a run finds them: the manifest, and files of other kinds in the place of its files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _write(folder: Path, random: Random) -> None:
         case "content":
             tree = mutated_tree(json.loads((checkpoint / _NAME).read_bytes()), random)
             (checkpoint / _NAME).write_text(json.dumps(tree, indent=1))
-        case "sealed":  # as one who knows the format would forge it
+        case "sealed":  # a forgery by an attacker who knows the format
             content = mutated_tree(json.loads((checkpoint / _NAME).read_bytes()), random)
             if isinstance(content, dict):
                 change_manifest(checkpoint, content)
@@ -58,7 +58,7 @@ def _write(folder: Path, random: Random) -> None:
 
 
 def _replace(checkpoint: Path, random: Random) -> None:
-    """Something else in the place of a file, or one more."""
+    """Replaces a file by something else, or adds one."""
     path = checkpoint / random.choice((*FILES, _NAME, "more", "extra"))
     kept = checkpoint.parent / "kept"
     if path.exists():
@@ -80,7 +80,7 @@ def _replace(checkpoint: Path, random: Random) -> None:
 
 
 def _read(folder: Path) -> None:
-    """What is accepted is what was saved, or says consistently something else."""
+    """Checks that an accepted checkpoint is the saved one, or consistently something else."""
     entry = load_entry(folder / step_name(_STEP))
     verify_files(entry, entry.manifest.files)
     assert {name: (entry.path / name).read_bytes() for name in entry.manifest.files} == FILES

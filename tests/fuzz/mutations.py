@@ -93,16 +93,16 @@ TOKENS = (
     b"\xef\xbb\xbf",
     b"\xed\xa0\x80",
 )
-"""What may take the place of a number or word in a text."""
+"""Replacements of a number or word in a text."""
 
 _TOKEN = re.compile(rb"[\w.+-]+")
 
 
 def mutated_tree(content: Any, random: Random) -> Any:
-    """A copy of nested dicts, lists and plain values with one to three mutations.
+    """Returns a copy of nested dicts, lists and plain values with one to three mutations.
 
     Args:
-        content: Left as it is. Keys of dicts are texts.
+        content: Tree that is left unchanged; keys of dicts are texts.
     """
     root = {"root": copy.deepcopy(content)}  # so that the whole content has a place, too
     for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -111,7 +111,7 @@ def mutated_tree(content: Any, random: Random) -> Any:
 
 
 def mutated_bytes(data: bytes, random: Random) -> bytes:
-    """The bytes with one to three mutations, binary ones or of a word of a text."""
+    """Returns the bytes with one to three mutations, of bytes or of a word of a text."""
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         data = random.choice(_BYTE_MUTATIONS)(data, random)
     return data
@@ -129,7 +129,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _place(root: Any, random: Random) -> tuple[Any, Any]:
-    """A container and the key of one of its values."""
+    """Returns a container and the key of one of its values."""
     paths = _paths(root)
     path = random.choice(paths) if paths else ("root",)
     return _at(root, path[:-1]), path[-1]
@@ -167,7 +167,7 @@ def _huge(root: Any, random: Random) -> None:
 
 
 def _number(root: Any, random: Random) -> None:
-    """Small, negative and near numbers, which are wrong by their meaning alone."""
+    """Changes a number to a small, negative or near one, which is wrong only by its meaning."""
 
     def other(value: Any) -> Any:
         near = value if isinstance(value, int | float) else 1
@@ -262,7 +262,7 @@ def _overwrite(data: bytes, random: Random) -> bytes:
 
 
 def _token(data: bytes, random: Random) -> bytes:
-    """Another word or number in the place of one of a text."""
+    """Replaces a word or number of a text by another."""
     places = [match.span() for match in _TOKEN.finditer(data)]
     if not places:
         return _insert(data, random)

@@ -1,4 +1,4 @@
-"""Targets that break their promise, to see that each way is found."""
+"""Targets that break their promise, to check that each way is found."""
 
 from __future__ import annotations
 

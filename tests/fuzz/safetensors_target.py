@@ -57,7 +57,7 @@ def _joined(header: bytes, data: bytes) -> bytes:
 
 
 def _read(folder: Path) -> None:
-    """What is accepted is accepted by the library, too, and is the same."""
+    """Checks that the library also accepts an accepted file, with the same content."""
     file = SafetensorsFile(folder / _NAME)
     theirs = load_file(folder / _NAME)
     assert file.entries.keys() == theirs.keys() == read_header(folder / _NAME).tensors.keys()

@@ -1,4 +1,4 @@
-"""What a fuzzed piece of the program promises, and whether one mutated input breaks that.
+"""The promise of a fuzzed piece of the program, and the check whether one mutated input breaks it.
 
 A target is a module `tests/fuzz/<name>_target.py` with a constant TARGET. Adding the file is all it takes: the suite
 runs a few of its inputs, `python tools/fuzz.py <name>` any number.
@@ -20,40 +20,40 @@ _SUFFIX = "_target"
 _MIB = 2**20
 _LONGEST_LINE = 2000
 _MOST_LINES = 100
-"""A message is for a person."""
+"""Largest number of lines in a message, which is for a person."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A reader of input that others wrote."""
+    """A reader of input from other programs."""
 
     write: Callable[[Path, Random], None]
-    """Writes a mutated input into an empty folder."""
+    """Function that writes a mutated input into an empty folder."""
     read: Callable[[Path], None]
-    """The code under test: returns where it accepts the folder's input, raises MtrainError where it refuses it."""
+    """Function under test: returns where it accepts the folder's input, raises MtrainError where it refuses it."""
     exit_codes: frozenset[int]
-    """Of the errors that it may refuse with."""
+    """Exit codes of the errors with which it may refuse."""
     cpu_seconds: int = 20
-    """Of one input; then the kernel ends the process with SIGXCPU. Processor time, so a busy machine does not count."""
+    """Processor seconds for one input; then the kernel ends the process with SIGXCPU. A busy machine does not count."""
     memory_mib: int = 256
-    """By how much one input may raise the largest resident memory of the process."""
+    """Number of MiB by which one input may raise the largest resident memory of the process."""
 
 
 class Outcome(NamedTuple):
-    """What became of one input."""
+    """Outcome of one input."""
 
     kind: Literal["accepted", "refused", "finding"]
     text: str
-    """The refusal, or what is wrong, with the traceback."""
+    """Text of the refusal, or of the fault with the traceback."""
 
 
 def target_names() -> list[str]:
-    """All targets."""
+    """Lists the names of all targets."""
     return sorted(path.stem.removesuffix(_SUFFIX) for path in Path(__file__).parent.glob(f"*{_SUFFIX}.py"))
 
 
 def load_target(name: str) -> Target:
-    """The target of a name, or of `package.module:CONSTANT`."""
+    """Returns the target of a name, or of `package.module:CONSTANT`."""
     module, _, constant = (name if ":" in name else f"tests.fuzz.{name}{_SUFFIX}:TARGET").partition(":")
     target = getattr(importlib.import_module(module), constant)
     assert isinstance(target, Target), name
@@ -92,6 +92,7 @@ def _judged(error: MtrainError, target: Target) -> Outcome:
 
 
 def _peak_mib() -> int:
-    """Of this program; getrusage would begin with what the process had that started it."""
+    """Returns the largest resident memory of this program; getrusage would include that of the process that started
+    it."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 // _MIB

@@ -1,4 +1,4 @@
-"""The list of tensors of a checkpoint that has no manifest, such as Megatron-LM's, and the records that it names."""
+"""The list of tensors of a checkpoint without a manifest, such as Megatron-LM's, and the records that it names."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.fuzz.target import Target
 
 _LIST, _SHARD, _INSIDE, _OUTSIDE = ".metadata", "__0_0.distcp", "inside", "outside"
 _OTHER_NUMBERS = "other_numbers"
-"""Marks that the shard was changed: without checksums its numbers may be others."""
+"""File that marks a changed shard: without checksums its numbers may differ."""
 _SECRET = -7.0
 _CLASSES: tuple[type[Any], ...] = (PosixPath, PurePosixPath, torch.Size, Metadata, MetadataIndex, _StorageInfo)
 
 
 def _facts_of_classes() -> list[dict[str, Any]]:
-    """All attributes but the one in which `pickle.dumps` keeps what it has looked up."""
+    """Returns all attributes except the one in which `pickle.dumps` keeps its lookups."""
     return [{name: value for name, value in vars(one).items() if name != "__slotnames__"} for one in _CLASSES]
 
 
@@ -62,7 +62,7 @@ _SNIPPETS = (
 
 @cache
 def _values() -> dict[str, torch.Tensor]:
-    """Numbers that tell where each of them belongs."""
+    """Returns numbers that identify the place of each."""
     return {
         "embedding.weight": torch.arange(1.0, 25.0).view(6, 4),
         "decoder.layers.mlp.weight": torch.arange(101.0, 125.0).view(2, 3, 4),
@@ -104,7 +104,7 @@ def _pickled(listed: Metadata, random: Random) -> bytes:
 
 
 def _contradicting(listed: Metadata, random: Random) -> Metadata:
-    """One value of the list changed."""
+    """Changes one value of the list."""
     tensors: dict[Any, Any] = dict(listed.state_dict_metadata)
     places: dict[Any, Any] = dict(listed.storage_data)
     key = random.choice(sorted(tensors))
@@ -148,7 +148,7 @@ def _size(number: int, random: Random) -> Any:
 
 
 def _read(folder: Path) -> None:
-    """Numbers come from this checkpoint alone, in the shape that the list says; no class has changed."""
+    """Checks that numbers come only from this checkpoint, in the listed shape, and that no class has changed."""
     try:
         tensors = CheckpointTensors(folder / _INSIDE)
         known = {number for values in _values().values() for number in values.flatten().tolist()}

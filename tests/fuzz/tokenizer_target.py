@@ -30,7 +30,7 @@ _RUST_PARTS = (  # each ends in a panic of the library, or of the process, somew
 
 @cache
 def _bases() -> tuple[dict[str, Any], ...]:
-    """One tokenizer of each kind of model."""
+    """Returns one tokenizer of each kind of model."""
     kinds: list[tuple[Any, Any]] = [
         (models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=90, special_tokens=_SPECIAL)),
         (models.Unigram(), trainers.UnigramTrainer(vocab_size=60, special_tokens=_SPECIAL, unk_token="<unk>")),
@@ -73,7 +73,7 @@ def _write(folder: Path, random: Random) -> None:
 
 
 def _read(folder: Path) -> None:
-    """Ids lie in the vocabulary, and the same text has the same ids."""
+    """Checks that ids lie in the vocabulary, and that the same text has the same ids."""
     tokenizer = load_tokenizer(folder)
     assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
     assert 0 <= tokenizer.pad_id < tokenizer.vocab_size

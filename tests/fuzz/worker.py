@@ -1,7 +1,7 @@
 """A process that reads fuzzed inputs one after the other: python -m tests.fuzz.worker TARGET SEED FIRST LAST
 
-A process of its own, since an input may hang it, crash it or take its memory. It writes one line of JSON for each
-input to its standard output; what the code under test prints goes nowhere.
+It is a separate process, since an input may hang it, crash it or take its memory. It writes one line of JSON for each
+input to its standard output; output of the code under test is discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TextIO
 from tests.fuzz.target import Target, judge, load_target, write_input
 
 _SPARE_BYTES = 2 * 2**30
-"""Address space beyond that of the imported program."""
+"""Address space beyond that of the imported program, in bytes."""
 
 
 def main(name: str, seed: int, first: int, last: int) -> None:
@@ -38,7 +38,7 @@ def _one(target: Target, folder: Path, seed: int, index: int) -> tuple[str, str]
 
 
 def _reserved_output() -> TextIO:
-    """The standard output, to which nothing else has access from now on."""
+    """Returns the standard output, to which nothing else has access from now on."""
     report = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
