@@ -14,7 +14,7 @@ _SHARED = "model.layers.3.shared_head."
 
 
 def save_published(folder: Path) -> dict[str, Tensor]:
-    """Saves three layers and a depth, its projections in FP8; the tensors in the numbers that they mean."""
+    """Saves three layers and a depth, its projections in FP8; returns the tensors as plain numbers."""
     save("deepseek", folder, max_shard_size="1GB")
     tensors = load_file(folder / "model.safetensors")
     for name, value in tensors.items():
@@ -45,7 +45,7 @@ def save_published(folder: Path) -> dict[str, Tensor]:
 
 
 def quantised(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 numbers, scales by block, and bfloat16 of their products, by plain loops."""
+    """Returns FP8 numbers, scales by block, and bfloat16 of their products, by plain loops."""
     rows, columns = value.shape
     scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
     stored, meant = torch.empty(value.shape, dtype=torch.float8_e4m3fn), torch.empty_like(value)

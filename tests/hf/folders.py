@@ -9,7 +9,7 @@ import transformers
 AWKWARD: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
-    "intermediate_size": 32,  # as hidden: no shape tells a transposed matrix
+    "intermediate_size": 32,  # equal to hidden_size: a transposed matrix has the same shape
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "vocab_size": 57,
@@ -132,7 +132,7 @@ CONFIGS: dict[str, Any] = {
 def save(
     name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "30KB", **changes: Any
 ) -> Any:
-    """Makes the model `name`, its config changed, with random weights in every tensor, saves it and gives it."""
+    """Creates the model `name` with a changed config and random weights in every tensor, saves it and returns it."""
     torch.manual_seed(sum(map(ord, name)))
     config = CONFIGS[name]()
     config.update(changes)

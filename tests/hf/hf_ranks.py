@@ -1,4 +1,4 @@
-"""What ranks do in the tests of conversions."""
+"""Functions of ranks in the tests of conversions."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,21 +23,21 @@ from mtrain.mcore.state.reader import load_shards
 
 
 def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:
-    """[batch, seq, vocab_size] of a checkpoint, as numpy."""
+    """Returns logits [batch, seq, vocab_size] of a checkpoint, as numpy."""
     model = source_of(checkpoint).model
     return our_logits(load_entry(checkpoint), model, groups, random_tokens(model.vocab_size), main).numpy()
 
 
 def weights(groups: Groups, checkpoint: Path, config: Config) -> dict[str, Any]:
-    """All weights by global name after loading; on rank 0, else empty."""
+    """Returns all weights by global name after loading; on rank 0, else empty."""
     chunks = build_frozen_model(config, groups)
     load_frozen_weights(load_entry(checkpoint), chunks, groups, config)
     return gathered(chunks, groups)
 
 
 def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
-    """Weights by global name after a start from `model.hf` and an update by nothing, which writes the optimizer's
-    main weights into the model; on rank 0, else empty."""
+    """Returns the weights by global name after a start from `model.hf` and an empty update, which writes the
+    optimizer's main weights into the model; on rank 0, else empty."""
     chunks = build_model(config, groups)
     optimizer = Optimizer(config, chunks, groups)
     model = RankModel(config, groups, chunks, optimizer)
@@ -51,18 +51,18 @@ def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
 
 
 class Beside(NamedTuple):
-    """Memory of a start from `model.hf` that is not its parameters'."""
+    """Memory of a start from `model.hf` apart from its parameters."""
 
     shards: int
-    """That are read into it."""
+    """Bytes of the shards into which tensors are read."""
     largest: int
-    """Bytes that one parameter needs."""
+    """Bytes of the largest parameter."""
     most: int
-    """Bytes at once of what has been read."""
+    """Largest number of bytes at one time of what has been read."""
 
 
 def read_beside_parameters(groups: Groups, config: Config) -> Beside:
-    """What a start from `model.hf` reads into memory that is not its parameter's."""
+    """Measures the memory of what a start from `model.hf` reads, apart from its parameters."""
     chunks = build_model(config, groups)
     found = Beside(0, 0, 0)
 
@@ -90,7 +90,8 @@ def read_beside_parameters(groups: Groups, config: Config) -> Beside:
 
 
 def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, TensorSlice]]:
-    """What a start from `model.hf` does, in turn: asks the folder (read or expect, key, slice) or sets main weights."""
+    """Records the calls of a start from `model.hf`: reads of the folder (read or expect, key, slice) and settings of
+    main weights."""
     chunks = build_model(config, groups)
     asked: list[tuple[str, str, TensorSlice]] = []
 
@@ -116,6 +117,6 @@ def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, Ten
 
 
 def gathered(chunks: list[Any], groups: Groups) -> dict[str, Any]:
-    """Global name -> values, as numpy; on rank 0, else empty."""
+    """Gathers values by global name, as numpy; on rank 0, else empty."""
     whole = gather_whole(parameter_shards(chunks, groups)) or {}
     return {name: value.float().numpy() for name, value in whole.items()}

@@ -1,4 +1,4 @@
-"""What transformers computes from folders, in a version of choice: a program, since one process holds one version."""
+"""Results of transformers for folders, in a chosen version: a program, since one process holds one version."""
 
 import sys
 import warnings
@@ -13,7 +13,7 @@ TOKENS = torch.arange(24)[None] * 7 % 57
 
 
 def environment_of_4(folders: list[Path]) -> dict[str, str]:
-    """Of a process that imports transformers 4."""
+    """Returns the environment of a process that imports transformers 4."""
     return program_environment() | {
         "PYTHONPATH": ":".join([*map(str, folders), program_environment()["PYTHONPATH"]]),
         "TRANSFORMERS_VERBOSITY": "critical",
@@ -22,7 +22,8 @@ def environment_of_4(folders: list[Path]) -> dict[str, str]:
 
 
 def answer(folder: str) -> torch.Tensor | None:
-    """Logits [1, 24, vocab_size] in float32; None where transformers refuses the folder or fills tensors at random."""
+    """Computes logits [1, 24, vocab_size] in float32; None where transformers refuses the folder or fills tensors at
+    random."""
     import transformers
 
     try:
@@ -40,7 +41,7 @@ def answer(folder: str) -> torch.Tensor | None:
 
 
 def main(out: str, *folders: str) -> None:
-    """Saves the version and the answer to each folder."""
+    """Saves the version and the answer for each folder."""
     import transformers
 
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""One model stored in many ways: what is in its files, and which files there are."""
+"""One model stored in many ways: by the content of its files, and by their kinds."""
 
 import json
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from torch import Tensor
 State = dict[str, Tensor]
 Config = dict[str, Any]
 Content = Callable[[State, Config], None]
-"""Changes tensors and config.json; the names are those of the usual files of the family."""
+"""Function that changes tensors and config.json; the names are those of the usual files of the family."""
 Files = Callable[[Path, State, Config], None]
-"""Writes tensors to a folder, and may change its config.json."""
+"""Function that writes tensors to a folder, and may change its config.json."""
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 _BLOCK = 2
-"""It divides every size: at an edge transformers 5.24 takes blocks of another size, or fails."""
+"""Size of a block, which divides every size: at an edge transformers 5.24 takes blocks of another size, or fails."""
 
 
 def without_base(state: State, config: Config) -> None:
@@ -42,7 +42,7 @@ def without_head(state: State, config: Config) -> None:
 
 
 def fused(state: State, config: Config) -> None:
-    """As transformers 5 saves experts with save_original_format=False."""
+    """Fuses experts as transformers 5 saves them with save_original_format=False."""
     for layer in range(config["num_hidden_layers"]):
         for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
             for module in ("mlp", "block_sparse_moe"):
@@ -77,7 +77,7 @@ def wider_norms(state: State, config: Config) -> None:
 
 
 def in_blocks(scales: torch.dtype) -> Content:
-    """Projections of layers in fp8; factors are powers of two, so that no product is rounded."""
+    """Stores projections of layers in fp8; factors are powers of two, so that no product is rounded."""
 
     def change(state: State, config: Config) -> None:
         for name in [name for name in state if name.endswith("_proj.weight")]:
@@ -150,7 +150,7 @@ def shard(number: int) -> str:
 
 
 def other(state: State) -> State:
-    """Another model of the same names and shapes."""
+    """Builds another model of the same names and shapes."""
     return {name: (-value.float()).to(value.dtype) for name, value in state.items()}
 
 
@@ -243,7 +243,7 @@ FILES: dict[str, Files] = {
 
 
 def store(folder: Path, state: State, config: Config, content: str, files: str) -> None:
-    """Writes a model in one of the ways; what is given stays as it is."""
+    """Writes a model in one of the ways; the arguments stay as they are."""
     state, config = {name: value.clone() for name, value in state.items()}, dict(config)
     CONTENTS[content](state, config)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Published DeepSeek-V3: scaled FP8 is read as what it means, depths ahead travel with the rest."""
+"""Published DeepSeek-V3: scaled FP8 is read as the numbers that it means, depths ahead travel with the rest."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Headers of safetensors: what is accepted, and damages that once cost memory or a traceback."""
+"""Headers of safetensors: what is accepted, and damage that once cost memory or a traceback."""
 
 import json
 import os
@@ -20,7 +20,7 @@ DATA = bytes(8)
 
 
 def joined(header: Any, data: bytes = DATA) -> bytes:
-    """A file from a header, as JSON unless it is bytes."""
+    """Builds a file from a header, which becomes JSON unless it is bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(raw).to_bytes(8, "little") + raw + data
 
@@ -106,7 +106,7 @@ ONE = json.dumps(ENTRY).encode()
     ids=["a name twice", "no name", "NUL", "escape", "long name", "100 axes"],
 )
 def test_what_the_library_lets_through_is_refused(tmp_path: Path, header: bytes) -> None:
-    """Why there is a reader of our own: docs/adr/0025; when the library refuses one of these, look at it again."""
+    """The reader of our own exists for this: docs/adr/0025; when the library refuses one of these, check again."""
     path = tmp_path / "file.safetensors"
     path.write_bytes(joined(header))
     with safe_open(str(path), "numpy") as library:

@@ -1,4 +1,4 @@
-"""However a model is stored, what is read computes what transformers computes, or the folder is refused by name."""
+"""However a model is stored, it is read with the function of transformers, or the folder is refused by name."""
 
 import json
 import subprocess
@@ -26,12 +26,12 @@ from tests.hf.folders import save
 from tests.hf.stored import CONTENTS, FILES, store
 
 Way = tuple[str, str]
-"""What is in the files, and which files there are."""
+"""Content of the files, and kind of the files."""
 
 
 def stored(name: str, ways: Iterable[Way], place: Path) -> dict[Way, Path]:
-    """A model stored in each way, with a config.json that all versions read alike."""
-    # of other groups transformers 4 makes the scores 0, which is above what a negative bias leaves
+    """Stores a model in each way, with a config.json that all versions read alike."""
+    # with several groups transformers 4 sets the scores of others to 0, which is above a negative bias
     one_group: dict[str, Any] = {"n_group": 1, "topk_group": 1} if name == "deepseek" else {}
     save(name, place / "saved", max_shard_size="1GB", **one_group)
     state = load_file(place / "saved" / "model.safetensors")
@@ -44,7 +44,7 @@ def stored(name: str, ways: Iterable[Way], place: Path) -> dict[Way, Path]:
 
 
 def as_usual(source: HfSource, folder: Path) -> None:
-    """Writes what was read, whole and plain, under the names that files of the family usually have."""
+    """Writes the weights that were read, whole and plain, under the usual names of the family."""
     tensors = FolderTensors(source)
     state = {}
     for tensor, filled in FAMILIES[source.family.model_type].table(source.model).tensors():
@@ -55,7 +55,8 @@ def as_usual(source: HfSource, folder: Path) -> None:
 
 
 def outcome(folder: Path, *judged: torch.Tensor | None) -> str:
-    """How a folder is read here, and by transformers, all of whose versions have to agree where it is read here."""
+    """Describes how a folder is read here, and by transformers; all its versions have to agree where it is read
+    here."""
     known = [logits for logits in judged if logits is not None]
     try:
         source = open_source(folder)
@@ -137,14 +138,14 @@ def test_names_and_fields_come_back_as_they_were(name: str, content: str, files:
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     theirs = {path.name: path.read_bytes() for path in folder.iterdir()}
     back = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
-    if files == "sharded":  # the size that it says is its own
+    if files == "sharded":  # its stated size is its own
         said, again = (json.loads(each.pop("model.safetensors.index.json")) for each in (theirs, back))
         assert said["weight_map"] == again["weight_map"]
     assert theirs == back
 
 
 def test_an_export_of_a_run_has_names_that_transformers_4_reads(tmp_path: Path) -> None:
-    """A cast is no copy: what leaves then is as a run's own."""
+    """A cast is no copy: its result has the names of a run's own export."""
     fused, tied = (
         next(iter(stored(name, [(content, "whole")], tmp_path / name).values()))
         for name, content in (("qwen3-moe", "fused experts"), ("llama-tied", "saved from the base model"))
@@ -185,7 +186,7 @@ def test_settings_at_their_ends_are_computed_or_refused(
 
 
 def test_a_folder_is_described_by_the_weights_that_count(tmp_path: Path) -> None:
-    """Depths that are configured are there or not: as the whole file says, not as an index beside it does."""
+    """Configured depths exist or not as the whole file says, not as an index next to it says."""
     save("deepseek", tmp_path, max_shard_size="1GB")
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -206,7 +207,7 @@ NIGHT_WAYS = list(
 )
 
 
-@pytest.mark.nightly  # by day: every content and every kind of file once, judged by transformers 5
+@pytest.mark.nightly  # by day: every content and every kind of file once, with transformers 5 as the oracle
 @pytest.mark.parametrize("name", NIGHT)
 def test_both_versions_compute_what_is_read(name: str, transformers_4: list[Path], tmp_path: Path) -> None:
     folders = stored(name, NIGHT_WAYS, tmp_path)

@@ -1,4 +1,4 @@
-"""The loss of the steps in transformers, against float64 of all logits at once."""
+"""Losses of steps in transformers, against float64 of all logits at once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Logits(torch.nn.Module):
 
 @pytest.mark.parametrize(("vocab_size", "num_tokens"), [(152_064, 120), (97, 40)], ids=["in parts", "at once"])
 def test_losses_are_those_of_float64(vocab_size: int, num_tokens: int) -> None:
-    """Likely tokens of a large vocabulary: most of a float32 sum over it is lost beside the largest term."""
+    """Tokens are likely and the vocabulary large: most of a float32 sum over it is lost next to the largest term."""
     torch.manual_seed(0)
     labels = torch.randint(vocab_size, (1, num_tokens))
     logits = torch.randn(num_tokens, vocab_size)
     logits.scatter_(1, labels.T, logits.exp().sum(1, keepdim=True).log() + 1.5)
     weights = torch.rand(1, num_tokens) * (torch.arange(num_tokens) % 3 > 0)
-    logits[0, 0] = torch.inf  # masked: what it says does not count
+    logits[0, 0] = torch.inf  # masked: its loss does not count
     exact = logits.double().requires_grad_()
     kept = weights[0] > 0
     losses = torch.nn.functional.cross_entropy(exact[kept], labels[0, kept], reduction="none")

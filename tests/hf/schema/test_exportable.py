@@ -1,4 +1,4 @@
-"""What an export can say: fields of training are left out, fields that change the function are refused in time."""
+"""Exports: fields of training are left out, fields that change the function are refused in time."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def test_experts_are_exported_whatever_they_are_trained_with(pool: Pool, tmp_pat
     assert result.returncode == 0, result.stderr
     exported = tmp_path / "run" / "exports" / "step_00000002"
     said = [json.loads((folder / "config.json").read_text()) for folder in (exported, tmp_path / "hf")]
-    older = {"rope_theta", "rope_scaling", "torch_dtype"}  # words of transformers 4, which the folder lacks
+    older = {"rope_theta", "rope_scaling", "torch_dtype"}  # fields of transformers 4, which the folder lacks
     assert said[0].keys() - said[1].keys() == older
     assert {name: value for name, value in said[0].items() if name not in older | {"dtype"}} == {
         name: value for name, value in said[1].items() if name != "dtype"
@@ -141,7 +141,7 @@ def test_a_run_of_the_old_choice_goes_on_with_it_and_not_with_another(tmp_path: 
 
 
 def test_a_run_of_published_groups_goes_on_from_its_folder(tmp_path: Path) -> None:
-    """Where the family's number is the default's, nothing has changed since 0.1.0."""
+    """Nothing has changed since 0.1.0 where the family's number equals the default."""
     save("deepseek", tmp_path / "hf")
     sections = yaml.safe_load(config_yaml(configured(tmp_path)))
     assert sections["model"]["experts"].pop("group_score_top_k") is None

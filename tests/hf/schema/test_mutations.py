@@ -1,8 +1,8 @@
-"""config.json decides what the weights compute: whatever it says, our reading of it is transformers', or an error.
+"""config.json decides what the weights compute: for any content, we read it as transformers does, or report an error.
 
 Each field of each family is changed in turn. Where the same tensors still load in transformers, the oracle computes the
-model that we read, and its logits have to be those of transformers; an import would else prove the bytes of a function
-that differs.
+model that we read, and its logits have to equal those of transformers; otherwise an import would prove the bytes of a
+function that differs.
 """
 
 import copy
@@ -69,7 +69,7 @@ def base(name: str) -> dict[str, Any]:
 
 
 def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every field changed in turn, then fields that are not in the file."""
+    """Yields configs with every field changed in turn, then with fields that are not in the file."""
     for name, value in config.items():
         match value:
             case bool():
@@ -92,15 +92,15 @@ def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class Answer(NamedTuple):
-    """What transformers computes."""
+    """Results of transformers."""
 
     logits: torch.Tensor
     state: dict[str, Any]
-    """The tensors that it computed with: tied ones are one."""
+    """Tensors with which it computed: tied ones are one."""
 
 
 def answered(config: dict[str, Any], state: dict[str, Any]) -> Answer | None:
-    """By transformers; None where it refuses the configuration or the tensors."""
+    """Asks transformers; None where it refuses the configuration or the tensors."""
     try:
         read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
         read._attn_implementation = "eager"
@@ -114,7 +114,7 @@ def answered(config: dict[str, Any], state: dict[str, Any]) -> Answer | None:
 
 
 def ours(config: dict[str, Any]) -> ModelSection | None:
-    """None where it is refused."""
+    """Reads the model; None where it is refused."""
     try:
         family = family_of(config)
         return family.model(family.as_held(config, ()))
@@ -123,7 +123,7 @@ def ours(config: dict[str, Any]) -> ModelSection | None:
 
 
 LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "qwen3-moe-unnormalised", "olmo2", "olmo2-grouped", "qwen3-moe", "olmo3")
-"""Nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts) and gemma3 (windows) are."""
+"""Models nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts) and gemma3 (windows)."""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "qwen3-moe-unnormalised", "olmo2",
 def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     config = base(name)
     torch.manual_seed(1)
-    # whole in float64: a part that asks for float32 by itself, as DeepSeek's router does, stays in it otherwise
+    # float64 everywhere: a part that asks for float32 by itself, such as DeepSeek's router, stays in it otherwise
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float64).double()
     with torch.no_grad():
         for value in model.state_dict().values():
@@ -150,7 +150,7 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
             continue
         num_accepted += 1
         is_known = mutation and read == known and torch.equal(theirs.logits, right.logits)
-        if not is_known:  # of the same tensors: what the oracle has said of the model as it was
+        if not is_known:  # same tensors: the oracle has already judged the unchanged model
             exact = logits_of(from_huggingface(theirs.state, read), read, TOKENS)
             if not torch.allclose(exact, theirs.logits, rtol=0.0, atol=1e-4):
                 wrong.append(mutation)

@@ -1,4 +1,4 @@
-"""What is refused, by name, before anything is converted."""
+"""Inputs that are refused, by name, before anything is converted."""
 
 import json
 import os

@@ -23,7 +23,7 @@ def table_of(name: str) -> Table:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_number_has_one_place(name: str) -> None:
-    """Of DeepSeek with the layer that predicts further ahead."""
+    """DeepSeek has the layer that predicts further ahead."""
     table = table_of(name)
     numbered = {}
     for key, shape in table.shapes.items():

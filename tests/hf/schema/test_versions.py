@@ -1,4 +1,4 @@
-"""Two versions of transformers are in use, with different words for one model: exports say both."""
+"""Two versions of transformers are in use, with different fields for one model: exports have both."""
 
 import functools
 import json
@@ -44,10 +44,10 @@ OLDER: dict[str, dict[str, Any]] = {
         "rope_theta": 500.0,
         "rope_scaling": {"type": "llama3"} | {name: value for name, value in _LLAMA3.items() if name != "rope_type"},
     },
-    "olmo3": {},  # two bases, for which transformers 4 has no words
+    "olmo3": {},  # two bases, which transformers 4 cannot express
     "gpt-oss": {"rope_theta": 150000, "rope_scaling": _GPT_OSS | {"original_max_position_embeddings": 4096}},
 }
-"""What transformers 4.57 reads of each, in fields that transformers 5.24 does not write."""
+"""Fields that transformers 4.57 reads of each model and transformers 5.24 does not write."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -79,7 +79,7 @@ ROPES: list[dict[str, Any]] = [
     "name", [name for name in CONFIGS if CONFIGS[name]().model_type not in ("olmo3", "gemma3_text")]
 )
 def test_any_scaling_is_said_in_both_words(name: str) -> None:
-    """Kinds of layers with scalings of their own: as gemma3 and olmo3 above."""
+    """Kinds of layers have scalings of their own, as in gemma3 and olmo3 above."""
     config = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
     family = family_of(config)
     for scaling in ROPES:
@@ -95,13 +95,13 @@ def test_any_scaling_is_said_in_both_words(name: str) -> None:
 
 
 def test_an_export_that_is_no_copy_is_read_by_both_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy is the folder as it came, byte for byte (tests/convert/test_round_trips.py)."""
+    """A copy is the original folder, byte for byte (tests/convert/test_round_trips.py)."""
     save("qwen3", tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "ours", torch.float32, num_workers=1)
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
     theirs, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
     assert back == theirs | OLDER["qwen3"] | {"dtype": "float32", "torch_dtype": "float32"}
-    # nothing is added to words that both versions read, but the dtype that is missing, and none is left as it was
+    # nothing is added to fields that both versions read, except the missing dtype, and none is changed
     older = {name: value for name, value in back.items() if name not in ("rope_parameters", "dtype")}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(older | {"torch_dtype": "bfloat16"}))
     import_hf(tmp_path / "hf", tmp_path / "older", torch.float32, num_workers=1)
@@ -122,7 +122,7 @@ def test_transformers_4_and_5_compute_the_same_of_every_export(transformers_4: l
     # transformers 4 refuses any scaling of OLMo-2 but the linear one
     names = [name for name in CONFIGS if name not in ("olmo3", "olmo2-grouped")]
     for name in names:
-        # of other groups transformers 4 makes the scores 0, which is above what a negative bias leaves
+        # with several groups transformers 4 sets the scores of others to 0, which is above a negative bias
         one_group: dict[str, Any] = {"n_group": 1, "topk_group": 1} if name == "deepseek" else {}
         save(name, tmp_path / name, **one_group)
         import_hf(tmp_path / name, tmp_path / f"{name}-ours", torch.float32, num_workers=1)

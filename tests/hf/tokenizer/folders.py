@@ -29,7 +29,7 @@ MODEL_TYPES = (None, None, "llama", "qwen2", "qwen3", "gemma2", "mistral", "olmo
 
 @cache
 def trained(kind: str, num_known: int) -> str:
-    """JSON of a tokenizer, in whose vocabulary the first of `NAMES` lie."""
+    """Returns JSON of a tokenizer whose vocabulary holds the first of `NAMES`."""
     special = NAMES[:num_known]
     if kind == "byte_level":
         tokenizer = Tokenizer(models.BPE())
@@ -71,7 +71,7 @@ def added_tokens(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def other_files(draw: st.DrawFn) -> dict[str, Any]:
-    """config.json and special_tokens_map.json, or neither."""
+    """Draws config.json and special_tokens_map.json, or neither."""
     files: dict[str, Any] = {}
     name = st.sampled_from(NAMES)
     if (model_type := draw(st.sampled_from(MODEL_TYPES))) is not None:
@@ -88,7 +88,7 @@ def other_files(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def folders(draw: st.DrawFn) -> dict[str, Any]:
-    """File -> content of a tokenizer's folder."""
+    """Draws the files of a tokenizer's folder: file -> content."""
     kind = draw(st.sampled_from(KINDS))
     content = json.loads(trained(kind, draw(st.integers(3, 6))))
     model = Tokenizer.from_str(json.dumps(content))

@@ -34,7 +34,7 @@ def without_surrogates(text: str) -> bool:
 
 
 def agree(folder: Path, texts: list[str]) -> str:
-    """Compares; says what became of the folder."""
+    """Compares the ids; returns the outcome for the folder."""
     try:
         theirs: Any = AutoTokenizer.from_pretrained(str(folder))
     except Exception as fault:
@@ -70,7 +70,7 @@ def agree(folder: Path, texts: list[str]) -> str:
 
 
 def ids_of(encode: Callable[[str], list[int]], text: str) -> list[int] | None:
-    """Encodes a text; None where it needs an unknown token that the vocabulary lacks: nothing says so before."""
+    """Encodes a text; None where it needs an unknown token that the vocabulary lacks, which is not known before."""
     try:
         return encode(text)
     except Exception as fault:
