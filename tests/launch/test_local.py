@@ -1,4 +1,4 @@
-"""Ranks of `mtrain launch local`: what they are given, how they end, and that none stays behind."""
+"""Ranks of `mtrain launch local`: their environment, their end, and that none is left running."""
 
 import os
 import signal
@@ -38,12 +38,12 @@ def tell(name, text=""):
 """
 pytestmark = pytest.mark.usefixtures("hangup")
 LONG_S = 300
-"""Longer than a test may take; nothing waits for it to pass."""
+"""Seconds that are longer than a test may take; nothing waits for them to pass."""
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes what every rank runs."""
+    """Returns a function that writes the program of every rank."""
 
     def write(body: str) -> Path:
         path = tmp_path / "rank.py"
@@ -59,7 +59,7 @@ def run(path: Path, num_ranks: int, grace_s: float = 10.0) -> int:
 
 @contextmanager
 def launcher(path: Path, num_ranks: int, grace_s: float = 10.0) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a process of its own, which a test may send signals."""
+    """Starts a launcher in a process of its own, which a test may send signals."""
     command = [sys.executable, "-c", LAUNCHER, str(path), str(num_ranks), str(path.parent / "logs"), str(grace_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -159,7 +159,7 @@ time.sleep(0.5); print('a consequence', file=sys.stderr); sys.exit(7)
     shown = capfd.readouterr().err
     assert "rank 1 failed with exit code 1" in shown
     assert "the cause" in shown
-    assert shown.count("a consequence") == 1  # of rank 0, which shares our output
+    assert shown.count("a consequence") == 1  # from rank 0, which shares our output
 
 
 def test_what_rank_0_has_said_is_not_repeated(
@@ -284,7 +284,8 @@ def test_ranks_die_with_a_killed_launcher(program: Callable[[str], Path], tmp_pa
 
 
 def test_a_program_of_ones_own_runs_on_all_ranks(tmp_path: Path) -> None:
-    """By its arguments, with what lies beside it, and stopped as it would be alone; its exit code is the command's."""
+    """The program gets its arguments, imports modules in its folder, and is stopped like a single process; its exit
+    code is the command's."""
     (tmp_path / "beside.py").write_text("CODE = 4")
     (tmp_path / "own.py").write_text(
         "import os, signal, sys\n"

@@ -1,6 +1,6 @@
 """The scripts of launch/: correct bash, and a Slurm job that Slurm's own signal requeues and scancel does not.
 
-Slurm's own commands are stood in for by small scripts that write down how they were called.
+Small scripts replace Slurm's own commands, and record how they were called.
 """
 
 import os
@@ -77,7 +77,7 @@ def test_bash_can_read_it(script: Path) -> None:
 
 
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Runs the batch script, or the one that `folder` has, as Slurm would, in a process group of its own."""
+    """Runs the batch script, or the one in `folder`, as Slurm would, in a process group of its own."""
     own = folder / "job.sbatch"
     programs = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
     for name, text in (programs | ({"timeout": IMPATIENT} if "IMPATIENT" in environment else {})).items():
@@ -93,7 +93,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
 
 
 def finish(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code; takes down what is left of its process group where it does not end."""
+    """Returns the exit code of a process; kills the rest of its process group where it does not end."""
     try:
         return process.wait(timeout=600)
     except subprocess.TimeoutExpired:
@@ -160,7 +160,7 @@ def test_a_script_that_is_ended_does_not_say_that_the_run_is_done(
 @pytest.mark.fault("signals", "scancel", happens="the ranks save; nothing is requeued", exit_code=0)
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PREEMPTED", "TIMEOUT"])
 def test_a_job_that_slurm_has_ended_is_left_to_slurm(tmp_path: Path, state: str, notice: Notice) -> None:
-    """scancel signals the ranks beside the script."""
+    """scancel signals the ranks in addition to the script."""
     process = start(tmp_path, str(tmp_path), "run.yaml", JOB_STATE=state)
     wait_for(tmp_path / "ready")
     with notice:
@@ -171,7 +171,7 @@ def test_a_job_that_slurm_has_ended_is_left_to_slurm(tmp_path: Path, state: str,
 
 
 def stopped(folder: Path, **environment: str) -> int:
-    """The script's exit code where the ranks have left REQUEUE, as after a stop before the time limit."""
+    """Returns the script's exit code where the ranks have left REQUEUE, as after a stop before the time limit."""
     run_dir = folder / "run"
     run_dir.mkdir(exist_ok=True)
     (folder / "requeued").unlink(missing_ok=True)
@@ -198,7 +198,7 @@ def test_a_script_says_that_a_job_is_requeued_only_where_slurm_has_done_it(
     requeued, asked = (folder / "requeued").exists(), [answer for answer in requeue if answer not in ("ok", "killed")]
     if ended == 0:
         assert requeued
-    elif requeued:  # all questions after it have been in vain
+    elif requeued:  # all questions after it were in vain
         assert not (folder / "answers-show").read_text().replace("ok", "").strip() or len(show) >= 5
     else:
         assert ended == (code or 7)
@@ -274,7 +274,8 @@ def test_preemptions_cost_nothing(tmp_path: Path) -> None:
 
 
 def test_a_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
-    """By what Slurm says: a job that was submitted from a task of another array inherits that one's variables."""
+    """The task follows what Slurm says: a job that was submitted from a task of another array inherits that one's
+    variables."""
     assert stopped(tmp_path, ARRAY="1", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="9") == 0
     assert (tmp_path / "requeued").read_text() == "712000_3\n"
     assert stopped(tmp_path, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="9") == 0
@@ -379,7 +380,7 @@ def test_the_same_end_at_every_start_is_tried_again_a_few_times(
 def test_the_batch_script_shows_the_one_summary_of_a_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, ends_with: int
 ) -> None:
-    """A rank that the watchdog has killed makes srun say 137; the run has lost a rank."""
+    """A rank that the watchdog has killed makes srun report 137; the run has lost a rank."""
     (tmp_path / "failure.txt").write_text("error: of an earlier start\n")
     rank = tmp_path / "logs" / "job-712345-0" / "rank_0.log"
     rank.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Ranks that are stopped or silent: the launcher ends them, says which, and leaves working ones alone."""
+"""Ranks that are stopped or silent: the launcher ends them, reports which, and leaves working ones alone."""
 
 import signal
 import subprocess
@@ -124,7 +124,7 @@ def test_silent_ranks_are_ended(
     path = program(BEATING + "    os.kill(os.getpid(), signal.SIGSTOP)")
 
     def clock() -> float:
-        """Begins to go when rank 0 has said where it is: on a busy machine a start takes longer than the limit."""
+        """Starts to run when rank 0 has reported its place: on a busy machine a start takes longer than the limit."""
         beat = read_beat(tmp_path / "heartbeats", 0)
         return time.monotonic() if beat is not None and beat.step == 7 else 0.0
 
@@ -156,7 +156,8 @@ WORKING = {
 
 
 def clock_of_work(folder: Path) -> Callable[[], float]:
-    """Goes on with the work of rank 0, a second a heartbeat or of a processor: the same on a busy machine."""
+    """Returns a clock that advances with the work of rank 0, a second a heartbeat or of processor time: the same on a
+    busy machine."""
     beats = set()
 
     def now() -> float:
@@ -186,7 +187,7 @@ def test_what_an_earlier_start_left_is_no_sign_of_life(
 
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 60.0, 3600.0]), min_size=1, max_size=40))
 def test_time_in_which_the_launcher_stood_still_does_not_count(gaps: list[float]) -> None:
-    """As under `scontrol suspend`, which stops the launcher and its ranks alike."""
+    """`scontrol suspend` stops the launcher and its ranks like this."""
     now, process = [0.0], subprocess.Popen(["true"])
     process.wait()  # so that it gives no sign of life at all
     rank, heartbeats = Rank(0, process, None, 0), Heartbeats(Path("nothing.here"), 5.0, lambda: now[0])

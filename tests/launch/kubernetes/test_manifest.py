@@ -1,4 +1,4 @@
-"""`mtrain launch kubernetes`: what it refuses, and a manifest that JobSet's own schema takes.
+"""`mtrain launch kubernetes`: what it refuses, and a manifest that JobSet's own schema accepts.
 
 jobset_v1alpha2.json.gz is the schema of the JobSet resource (kubernetes-sigs/jobset at 08dfbdfd, Apache-2.0) without
 its descriptions, and with every field that it does not name refused, as `kubectl apply --validate=strict` does.
@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def documents(config: Path, run_dir: str = "/runs/First_run", **options: Any) -> tuple[Any, Any]:
-    """The ConfigMap and the JobSet."""
+    """Returns the ConfigMap and the JobSet."""
     given = KubernetesOptions(**{"nodes": 2, "image": "registry/mtrain:1", "volumes": VOLUMES, **options})
     text = render(kubernetes_job([config], [f"run.dir={run_dir}"], given))
     config_map, job_set = YAML(typ="safe").load_all(text)
@@ -114,8 +114,8 @@ def test_ranks_meet_at_the_first_pod(config: Path) -> None:
 
 
 def action(job_set: Any, exit_code: int | None) -> str:
-    """What JobSet would do after a pod that left with this code, or None: whose node was taken away. Written from the
-    documented rules of Jobs and JobSets; the words are those of the Job controller."""
+    """Returns what JobSet would do after a pod that left with this code, or with None, whose node was taken away.
+    Written from the documented rules of Jobs and JobSets; the words are those of the Job controller."""
     (job,) = (each["template"]["spec"] for each in job_set["spec"]["replicatedJobs"])
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):

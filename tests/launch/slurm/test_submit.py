@@ -44,7 +44,7 @@ def job(folder: Path, config: list[str] | None = None, options: SlurmOptions | N
 
 
 def settings(script: str, folder: Path, *names: str) -> list[str]:
-    """What bash makes of the script's settings: the words of each name, one a line."""
+    """Returns the words that bash makes of each of the script's settings, one a line."""
     head, _ = script.split("# --- from here on")
     show = "".join(f'\nprintf "%s\\n" "${{{name}[@]}}"' for name in names)
     done = subprocess.run(["bash", "-c", head + show], cwd=folder, capture_output=True, text=True, check=True)
@@ -190,7 +190,7 @@ def test_a_wrong_configuration_is_found_before_the_queue(folder: Path) -> None:
 
 
 def install(folder: Path, programs: Mapping[str, str]) -> None:
-    """Stand-ins for commands of Slurm."""
+    """Installs stand-ins for commands of Slurm."""
     for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -265,7 +265,7 @@ def test_files_are_looked_at_before_the_queue(folder: Path, notice: Notice) -> N
 
 
 def shown(**changes: str) -> str:
-    """What `scontrol show job -o` of Slurm 22.05 says of a job of `SlurmOptions(2, ...)`."""
+    """Returns the output of `scontrol show job -o` of Slurm 22.05 for a job of `SlurmOptions(2, ...)`."""
     fields = {
         "JobId": "4711", "JobName": "n", "JobState": "PENDING", "Account": "team", "QOS": "(null)", "Requeue": "1",
         "TimeLimit": "1-00:00:00", "Partition": "gpu", "NumNodes": "2-2", "NumCPUs": "4", "NumTasks": "4",
@@ -416,7 +416,7 @@ echo "$LIVING"
 
 
 def test_jobs_of_one_folder_follow_each_other_whatever_they_are_called(folder: Path) -> None:
-    """--name, or another mount of the folder, gives a name that `singleton` does not know."""
+    """Another --name, or another mount of the folder, gives a name that `singleton` does not know."""
     number = "#!/bin/bash\nprintf '%s ' \"$@\" > calls\necho $NEXT\n"
     install(folder, {"sbatch": number, "squeue": SQUEUE})
     for next_number in ("100", "200", "300"):
@@ -448,7 +448,7 @@ PLACES = st.lists(PLAIN, min_size=1, max_size=3).map(lambda parts: Path("/nothin
 
 @given(PLACES, st.lists(PLAIN, max_size=2), st.lists(PLACES, min_size=1, max_size=3, unique=True))
 def test_bind_mounts_do_not_change_the_name(source: Path, below: list[str], points: list[Path]) -> None:
-    """`source` of the main disk is mounted a second time at each of `points`, as by `mount --bind`."""
+    """The folder `source` of the main disk is mounted a second time at each of `points`, as by `mount --bind`."""
     apart = [point for point in points if not source.is_relative_to(point) and not point.is_relative_to(source)]
     binds = [f"{n} 1 8:1 {quoted(source)} {quoted(point)} rw - ext4 /dev/a rw" for n, point in enumerate(apart, 30)]
     mounts = "\n".join(["20 1 8:1 / / rw - ext4 /dev/a rw", "21 20 0:9 / /proc rw - proc proc rw", *binds])
@@ -460,7 +460,7 @@ def test_bind_mounts_do_not_change_the_name(source: Path, below: list[str], poin
 
 
 def quoted(path: Path) -> str:
-    """As the kernel writes paths into mountinfo."""
+    """Quotes a path as the kernel does in mountinfo."""
     return str(path).replace(" ", "\\040")
 
 
