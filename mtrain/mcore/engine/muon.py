@@ -203,10 +203,10 @@ class Muon:
             sizes: Number of elements by sending rank; ranks after the last send nothing.
         """
         # torch.cat refuses an empty list
-        nothing, behind = torch.empty(0, device=self._groups.device), [0] * self._num_ranks
+        nothing, idle = torch.empty(0, device=self._groups.device), [0] * self._num_ranks
         given = [torch.cat([nothing, *values]) for values in sent]
-        outgoing = [*map(Tensor.numel, given), *behind][: self._num_ranks]
-        incoming = [*sizes, *behind][: self._num_ranks]
+        outgoing = [*map(Tensor.numel, given), *idle][: self._num_ranks]
+        incoming = [*sizes, *idle][: self._num_ranks]
         received = torch.empty(sum(incoming), device=self._groups.device)
         # Ranks that send and receive nothing call it too: it is collective over the stage.
         dist.all_to_all_single(received, torch.cat([nothing, *given]), incoming, outgoing, group=self._groups.stage)

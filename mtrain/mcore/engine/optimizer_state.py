@@ -246,9 +246,9 @@ def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 
-def _count(updates: int, beside: Tensor) -> Tensor:
+def _count(updates: int, main: Tensor) -> Tensor:
     """Builds a parameter's count of updates where the fused AdamW needs it: on the device of the main weights."""
-    return torch.full((), updates, dtype=torch.float32, device=beside.device)
+    return torch.full((), updates, dtype=torch.float32, device=main.device)
 
 
 def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:

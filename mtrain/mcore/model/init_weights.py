@@ -82,7 +82,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
             # broadcast.
             name = _EMBEDDING
-        if others_follow and not _is_beside(name, config.model):
+        if others_follow and not _may_lack(name, config.model):
             shard.data.fill_(math.nan)
         else:
             # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
@@ -96,7 +96,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
 
 
-def _is_beside(name: str, model: ModelSection) -> bool:
+def _may_lack(name: str, model: ModelSection) -> bool:
     """Says whether files of a language model lack the parameter."""
     is_head = isinstance(model.output, HeadOutput) and name == "output_layer.weight"
     return is_head or name.endswith((LORA_A, _EMBEDDING_B))

@@ -29,8 +29,8 @@ def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch
         watched, inside = _Block(departures, block, num_layers), cast(Any, block)
         block.register_forward_pre_hook(watched.begin, with_kwargs=True)
         block.register_forward_hook(watched.end, always_call=True)
-        behind = [] if inside.final_layernorm is None else [inside.final_layernorm]
-        for number, layer in enumerate([*inside.layers, *behind]):
+        last = [] if inside.final_layernorm is None else [inside.final_layernorm]
+        for number, layer in enumerate([*inside.layers, *last]):
             layer.register_forward_pre_hook(functools.partial(watched.enter, number))
     return departures.side
 
@@ -58,7 +58,7 @@ class _Block:
         self._pass: MovingPass | None = None
         """None beside a forward pass, and where layers run a second time in backward."""
         self._number = 0
-        """Of the layer that runs; of the norm behind them, how many there are."""
+        """Of the layer that runs; of the norm last them, how many there are."""
         self._hooks = contextlib.ExitStack()
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:

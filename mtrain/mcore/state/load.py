@@ -239,10 +239,10 @@ class Naming:
 
     def may_be_left(self, key: str) -> bool:
         """Says whether a key may stay unread."""
-        is_beside = key.startswith(rng.PREFIX) or _TE_STATE in key
+        is_other = key.startswith(rng.PREFIX) or _TE_STATE in key
         # moments belong to the run that saved them; those of this run stay as they are
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not self._main)
-        return is_beside or is_state or (self._main and optimizer_key(MAIN, key) in self._saved.tensors)
+        return is_other or is_state or (self._main and optimizer_key(MAIN, key) in self._saved.tensors)
 
 
 def check_entry(entry: CheckpointEntry, config: Config) -> None:

@@ -48,13 +48,13 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
         # the adapters after it would get none (megatron-core, tensor_parallel/random.py).
         model.embedding.register_forward_hook(_with_gradient)
         if "embedding" in adapter.parts:
-            builder.beside_table(model.embedding)
+            builder.adapt_table(model.embedding)
     for layer in model.decoder.layers:
         builder.inside(layer)
     if model.post_process and isinstance(section.output, HeadOutput):
         model.output_layer.requires_grad_(True)
     elif model.post_process and "output" in adapter.parts:
-        builder.beside_output(model)
+        builder.adapt_output(model)
 
 
 class _Builder:
@@ -72,28 +72,30 @@ class _Builder:
             for name, module in list(holder.named_children()):
                 match module:
                     case ColumnParallelLinear() | RowParallelLinear() | ReplicatedLinear():
-                        self._beside_linear(holder, name, module)
+                        self._adapt_linear(holder, name, module)
                     case Stack() if "experts" in self._adapter.parts:
-                        self._beside_stack(holder, name, module)
+                        self._adapt_stack(holder, name, module)
 
-    def beside_table(self, embedding: Any) -> None:
+    def adapt_table(self, embedding: Any) -> None:
         """Adapts the table of embeddings."""
         adapter = EmbeddingAdapter(self._adapter, self._config, self._collection, embedding.word_embeddings)
         embedding.word_embeddings.register_forward_hook(add_to_table(adapter))
         embedding.add_module(f"word_embeddings{MODULE}", adapter)
 
-    def beside_output(self, model: Any) -> None:
+    def adapt_output(self, model: Any) -> None:
         """Adapts the output layer."""
         fusion = Fusion(1, (model.output_layer.weight.shape[0],))
-        self._beside(model, "output_layer", model.output_layer, FusedParts(fusion, ("output",), frozenset(("output",))))
+        self._attach_linear(
+            model, "output_layer", model.output_layer, FusedParts(fusion, ("output",), frozenset(("output",)))
+        )
 
-    def _beside_linear(self, holder: nn.Module, name: str, linear: FrozenLinear) -> None:
+    def _adapt_linear(self, holder: nn.Module, name: str, linear: FrozenLinear) -> None:
         names = plan.fused_parts(self._section, name)
         adapted = adapted_names(names, self._adapter)
         if adapted:
-            self._beside(holder, name, linear, FusedParts(self._fusion(name, linear), names, adapted))
+            self._attach_linear(holder, name, linear, FusedParts(self._fusion(name, linear), names, adapted))
 
-    def _beside(self, holder: nn.Module, name: str, linear: Any, parts: FusedParts) -> None:
+    def _attach_linear(self, holder: nn.Module, name: str, linear: Any, parts: FusedParts) -> None:
         given = (self._adapter, self._config, self._collection, linear, parts)
         adapter: LinearAdapter
         if isinstance(linear, KeyValueProjection):
@@ -105,7 +107,7 @@ class _Builder:
             linear.register_forward_hook(add_to_replicated(adapter) if is_replicated else add_to_linear(adapter))
         holder.add_module(f"{name}{MODULE}", adapter)
 
-    def _beside_stack(self, holder: Any, name: str, stack: Stack) -> None:
+    def _adapt_stack(self, holder: Any, name: str, stack: Stack) -> None:
         adapter = ExpertAdapter(self._adapter, self._config, stack, holder.implementation)
         stack.register_forward_hook(add_to_stack(adapter))
         holder.add_module(f"{name}{MODULE}", adapter)

@@ -190,10 +190,10 @@ class LatentAttention(MegatronModule):
             real, imaginary = part[..., 0::2], part[..., 1::2]
         else:
             real, imaginary = part.chunk(2, dim=-1)
-        turns = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
+        half = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
         # float32 up to here: bfloat16 cannot distinguish positions above 256
-        cosine = (turns.cos() * self.magnitude).to(part.dtype)
-        sine = (turns.sin() * self.magnitude).to(part.dtype)
+        cosine = (half.cos() * self.magnitude).to(part.dtype)
+        sine = (half.sin() * self.magnitude).to(part.dtype)
         return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
 
 

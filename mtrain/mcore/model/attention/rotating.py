@@ -12,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from mtrain.mcore.model.rotary.rotation import rotated, split_and_rotated, turned_as_rounded, turns_of
+from mtrain.mcore.model.rotary.rotation import rotated, rotated_as_rounded, rotations_of, split_and_rotated
 
 
 class RotatingAttention(SelfAttention):
@@ -51,16 +51,16 @@ class RotatingAttention(SelfAttention):
         if self._angles is None:
             apart: tuple[Tensor, ...] = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
             return apart
-        turns = turns_of(self._angles, hidden_states.dtype)
+        rotations = rotations_of(self._angles, hidden_states.dtype)
         # in half precision the sums are rounded where megatron-core and transformers round them
         is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
         if is_wide and self._is_plainly_split:
             mixed, _ = self.linear_qkv(hidden_states)
             shape = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-            return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), turns)
+            return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), rotations)
         query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        turn = rotated if is_wide else turned_as_rounded
-        return turn(query, turns), turn(key, turns), *others
+        rotate = rotated if is_wide else rotated_as_rounded
+        return rotate(query, rotations), rotate(key, rotations), *others
 
     @property
     def _is_plainly_split(self) -> bool:

@@ -51,7 +51,7 @@ def _take_own_angles(
 
 
 def _apart(angles: Tensor) -> tuple[Tensor, ...]:
-    """Returns both halves, the same tensors for all layers of a microbatch, which store more on them (`turns_of`)."""
+    """Returns both halves, the same tensors for all layers of a microbatch, which cache on them (`rotations_of`)."""
     known: tuple[Tensor, ...] | None = getattr(angles, "known_halves", None)
     if known is None:
         known = angles.unbind()

@@ -13,33 +13,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Turns(NamedTuple):
+class Rotations(NamedTuple):
     """Cosine and sine of angles with two equal halves; [seq, batch or 1, 1, 2 r] each, in the dtype of the heads."""
 
     cosine: Tensor
     sine: Tensor
 
 
-def turns_of(angles: Tensor, dtype: torch.dtype) -> Turns:
+def rotations_of(angles: Tensor, dtype: torch.dtype) -> Rotations:
     """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians, once for all layers of a microbatch."""
     # stored on the tensor itself, which all layers receive: it lives as long as the microbatch
-    known: Turns | None = getattr(angles, "known_turns", None)
+    known: Rotations | None = getattr(angles, "known_rotations", None)
     if known is None or known.cosine.dtype != dtype:
-        known = Turns(angles.cos().to(dtype), angles.sin().to(dtype))
-        angles.known_turns = known  # type: ignore[attr-defined]
+        known = Rotations(angles.cos().to(dtype), angles.sin().to(dtype))
+        angles.known_rotations = known  # type: ignore[attr-defined]
     return known
 
 
-def turned_as_rounded(heads: Tensor, turns: Turns) -> Tensor:
+def rotated_as_rounded(heads: Tensor, rotations: Rotations) -> Tensor:
     """Rotates like `rotated`, by the very operations of megatron-core and transformers, which round each product."""
-    size = turns.cosine.shape[-1]
+    size = rotations.cosine.shape[-1]
     rotary, rest = heads[..., :size], heads[..., size:]
     first, second = rotary.chunk(2, dim=-1)
-    rotary = rotary * turns.cosine + torch.cat((-second, first), dim=-1) * turns.sine
+    rotary = rotary * rotations.cosine + torch.cat((-second, first), dim=-1) * rotations.sine
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
-def rotated(heads: Tensor, turns: Turns) -> Tensor:
+def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
     """Rotates dimension i of the first 2 r of each head with i + r.
 
     Costs one new tensor and three passes forward, the same backward; keeps nothing but the arguments that all heads
@@ -47,16 +47,16 @@ def rotated(heads: Tensor, turns: Turns) -> Tensor:
 
     Args:
         heads: [seq, batch, heads, head_dim].
-        turns: Cosine and sine of 2 r dimensions.
+        rotations: Cosine and sine of 2 r dimensions.
 
     Returns:
             Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
     """
-    turned: Tensor = _Rotation.apply(heads, *turns)  # type: ignore[no-untyped-call]
-    return turned
+    found: Tensor = _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
+    return found
 
 
-def split_and_rotated(mixed: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
     """Splits a projection into queries, keys and values, the first two rotated as by `rotated`.
 
     Each is written once where attention reads it, and its gradient once where the projection does: megatron-core copies
@@ -65,12 +65,12 @@ def split_and_rotated(mixed: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tens
     Args:
         mixed: Output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
             value.
-        turns: Cosine and sine of 2 r dimensions.
+        rotations: Cosine and sine of 2 r dimensions.
 
     Returns:
         [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
     """
-    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, *turns)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, *rotations)  # type: ignore[no-untyped-call]
     return parts
 
 
@@ -79,7 +79,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         output = _heads_first(heads, heads.shape[2])
-        _turn(heads, cosine, sine, 1.0, output)
+        _rotate(heads, cosine, sine, 1.0, output)
         return output
 
     @staticmethod
@@ -87,7 +87,7 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
         output = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        _turn(gradient, cosine, sine, -1.0, output)  # the inverse of a rotation is its transpose
+        _rotate(gradient, cosine, sine, -1.0, output)  # the inverse of a rotation is its transpose
         return output, None, None
 
 
@@ -97,8 +97,8 @@ class _SplitRotation(torch.autograd.Function):
         ctx.save_for_backward(cosine, sine)
         groups, num_queries = mixed.shape[2], mixed.shape[3] - 2
         query, key, value = (_heads_first(mixed, heads) for heads in (groups * num_queries, groups, groups))
-        _turn(mixed[..., :-2, :], cosine.unsqueeze(3), sine.unsqueeze(3), 1.0, _by_group(query, groups))
-        _turn(mixed[..., -2, :], cosine, sine, 1.0, key)
+        _rotate(mixed[..., :-2, :], cosine.unsqueeze(3), sine.unsqueeze(3), 1.0, _by_group(query, groups))
+        _rotate(mixed[..., -2, :], cosine, sine, 1.0, key)
         value.copy_(mixed[..., -1, :])
         return query, key, value
 
@@ -109,8 +109,8 @@ class _SplitRotation(torch.autograd.Function):
         seq, batch, groups, size = key.shape
         num_queries = query.shape[2] // groups
         mixed = torch.empty(seq, batch, groups, num_queries + 2, size, dtype=key.dtype, device=key.device)
-        _turn(_by_group(query, groups), cosine.unsqueeze(3), sine.unsqueeze(3), -1.0, mixed[..., :-2, :])
-        _turn(key, cosine, sine, -1.0, mixed[..., -2, :])
+        _rotate(_by_group(query, groups), cosine.unsqueeze(3), sine.unsqueeze(3), -1.0, mixed[..., :-2, :])
+        _rotate(key, cosine, sine, -1.0, mixed[..., -2, :])
         mixed[..., -1, :] = value
         return mixed, None, None
 
@@ -126,7 +126,7 @@ def _heads_first(like: Tensor, num_heads: int) -> Tensor:
     return torch.empty(batch, num_heads, seq, size, dtype=like.dtype, device=like.device).permute(2, 0, 1, 3)
 
 
-def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
+def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
     """Rotates by the angle times the sign, into `output`."""
     size = cosine.shape[-1] // 2
     first, second, sine = heads[..., :size], heads[..., size : 2 * size], sine[..., :size]

@@ -55,7 +55,7 @@ class LatentAttention(AttentionKind):
         assert mla is not None
         down = linear(part, "linear_kv_down_proj", x)
         latent = _latent_norm(part, "kv_layernorm", down[..., : mla.kv_lora_rank])
-        shared = _turned(part.model, down[..., mla.kv_lora_rank :].unsqueeze(2), rows)
+        shared = _rotated(part.model, down[..., mla.kv_lora_rank :].unsqueeze(2), rows)
         if mla.q_lora_rank is None:
             queries = linear(part, "linear_q_proj", x)
         else:
@@ -65,8 +65,8 @@ class LatentAttention(AttentionKind):
         up = linear(part, "linear_kv_up_proj", latent).view(*x.shape[:2], heads, -1)
         key, value = up[..., : mla.qk_nope_head_dim], up[..., mla.qk_nope_head_dim :]
         plain = torch.einsum("bqhd,bkhd->bhqk", query[..., : mla.qk_nope_head_dim], key)
-        turned = _turned(part.model, query[..., mla.qk_nope_head_dim :], rows)
-        scores = (plain + torch.einsum("bqhd,bkd->bhqk", turned, shared.squeeze(2))) * _latent_scale(part.model)
+        rotated = _rotated(part.model, query[..., mla.qk_nope_head_dim :], rows)
+        scores = (plain + torch.einsum("bqhd,bkd->bhqk", rotated, shared.squeeze(2))) * _latent_scale(part.model)
         weights = softmax(scores.unsqueeze(1), visible(rows, None), None).squeeze(1)
         return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
 
@@ -90,7 +90,7 @@ def _latent_norm(part: Module, name: str, x: Tensor) -> Tensor:
     return norm(part.inner(name), x, part.model.norm_epsilon if mla.norm_epsilon is None else mla.norm_epsilon)
 
 
-def _turned(model: ModelSection, x: Tensor, rows: Rows) -> Tensor:
+def _rotated(model: ModelSection, x: Tensor, rows: Rows) -> Tensor:
     """Rotates [batch, seq, heads, qk_rope_head_dim]; interleaved pairs (0, 1), ... first become (i, i + half)."""
     apart = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1) if model.rope.interleaved else x
     return rotated(apart, rows.positions, model.rope)

@@ -80,13 +80,13 @@ class Transformer:
         part = self._module(name)
         normed = self._before(part, "input_layernorm", hidden)
         attended = attention(part.inner("self_attention"), number, normed, rows)
-        between = hidden + self._behind(part, "post_self_attn_layernorm", attended.output)
+        between = hidden + self._norm_after(part, "post_self_attn_layernorm", attended.output)
         inner = self._before(part, "pre_mlp_layernorm", between)
         if has_experts(self._model, number):
             shown = output = experts(part.inner("mlp"), inner, is_text, found.seen)
         else:
             shown, output = network(part.inner("mlp"), inner)
-        after = between + self._behind(part, "post_mlp_layernorm", output)
+        after = between + self._norm_after(part, "post_mlp_layernorm", output)
         if place is not None:
             found.outputs |= {
                 f"{place} input_layernorm": normed,
@@ -102,7 +102,7 @@ class Transformer:
         """Applies the norm before a part of a layer, if the model has one."""
         return x if self._model.post_norm else norm(part.inner(name), x)
 
-    def _behind(self, part: Module, name: str, x: Tensor) -> Tensor:
+    def _norm_after(self, part: Module, name: str, x: Tensor) -> Tensor:
         """Applies the norm after a part of a layer, if the model has one."""
         return norm(part.inner(name), x) if self._model.sandwich_norm or self._model.post_norm else x
 
