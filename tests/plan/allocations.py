@@ -16,7 +16,7 @@ class LiveStorages:
 
     def __init__(self) -> None:
         self.now = self.peak = 0
-        """Bytes."""
+        """Bytes that are alive now, and at most so far."""
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def note(self, tensor: Tensor, is_new: bool = True) -> None:

@@ -41,7 +41,7 @@ class Patience:
         self._limit_s, self._poll_s = limit_s, min(max(limit_s / _POLLS_PER_LIMIT, shortest), longest)
         self._sockets: dict[int, str] = {}
         self._waits: dict[int, object] = {}
-        """Thread -> a mark of the wait that it is in."""
+        """Thread -> a mark of its current wait."""
         self._is_over, self.ended = False, threading.Event()
 
     def take(self, sockets: dict[int, str], groups: Iterable[dist.ProcessGroup]) -> None:

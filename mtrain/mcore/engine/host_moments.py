@@ -82,14 +82,14 @@ class _Group:
         sizes = [-(-main.numel() // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS for main in mains for _ in MOMENTS]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.memory = blocks.block(self._starts[-1] * torch.float32.itemsize)
-        """[bytes], of the host."""
+        """[bytes] memory of the host."""
         self._on_host = self.memory.view(torch.float32).zero_()
-        """[elements]: for one parameter after the other its first and second moments."""
+        """[elements]: first and second moments of one parameter after the other."""
         self._on_device: Tensor | None = None
         self._come: Any = None
-        """When they are on the device."""
+        """Moment when they are on the device."""
         self._gone: Any = None
-        """When they are on the host again."""
+        """Moment when they are back on the host."""
         for main, moments in self._moments(self._on_host):
             give_moments(part, main, moments)
 

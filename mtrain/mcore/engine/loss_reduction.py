@@ -35,11 +35,11 @@ class PairAccumulator:
         self.terms = (*terms, *router_terms)
         # float64: float32 holds integer counts of tokens only up to 2^24, and a step may have more.
         self.diagnostics = DiagnosticSums(device)
-        """What loss functions report beside their pairs."""
+        """Diagnostics that loss functions report with their pairs."""
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
-        """[terms, 2]: numerator, denominator."""
+        """[terms, 2]: numerators and denominators."""
         self.by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device)
-        """[2, sources]: numerators, then denominators of the main term; nan where a microbatch does not tell."""
+        """[2, sources]: numerators, then denominators of the main term; nan where a microbatch gives none by source."""
         # Views, made once: a microbatch adds in place, without indexing or allocating.
         self._of_logits, self._of_routers = self.sums[: len(terms)], self.sums[len(terms) :]
         self._places = list(zip(terms, *self._of_logits.unbind(1)))

@@ -34,8 +34,8 @@ class NumeratorFactors:
         self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
         self.numerator_scale: float | Tensor = 1.0
-        """What loss and division share: in fp16 a float64 scalar on the device, else 1. A power of two changes no
-        mantissa, so the one division takes it out exactly."""
+        """Factor that loss and division share: in fp16 a float64 scalar on the device, else 1. A power of two changes
+        no mantissa, so the one division takes it out exactly."""
         if is_fp16:
             assert self._totals is not None
             # Read here, where no stage waits for another one: on CPUs all ranks take part in the later rounds of the

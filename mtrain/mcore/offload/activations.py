@@ -40,7 +40,7 @@ class _Moved:
         self._side, self._dtype, self._pieces = side, tensor.dtype, list[Tensor]()
         self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.on_device: Tensor | None = tensor.as_strided((self._size,), (1,), 0)
-        """[elements]: all of it."""
+        """[elements] all of the memory; None while it is on the host only."""
         weakref.finalize(self, side.host.give_back, self._pieces).atexit = False
 
     def copy_to_host(self) -> None:
@@ -72,13 +72,13 @@ class KeptByLayer:
         """
         self._side, self._before = side, before
         self._found: dict[_Moved, None] = {}
-        """While its forward pass runs, in their order."""
+        """Memory of this layer in the order in which the forward pass kept it."""
         self._known: list[weakref.ref[_Moved]] = []
-        """Then: backward alone decides how long they live."""
+        """Weak references after the forward pass: backward alone decides how long the memory lives."""
         self._gone: Any = None
-        """When the copies to the host are done."""
+        """Moment when the copies to the host are done."""
         self._back: Any = None
-        """When those from the host are."""
+        """Moment when the copies from the host are done."""
         self._is_wanted = self._is_needed = False
 
     def add(self, moved: _Moved) -> None:
@@ -173,7 +173,7 @@ class MovingPass:
         self._side = side
         self._staying = {each.untyped_storage()._cdata for each in staying}
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
-        """By the address of the storage, which cannot be another's as long as it is referred to."""
+        """Memory by the address of its storage, which no other storage can have as long as it is referred to."""
         self._layer = KeptByLayer(side, None)
         self._moves = False
 

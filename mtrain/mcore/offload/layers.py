@@ -56,9 +56,9 @@ class _Block:
         self._departures, self._block = departures, block
         self._num_layers = min(num_layers, len(block.layers))
         self._pass: MovingPass | None = None
-        """None beside a forward pass, and where layers run a second time in backward."""
+        """Forward pass in progress; None outside of one, and where layers run a second time in backward."""
         self._number = 0
-        """Of the layer that runs; of the norm last them, how many there are."""
+        """Number of the running layer; the number of layers while the norm after them runs."""
         self._hooks = contextlib.ExitStack()
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:

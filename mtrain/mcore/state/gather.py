@@ -163,7 +163,7 @@ class WholeParameters:
             for part in parts:
                 self._held[part.name].append((rank, part))
         self.kinds: Mapping[str, TensorKind] = {name: held[0][1].whole for name, held in self._held.items()}
-        """By global name; tables with the rows that only pad the vocabulary."""
+        """Dtype and shape by global name; tables include the rows of vocabulary padding."""
 
     @torch.no_grad()
     def gather(self, names: Iterable[str], everywhere: bool) -> dict[str, Tensor] | None:

@@ -102,7 +102,7 @@ class AgentStore:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "GROUP_RANK": "0",
         }
-        """The variables that name it."""
+        """Environment variables that name the store."""
 
     def wait_for(self, rank: int, number: int) -> None:
         """Waits until the rank waits for others in the meeting of that number."""

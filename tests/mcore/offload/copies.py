@@ -17,7 +17,7 @@ class Copies:
         self.gone: list[int] = []
         """Bytes of each block of memory that went to the host."""
         self.back: list[int] = []
-        """And that came back."""
+        """Bytes of each block of memory that came back."""
         there: Any = activations
         self._there = there
         self._original = there.copy_to_host, there.copy_from_host
