@@ -146,7 +146,7 @@ def _has_started_its_ranks(ranks: list[dict[str, str]]) -> bool:
 
 
 def _ranks() -> list[dict[str, str]]:
-    """The environments of the ranks that run."""
+    """Returns the environments of the running ranks."""
     own = psutil.Process().environ()
     found = []
     for child in psutil.Process().children():

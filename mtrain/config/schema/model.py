@@ -27,6 +27,7 @@ class HeadOutput:
     """Output of a model that judges sequences: one matrix without a bias, in the place of the output layer."""
 
     num_labels: int
+    """Number of rows of the matrix."""
 
 
 AnyOutput: TypeAlias = TokenOutput | HeadOutput
@@ -131,7 +132,7 @@ class ModelSection(Section):
     """Number of real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the
     softmax."""
     vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
-    """Number of which the rows of the table on each rank are a multiple."""
+    """Divisor of the number of rows of the embedding table on each rank; vocab_size is padded accordingly."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of the norms."""
     norm_epsilon: float = Field(1e-5, gt=0)
@@ -162,7 +163,7 @@ class ModelSection(Section):
     attention_sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and belongs to no token."""
     query_scalar: float | None = Field(None, gt=0)
-    """Number q by which attention scores are scaled, as q ** -0.5; null: head_dim ** -0.5."""
+    """Number whose power of -0.5 multiplies attention scores; null: head_dim."""
     rope: RopeSection = RopeSection()
     """Rotary position embedding."""
     sliding_window: int | None = Field(None, gt=0)

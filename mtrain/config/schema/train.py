@@ -91,7 +91,7 @@ class TrainSection(Section):
     pipelines, recomputation, dispatch to experts, documents); where nothing can be compiled the run goes on
     uncompiled."""
     distributed_optimizer: bool = True
-    """Whether data-parallel ranks divide the optimizer's state among themselves."""
+    """Whether the ranks of DP x CP divide the optimizer's state among themselves."""
     overlap_grad_reduce: bool = False
     """Whether sums of gradients overlap with the backward pass."""
     overlap_param_gather: bool = False

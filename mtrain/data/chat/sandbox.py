@@ -125,8 +125,8 @@ class Sandbox:
         variables: Mapping[str, object],
         cuts: Sequence[Cut],
     ) -> list[Rendered | NotRendered]:
-        """One text for each cut, by how it differs from the first: what is kept grows with the conversation, and not
-        with its square.
+        """Renders one text for each cut, given by its difference from the first: the size of the result grows with the
+        conversation, and not with its square.
 
         Args:
             messages: Messages of the whole conversation, plain JSON values.

@@ -1,4 +1,4 @@
-"""What Slurm made of the options of a job: read back and compared, since a site's plugins may change any of them."""
+"""Options of a job as Slurm has them: read back and compared, since a site's plugins may change any of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MORE = {"reservation": "Reservation", "constraint": "Features", "comment": "Com
 
 
 def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
-    """What the job has and what was given, a sentence part for each option that differs.
+    """Describes the options that differ, each by a part of a sentence with the job's value and the given one.
 
     Args:
-        options: What was given.
-        name: The job's name.
-        shown: What `scontrol show job -o` says.
+        options: Options that were given.
+        name: Name of the job that was given.
+        shown: Output of `scontrol show job -o`.
     """
     return [
         f"{field}={known} instead of {wanted}"
@@ -30,7 +30,7 @@ def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
 def _compared(
     options: SlurmOptions, name: str, known: dict[str, str]
 ) -> Iterator[tuple[str, object, str | None, bool]]:
-    """(name in scontrol, what was given, what the job has, whether they agree)."""
+    """Yields (name in scontrol, given value, value of the job, whether they agree)."""
     counts = {
         "Requeue": 1,
         "NumNodes": options.nodes,
@@ -67,6 +67,6 @@ def _fields(shown: str) -> dict[str, str]:
 
 
 def _minutes(text: str) -> float | None:
-    """Slurm rounds up to whole minutes; None for no limit, and for what is no time."""
+    """Converts a time limit to minutes, rounded up as Slurm does; None for no limit, and for a text that is no time."""
     seconds = seconds_of(text)
     return None if seconds is None else -(-seconds // _MINUTE_S)

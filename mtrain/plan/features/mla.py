@@ -111,6 +111,6 @@ def _section(model: ModelSection) -> LatentAttentionSection:
 
 
 def _down(model: ModelSection) -> int:
-    """Elements of the projections to the latents, which every rank of TP holds whole."""
+    """Counts the elements of the projections to the latents, which every rank of TP holds whole."""
     mla = _section(model)
     return model.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)

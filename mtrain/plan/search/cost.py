@@ -204,7 +204,8 @@ def _add(stage: _Stage, work: Workload, cost: LayerCost, count: int, again: floa
 
 
 def _selected(work: Workload, cost: LayerCost) -> float:
-    """Seconds of the modules that run again; a feed-forward part is taken as two thirds of a layer's products."""
+    """Predicts the seconds of the modules that run again; a feed-forward part counts as two thirds of a layer's
+    products."""
     modules = work.config.train.recompute_modules or ("core_attn",)
     seconds = cost.attention + cost.cp.seconds if "core_attn" in modules else 0.0
     if {"mlp", "moe"} & set(modules):

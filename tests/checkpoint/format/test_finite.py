@@ -11,7 +11,7 @@ from mtrain.checkpoint.format.writer import Shard
 
 
 def part(key: str, values: torch.Tensor, *offset: int) -> Shard:
-    """A box whose values lie flat in memory, as a shard of an optimizer's buffer does."""
+    """Builds a box whose values lie flat in memory, as in a shard of an optimizer's buffer."""
     return Shard(key, (9, 9), TensorSlice(offset, tuple(values.shape)), values.flatten())
 
 
