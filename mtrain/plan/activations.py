@@ -178,8 +178,8 @@ class Activations:
         return max(gradients, self._matrix_bytes(wide))
 
     def _matrix_bytes(self, wide: int) -> int:
-        """Estimates copies of the first projection next to frozen weights, beyond the gradients that are not there yet:
-        it is widened, or summed with its pair for the lengths of its rows (DoRA)."""
+        """Estimates the bytes of copies of the first projection next to frozen weights (widened, or summed with its
+        pair for the lengths of its rows under DoRA), less those of the tensors after it, which do not exist then."""
         config, model = self.config, self.config.model
         assert config.adapter is not None, "asked only where weights are frozen"
         copies = int(holds_narrow(config)) + (2 if config.adapter.has_magnitudes else 0)

@@ -44,10 +44,10 @@ class RopeSection(Section):
     factor: float = Field(1.0, ge=1)
     """Factor by which the context is extended; 1 without scaling."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """Factor of the lowest frequencies: longer wavelengths than original_max_positions / low_freq_factor are divided by
-    factor; llama3 only."""
+    """Bound of the lowest frequencies: those with a wavelength above original_max_positions / low_freq_factor are
+    divided by factor; llama3 only."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """Factor of the highest frequencies: shorter wavelengths than original_max_positions / high_freq_factor stay;
+    """Bound of the highest frequencies: those with a wavelength below original_max_positions / high_freq_factor stay;
     llama3 only."""
     original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
     """Context length of the unscaled model, in tokens; llama3 and yarn only."""

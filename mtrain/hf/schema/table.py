@@ -24,7 +24,7 @@ Condition: TypeAlias = Callable[[ModelSection, int], bool]
 
 
 def always(model: ModelSection, layer: int) -> bool:
-    """Applies to every model."""
+    """Says that the tensor exists in every model."""
     return True
 
 
