@@ -105,9 +105,16 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 def read_beat(folder: Path, rank: int) -> Beat | None:
     """Reads the rank's latest beat; None where there is none or it is just being written."""
     try:
-        content = json.loads(heartbeat_file(folder, rank).read_bytes())
+        return _parsed(heartbeat_file(folder, rank).read_bytes())
+    except OSError:
+        return None
+
+
+def _parsed(text: bytes) -> Beat | None:
+    try:
+        content = json.loads(text)
         return Beat(**(content | {"phase": Phase(content["phase"])}))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError):
         return None
 
 
@@ -225,13 +232,14 @@ class Heartbeat:
 
     def _write(self) -> None:
         """Writes the beat; opens and closes the file each time, so that other nodes see it on a network file system."""
-        before = read_beat(self._folder, self._beat.rank)
-        if before is not None and before.start > self._beat.start:
-            return  # a later start of the run beats here, as this one was thought to be dead
         text = json.dumps(asdict(replace(self._beat, written_s=time.time(), **_pulse_fields())))
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            before = _parsed(os.pread(file, _NUM_BYTES, 0))
+            if before is not None and before.start > self._beat.start:
+                return  # a later start of the run beats here, as this one was thought to be dead
+            # at once, since a process that is suspended in between overwrites what a later start has written
             os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
         finally:
             os.close(file)

@@ -91,8 +91,9 @@ class MeetingPlace:
                 if place.joined(self._is_of_agent) and place.waited(clock, timeout_s, self._latest):
                     self._next_round = number + 1
                     return PrefixStore(f"world-{number}", self._store)
-            except MachineError:
-                if self._keeps_store:
+            except BaseException as fault:
+                place.leave()
+                if isinstance(fault, MachineError) and self._keeps_store:
                     place.linger()
                 raise
             number = max(number + 1, self._latest())
@@ -117,6 +118,7 @@ class _Round:
 
     def __init__(self, store: Store, number: int, own: Member, address: str) -> None:
         self._at, self._number, self._own, self._address = PrefixStore(f"mtrain/{number}", store), number, own, address
+        self._has_joined = False
         self._at.add(_CAME, 1)
 
     def joined(self, is_of_agent: bool) -> bool:
@@ -147,9 +149,18 @@ class _Round:
             if own.follows(holder) or own.replaces(holder):
                 return self._left()
             raise self.refused(self._fault(explained(replace(holder, agreed=own.agreed), own)), holder)
-        if self._at.add(_JOINED, 1) == own.world_size:
+        num_joined = self._at.add(_JOINED, 1)
+        self._has_joined = True
+        if num_joined == own.world_size:
             self._at.compare_set(_END, "", _MET)
         return True
+
+    def leave(self) -> None:
+        """Frees the place of this rank, for a process that is restarted in its place."""
+        with contextlib.suppress(dist.DistError):
+            self._at.compare_set(_key(self._own.rank), self._own.brief, "")
+            if self._has_joined:
+                self._at.add(_JOINED, -1)
 
     def waited(self, clock: AwakeClock, timeout_s: float, latest: Callable[[], int]) -> bool:
         """Waits until all ranks are there; returns False where a later round has begun.
@@ -163,24 +174,17 @@ class _Round:
             MachineError: A rank has found others that it does not belong to, or time is over.
         """
         pause_s, longest_s = _POLL_S
-        try:
-            while not self._at.check([_END]):
-                if latest() > self._number:
-                    return self._left()
-                if clock() > timeout_s:
-                    self._conclude(self._late(timeout_s), self._own)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
-            end = self._at.get(_END).decode()
-            if end != _MET:
-                raise self._as_said(end)
-            return True
-        except BaseException:
-            # a process restarted in its place finds the place free
-            with contextlib.suppress(dist.DistError):
-                self._at.compare_set(_key(self._own.rank), self._own.brief, "")
-                self._at.add(_JOINED, -1)
-            raise
+        while not self._at.check([_END]):
+            if latest() > self._number:
+                return self._left()
+            if clock() > timeout_s:
+                self._conclude(self._late(timeout_s), self._own)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        end = self._at.get(_END).decode()
+        if end != _MET:
+            raise self._as_said(end)
+        return True
 
     def refused(self, fault: MachineError, other: Member) -> MachineError:
         """Ends the round for all that wait in it; returns the error that this rank has to raise.

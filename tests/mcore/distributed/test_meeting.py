@@ -9,17 +9,19 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mtrain.launch.local import free_port
 from mtrain.mcore.distributed.party import Purpose
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
-from tests.mcore.distributed.meeting_ranks import AgentStore, Came, Rank
+from tests.mcore.distributed.meeting_ranks import DEADLINE_S, AgentStore, Came, Rank
 from tests.pool import Pool
 
 ALL_OF = {2: 0b11, 3: 0b111}
@@ -211,7 +213,8 @@ def test_a_rank_that_was_interrupted_may_come_again(tmp_path: Path) -> None:
     os.kill(gone.process.pid, signal.SIGINT)
     gone.process.join()
     ranks = [Rank({**environ(rank, 0), **store.environ}, purpose(tmp_path)) for rank in range(2)]
-    assert [each.met for each in met(*ranks)] == [ALL_OF[2]] * 2
+    came = met(*ranks)
+    assert [each.met for each in came] == [ALL_OF[2]] * 2, came
 
 
 def test_run_folders_are_compared_as_they_are_resolved(tmp_path: Path) -> None:
@@ -219,7 +222,8 @@ def test_run_folders_are_compared_as_they_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     port = free_port()
     ranks = [Rank(environ(n, port), purpose(tmp_path / name)) for n, name in enumerate(("run", "link"))]
-    assert [each.met for each in met(*ranks)] == [ALL_OF[2]] * 2
+    came = met(*ranks)
+    assert [each.met for each in came] == [ALL_OF[2]] * 2, came
 
 
 @pytest.mark.fault(
@@ -239,9 +243,11 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, notice: Notice) -> Non
 def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None:
     port = free_port()
     first = Rank(environ(0, port), purpose(tmp_path), timeout_s=3)
-    while True:  # until it keeps the store
-        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+    while True:
+        with suppress(dist.DistError):
+            store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
             break
+    store.wait(["mtrain/0/rank-0"], timedelta(seconds=DEADLINE_S))  # it waits for the other rank
     assert first.process.pid is not None
     os.kill(first.process.pid, signal.SIGSTOP)
     second = Rank(environ(1, port), purpose(tmp_path))
