@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from mtrain.launch.local import free_port
 from mtrain.mcore.distributed.party import Purpose
@@ -245,7 +246,7 @@ def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None
     first = Rank(environ(0, port), purpose(tmp_path), timeout_s=3)
     while True:
         with suppress(dist.DistError):
-            store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+            store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
             break
     store.wait(["mtrain/0/rank-0"], timedelta(seconds=DEADLINE_S))  # it waits for the other rank
     assert first.process.pid is not None
