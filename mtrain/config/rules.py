@@ -62,7 +62,7 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
     if model.experts is not None and model.experts.capacity_factor is not None:
         yield (
             f"eval.prompts cannot be answered with model.experts.capacity_factor={model.experts.capacity_factor}, "
-            "which drops tokens by what is read beside them; remove the prompts or the capacity"
+            "which drops tokens by what else is read with them; remove the prompts or the capacity"
         )
 
 

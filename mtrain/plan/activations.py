@@ -72,9 +72,9 @@ class Activations:
         largest = max((self.kept(pp_rank, chunk) for chunk in range(self.layout.vpp)), key=lambda each: each.on_device)
         kept = self.chunks_in_flight(pp_rank) * largest.on_device
         # layers that are recomputed or moved come first: their backward pass follows that of the others
-        behind = kept - largest.whole
-        last_back = behind + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
-        moments = [kept, last_back, behind + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
+        others = kept - largest.whole
+        last_back = others + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
+        moments = [kept, last_back, others + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
         passing = self.passing_bytes()
         moments = [each + passing for each in moments]
         # if no layer follows, the last one is still being moved when the forward pass is over
@@ -169,12 +169,12 @@ class Activations:
         accumulation."""
         model, adapter = self.config.model, self.config.adapter
         wide = max(_feed_forward_width(model, self.layout, layer) for layer in set(kinds(model)))
-        beside = 2 * hidden_local(model, self.layout)
+        hidden_twice = 2 * hidden_local(model, self.layout)
         if adapter is None:
-            return (self.tokens * (wide + beside) + wide * model.hidden_size) * element_bytes(self.config.train)
+            return (self.tokens * (wide + hidden_twice) + wide * model.hidden_size) * element_bytes(self.config.train)
         # what enters fc2 is freed before its gradient has come to the gate only where an adapter has kept it
         widths = 2 if "fc2" in adapter.parts else 3
-        gradients = self.tokens * (widths * wide + beside) * element_bytes(self.config.train)
+        gradients = self.tokens * (widths * wide + hidden_twice) * element_bytes(self.config.train)
         return max(gradients, self._matrix_bytes(wide))
 
     def _matrix_bytes(self, wide: int) -> int:

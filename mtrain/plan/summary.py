@@ -64,7 +64,7 @@ class _Summary(NamedTuple):
         if config.adapter is not None:
             trained = plan.num_adapter_parameters(model, config.adapter)
             parameters += (
-                f"; frozen, beside {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
+                f"; frozen, with {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
             )
         passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
         return {

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mtrain.base import ground
 from mtrain.base.environment import program_versions
 from mtrain.base.errors import MachineError
-from mtrain.base.ground import require_ground
+from mtrain.base.ground import found_megatron, require_ground
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
 from tests.paths import ROOT
@@ -158,7 +158,9 @@ def test_a_megatron_that_was_imported_before_is_the_one_that_counts(put: Put) ->
     ids=["part of the namespace", "left by an uninstallation", "without __init__.py"],
 )
 def test_folders_of_the_same_name_without_megatron_core_hide_nothing(put: Put, files: dict[str, str]) -> None:
+    installed = found_megatron()
     put(files)
+    assert found_megatron() == installed
     require_ground()
 
 

@@ -154,7 +154,7 @@ def other(state: State) -> State:
     return {name: (-value.float()).to(value.dtype) for name, value in state.items()}
 
 
-def beside_other_shards(folder: Path, state: State, config: Config) -> None:
+def with_other_shards(folder: Path, state: State, config: Config) -> None:
     sharded(folder, other(state), config)
     whole(folder, state, config)
 
@@ -179,7 +179,7 @@ def named(name: str) -> Files:
     return write
 
 
-def beside(name: str) -> Files:
+def with_file(name: str) -> Files:
     def write(folder: Path, state: State, config: Config) -> None:
         whole(folder, state, config)
         if name.endswith(".bin"):
@@ -226,16 +226,16 @@ def unlisted(folder: Path, state: State, config: Config) -> None:
 FILES: dict[str, Files] = {
     "whole": whole,
     "sharded": sharded,
-    "whole beside other shards": beside_other_shards,
-    "whole beside a stale index": stale_index,
-    "whole beside its own index": index_of_the_whole,
+    "whole with other shards": with_other_shards,
+    "whole with a stale index": stale_index,
+    "whole with its own index": index_of_the_whole,
     "named as it is found": named(WHOLE),
     "another one named": named("other.safetensors"),
-    "whole beside a variant": beside("model.fp16.safetensors"),
-    "whole beside a pickle": beside("pytorch_model.bin"),
-    "whole beside a shard without an index": beside("model-00001-of-00002.safetensors"),
+    "whole with a variant": with_file("model.fp16.safetensors"),
+    "whole with a pickle": with_file("pytorch_model.bin"),
+    "whole with a shard without an index": with_file("model-00001-of-00002.safetensors"),
     "a variant alone": only_another,
-    "sharded beside another shard": shards_and_another,
+    "sharded with another shard": shards_and_another,
     "with an adapter": with_adapter,
     "a tensor in two shards": in_two_shards,
     "a tensor that the index leaves out": unlisted,

@@ -104,7 +104,7 @@ class PreferenceEncoder:
         """Encodes a prompt with each of its answers by name, all texts or all lists of messages."""
         empty = next((name for name, answer in given.items() if not answer), None)
         if empty is not None:
-            raise DataError(f"{empty!r} is empty behind the prompt, so there is nothing to compare; remove the line")
+            raise DataError(f"{empty!r} is empty after the prompt, so there is nothing to compare; remove the line")
         if all(isinstance(answer, str) for answer in given.values()):
             text = check_text(prompt, "'prompt'")
             answers = [check_text(answer, f"{name!r}") for name, answer in given.items()]

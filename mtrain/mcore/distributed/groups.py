@@ -159,8 +159,8 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
         )
     except RuntimeError as error:
         raise MachineError(
-            f"rank {dist.get_rank()} cannot connect to the hosts of its tensor-parallel group, ranks {ranks}, beside "
-            f"NCCL: {error}; set GLOO_SOCKET_IFNAME to the network interface by which their machines reach each other"
+            f"rank {dist.get_rank()} cannot connect to the hosts of its tensor-parallel group, ranks {ranks}: "
+            f"{error}; set GLOO_SOCKET_IFNAME to the network interface by which their machines reach each other"
         ) from error
     finally:
         world.bound_device_id = bound

@@ -118,7 +118,7 @@ class _Round:
 
     def __init__(self, store: Store, number: int, own: Member, address: str) -> None:
         self._at, self._number, self._own, self._address = PrefixStore(f"mtrain/{number}", store), number, own, address
-        self._has_joined = False
+        self._has_joined, self._has_given_up = False, False
         self._at.add(_CAME, 1)
 
     def joined(self, is_of_agent: bool) -> bool:
@@ -178,6 +178,7 @@ class _Round:
             if latest() > self._number:
                 return self._left()
             if clock() > timeout_s:
+                self._has_given_up = True
                 self._conclude(self._late(timeout_s), self._own)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
@@ -213,10 +214,11 @@ class _Round:
         return f"{holder} of {holder.folders[0]}"
 
     def linger(self) -> None:
-        """Waits, for a moment, until every rank of the round has read how the round has ended."""
+        """Waits, for a moment, until every rank has read how the round has ended, late ones included."""
         deadline = time.monotonic() + _LINGER_S
+        expected = 0 if self._has_given_up else self._own.world_size
         with contextlib.suppress(dist.DistError):
-            while time.monotonic() < deadline and self._at.add(_LEFT, 0) < self._at.add(_CAME, 0):
+            while time.monotonic() < deadline and self._at.add(_LEFT, 0) < max(expected, self._at.add(_CAME, 0)):
                 time.sleep(_POLL_S[0])
 
     def _left(self) -> bool:

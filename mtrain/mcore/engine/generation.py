@@ -186,8 +186,8 @@ def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
     experts = model.experts
     if experts is not None and experts.capacity_factor is not None:
         raise ConfigError(
-            f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what is read beside them, so a "
-            "text cannot be generated token by token; generate with capacity_factor=null"
+            f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what else is read with them, so "
+            "a text cannot be generated token by token; generate with capacity_factor=null"
         )
     # the first layer of a stage stands for all
     if not any(isinstance(module, Remembering) for chunk in chunks for module in chunk.modules()):

@@ -90,7 +90,7 @@ def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
         raise refused_as_model(saved, path)
     if saved is not None and own is not None and saved.fingerprint != own.fingerprint:
         raise DataError(
-            f"the frozen model is not the one that the adapters of {path} were trained beside (fingerprint "
+            f"the frozen model is not the one that the adapters of {path} were trained on (fingerprint "
             f"{own.fingerprint} of {own.origin}, not {saved.fingerprint} of {saved.origin}); restore it, or name the "
             "one of before by model.hf or checkpoint.initialize_from"
         )

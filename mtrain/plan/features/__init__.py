@@ -10,7 +10,7 @@ from mtrain.plan.features.attention import (
     GroupedQueryAttention,
     QkNorm,
     SlidingWindow,
-    UnturnedLayers,
+    UnrotatedLayers,
 )
 from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, once_a_model
 from mtrain.plan.features.feed_forward import DenseFeedForward, ExpertFeedForward
@@ -65,7 +65,7 @@ def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]
     return next(filter(None, found), (num_rows,))
 
 
-FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnturnedLayers(), MultiTokenPrediction())
+FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnrotatedLayers(), MultiTokenPrediction())
 
 __all__ = [
     "FEATURES",

@@ -176,7 +176,7 @@ class SlidingWindow(Feature):
 
 
 @final
-class UnturnedLayers(Feature):
+class UnrotatedLayers(Feature):
     """Layers without a rotary embedding."""
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:

@@ -67,14 +67,19 @@ def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
     reading, writing = os.pipe()
     try:
         begin_writing(writing, 0, 1)
+        os.write(writing, b"1")
+        assert os.read(reading, 2) == b"1", "what is written later arrives, and nothing else"
     finally:
         os.close(reading)
         os.close(writing)
 
 
 def test_systems_without_the_call_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = _closed(tmp_path / "file")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        begin_writing(closed, 0, 1)
     monkeypatch.setattr("sys.platform", "darwin")
-    begin_writing(_closed(tmp_path / "file"), 0, 1)  # Linux refuses this
+    begin_writing(closed, 0, 1)
 
 
 def _closed(path: Path) -> int:

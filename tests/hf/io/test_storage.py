@@ -92,7 +92,7 @@ def test_what_is_read_is_what_transformers_reads(
 
 TWO_SHARDS = "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors"
 CONTRADICTIONS: dict[Way, str] = {
-    ("as saved", "whole beside other shards"): f"holds two models: .*index.json with {TWO_SHARDS}; remove the one",
+    ("as saved", "whole with other shards"): f"holds two models: .*index.json with {TWO_SHARDS}; remove the one",
     ("as saved", "with an adapter"): "holds adapter_config.json: transformers would put that adapter on top",
     ("as saved", "another one named"): "transformers_weights='other.safetensors' names other weights than the model",
     ("as saved", "a variant alone"): r"has neither model.safetensors nor .* but model.fp16.safetensors; only",

@@ -125,7 +125,7 @@ ROWS = (
         "a moving bias of the choice",
         _moves_biases,
         "fixed",
-        "It moves behind a successful update: not in an empty batch, after an overflow, or where the run stops.",
+        "It moves after a successful update: not in an empty batch, after an overflow, or where the run stops.",
         (_BALANCE, "mtrain/training/step.py"),
         (f"{_FAULTS}biases_move_before_the_optimizer_refuses_the_step", f"{_OURS}biases_move_with_the_weights_alone"),
     ),
