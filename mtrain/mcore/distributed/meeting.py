@@ -26,7 +26,7 @@ from mtrain.mcore.distributed.party import Member, differences, explained
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ROUND = "mtrain/round"
-_FIRST, _END, _JOINED, _CAME, _LEFT = "first", "end", "joined", "came", "left"
+_FIRST, _END, _CAME, _LEFT = "first", "end", "came", "left"
 _MET = "met"
 _POLL_S = (0.02, 0.25)
 _LONGEST_GAP_S = 1.0
@@ -118,7 +118,7 @@ class _Round:
 
     def __init__(self, store: Store, number: int, own: Member, address: str) -> None:
         self._at, self._number, self._own, self._address = PrefixStore(f"mtrain/{number}", store), number, own, address
-        self._has_joined, self._has_given_up = False, False
+        self._has_given_up = False
         self._at.add(_CAME, 1)
 
     def joined(self, is_of_agent: bool) -> bool:
@@ -149,18 +149,12 @@ class _Round:
             if own.follows(holder) or own.replaces(holder):
                 return self._left()
             raise self.refused(self._fault(explained(replace(holder, agreed=own.agreed), own)), holder)
-        num_joined = self._at.add(_JOINED, 1)
-        self._has_joined = True
-        if num_joined == own.world_size:
-            self._at.compare_set(_END, "", _MET)
         return True
 
     def leave(self) -> None:
         """Frees the place of this rank, for a process that is restarted in its place."""
         with contextlib.suppress(dist.DistError):
             self._at.compare_set(_key(self._own.rank), self._own.brief, "")
-            if self._has_joined:
-                self._at.add(_JOINED, -1)
 
     def waited(self, clock: AwakeClock, timeout_s: float, latest: Callable[[], int]) -> bool:
         """Waits until all ranks are there; returns False where a later round has begun.
@@ -174,9 +168,14 @@ class _Round:
             MachineError: A rank has found others that it does not belong to, or time is over.
         """
         pause_s, longest_s = _POLL_S
+        keys = [_key(rank) for rank in range(self._own.world_size)]
         while not self._at.check([_END]):
             if latest() > self._number:
                 return self._left()
+            # one rank looks, and at the places themselves: a count would be wrong where a rank is interrupted
+            if self._own.rank == 0 and self._at.check(keys) and all(self._at.multi_get(keys)):
+                self._at.compare_set(_END, "", _MET)
+                break
             if clock() > timeout_s:
                 self._has_given_up = True
                 self._conclude(self._late(timeout_s), self._own)

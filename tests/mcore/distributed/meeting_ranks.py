@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -109,6 +108,3 @@ class AgentStore:
         """Waits until the rank waits for others in the meeting of that number."""
         key = f"mtrain/{number}/rank-{rank}"
         self._store.wait([key], timedelta(seconds=DEADLINE_S))
-        while self._store.add(f"mtrain/{number}/joined", 0) < 1:
-            time.sleep(0.01)
-        time.sleep(0.1)  # it takes its place and counts itself in two calls
