@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.derived import label_columns
+from mtrain.config.extras import as_configured
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
     LOSS_FUNCTIONS,
@@ -25,11 +28,10 @@ from mtrain.config.schema.loss import (
     depth_term,
 )
 from mtrain.loss.diagnostics import Reported, shown_name
+from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function, reported_by
-from mtrain.loss.functions.next_token import next_token_loss
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
-from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
-from mtrain.loss.preference.term import head_term, score_term
+from mtrain.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
 
 _EXPONENT = 0x7FF << 52
 """Bits of the exponent of a positive float64; those of its mantissa are masked out."""
@@ -370,3 +372,25 @@ def _check_part(part: object, role: str, dtype: torch.dtype, name: str) -> None:
     raise ConfigError(
         f"loss.function={name!r} returned a {role} that is a {found}; it has to be a {dtype} scalar tensor"
     )
+
+
+def objective_of(config: Config) -> Objective:
+    """Returns the objective of a run.
+
+    Args:
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: A loss function cannot be loaded, or the records lack extras that it reads.
+    """
+    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
+    needed = as_configured(objective.extras)
+    there = {*config.data.extra_columns, *label_columns(config.loss)}
+    missing = [name for name, columns in needed.items() if not {*columns} <= there]
+    if missing:
+        raise ConfigError(
+            f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
+            f"{', '.join(needed)} of each token; set data.extras=[{','.join(needed)}] with "
+            "data.kind=sft, and give records these keys"
+        )
+    return objective

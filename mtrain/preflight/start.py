@@ -51,7 +51,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
             config = going_on(folder, config)
     if not _is_usual(config.loss) or config.model.num_labels is not None:
         with findings.looking():
-            from mtrain.training.objective import objective_of  # torch
+            from mtrain.loss.objective import objective_of  # torch
 
             findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
     start = _Start(config, findings)

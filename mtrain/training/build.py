@@ -14,7 +14,7 @@ from mtrain.checkpoint.store.manifest import ChangeInfo
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
-from mtrain.loss.objective import Objective
+from mtrain.loss.objective import Objective, objective_of
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank, with_the_slowest
 from mtrain.mcore.engine.optimizer import Optimizer
@@ -25,7 +25,6 @@ from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
-from mtrain.training.objective import objective_of
 from mtrain.training.preferences.references import References
 from mtrain.training.resume import announced, resume_or_initialize, say
 from mtrain.training.step import TrainingStep

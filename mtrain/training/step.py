@@ -15,7 +15,6 @@ from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.preference.scores import preference_marks
-from mtrain.loss.scaling import check_factors
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.finalize import Finalize, finalize_gradients
@@ -31,7 +30,7 @@ from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.forward import forward_totals, num_microbatches
 from mtrain.training.output.loss import OutputLoss
 from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass
-from mtrain.training.totals import check_totals, planned_denominators, token_counts
+from mtrain.training.totals import check_factors, check_totals, planned_denominators, token_counts
 
 
 @dataclass(frozen=True)

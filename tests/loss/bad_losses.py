@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from mtrain.loss.functions.next_token import next_token_loss
+from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.pair import LossPair, TermInputs
 
 not_a_function = 3

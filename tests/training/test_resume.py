@@ -77,7 +77,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from mtrain.base.background import started
-from mtrain.loss.functions.next_token import next_token_loss as loss
+from mtrain.loss.functions.likelihood import next_token_loss as loss
 
 # as a writer of checkpoints or exports whose disk never answers: a pool of a thread of the program
 started(lambda: ThreadPoolExecutor(1).submit(time.sleep, 3600).result(), "stuck")

@@ -32,7 +32,7 @@ data: {kind: mock, seq_length: 16}
 metrics: {tensorboard: false}
 """
 LOSSES = """
-from mtrain.loss.functions.next_token import next_token_loss
+from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.pair import LossPair
 
 

@@ -81,32 +81,30 @@ class PreferenceForm(NamedTuple):
 
 
 PREFERENCE_LOSSES = {
-    "dpo": PreferenceForm("mtrain.loss.preference.dpo:dpo_loss", "pairs", "seq-mean-token-sum"),
-    "ipo": PreferenceForm("mtrain.loss.preference.ipo:ipo_loss", "pairs", "seq-mean-token-mean"),
-    "kto": PreferenceForm("mtrain.loss.preference.kto:kto_loss", "answers", "seq-mean-token-sum"),
-    "orpo": PreferenceForm("mtrain.loss.preference.orpo:orpo_loss", "pairs", "seq-mean-token-mean"),
-    "simpo": PreferenceForm("mtrain.loss.preference.simpo:simpo_loss", "pairs", "seq-mean-token-mean"),
-    "reward_model": PreferenceForm(
-        "mtrain.loss.preference.reward_model:reward_model_loss", "pairs", "seq-mean-token-sum"
-    ),
+    "dpo": PreferenceForm("mtrain.loss.preference.losses:dpo_loss", "pairs", "seq-mean-token-sum"),
+    "ipo": PreferenceForm("mtrain.loss.preference.losses:ipo_loss", "pairs", "seq-mean-token-mean"),
+    "kto": PreferenceForm("mtrain.loss.preference.losses:kto_loss", "answers", "seq-mean-token-sum"),
+    "orpo": PreferenceForm("mtrain.loss.preference.losses:orpo_loss", "pairs", "seq-mean-token-mean"),
+    "simpo": PreferenceForm("mtrain.loss.preference.losses:simpo_loss", "pairs", "seq-mean-token-mean"),
+    "reward_model": PreferenceForm("mtrain.loss.preference.losses:reward_model_loss", "pairs", "seq-mean-token-sum"),
 }
 """Losses of groups of sequences by their names in the configuration."""
 SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
 """Aggregations that a preference loss can have: a mean over groups, of scores that are sums or means over tokens."""
 
 LOSS_FUNCTIONS = {
-    "next_token": "mtrain.loss.functions.next_token:next_token_loss",
-    "z_loss": "mtrain.loss.functions.z_loss:z_loss",
-    "entropy": "mtrain.loss.functions.entropy:entropy_loss",
-    "distillation": "mtrain.loss.functions.distillation:distillation_loss",
-    "topk_distillation": "mtrain.loss.functions.top_k:top_k_distillation_loss",
+    "next_token": "mtrain.loss.functions.likelihood:next_token_loss",
+    "z_loss": "mtrain.loss.functions.likelihood:z_loss",
+    "entropy": "mtrain.loss.functions.likelihood:entropy_loss",
+    "distillation": "mtrain.loss.functions.divergence:distillation_loss",
+    "topk_distillation": "mtrain.loss.functions.divergence:top_k_distillation_loss",
     "ppo": "mtrain.loss.functions.policy:ppo_loss",
     "gspo": "mtrain.loss.functions.policy:gspo_loss",
     "cispo": "mtrain.loss.functions.policy:cispo_loss",
-    "kl": "mtrain.loss.functions.kl:kl_loss",
-    "dft": "mtrain.loss.functions.dft:dft_loss",
-    "classification": "mtrain.loss.functions.classification:classification_loss",
-    "regression": "mtrain.loss.functions.regression:regression_loss",
+    "kl": "mtrain.loss.functions.divergence:kl_loss",
+    "dft": "mtrain.loss.functions.likelihood:dft_loss",
+    "classification": "mtrain.loss.functions.heads:classification_loss",
+    "regression": "mtrain.loss.functions.heads:regression_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
 """Loss functions of this package: name in the configuration -> `package.module:name`. The name is what is stored, so a

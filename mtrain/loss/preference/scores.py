@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
 from mtrain.loss.preference.member import ROLES, Role
 
 SUM_AND_SUM = tuple[Tensor, Tensor]
@@ -197,3 +198,20 @@ def preference_marks(function: Callable[..., Any]) -> PreferenceMarks | None:
     """Returns the marks of a function, with or without bound options; None if it is no preference loss."""
     marks: PreferenceMarks | None = getattr(getattr(function, "func", function), "preference_marks", None)
     return marks
+
+
+@per_token
+def score_term(inputs: TermInputs) -> LossPair:
+    """Weighs and sums the log-probabilities of the labels.
+
+    If each sequence's weights are multiplied by the derivative of the loss with respect to its score, the gradient is
+    that of the loss; the value is not.
+    """
+    return weigh(-inputs.logits.cross_entropy(inputs.labels), inputs)
+
+
+@per_token
+def head_term(inputs: TermInputs) -> LossPair:
+    """Weighs and sums the scores that a head of one label gives; see `score_term`."""
+    # of a single number: log(exp(x)) = x exactly, as exponentials are relative to the largest one
+    return weigh(inputs.logits.logsumexp(), inputs)

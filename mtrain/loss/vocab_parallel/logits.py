@@ -13,9 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.loss.vocab_parallel.cross_entropy import CrossEntropy, Entropy, LogSumExp, TargetLogits
-from mtrain.loss.vocab_parallel.divergence import Divergence, Tempered, divergence_of_sums, local_sums
+from mtrain.loss.vocab_parallel.divergence import (
+    Divergence,
+    KnownProbabilities,
+    Tempered,
+    TopKDivergence,
+    divergence_of_sums,
+    local_sums,
+)
 from mtrain.loss.vocab_parallel.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
-from mtrain.loss.vocab_parallel.top_k import KnownProbabilities, TopKDivergence
 
 
 class VocabParallelLogits:

@@ -49,7 +49,7 @@ def finalize_gradients(
     totals = GlobalTotals(sums, groups, stop_requested, norm_sq)
     denominator = totals.main_denominator()  # stays on the device: the host has not waited yet
     # Rounded to float32 where it meets the gradients. If it overflows there, the host refuses the denominator before
-    # anything is applied (mtrain/loss/scaling.py).
+    # anything is applied (mtrain/training/totals.py).
     factor = torch.where(denominator == 0, 0.0, 1.0 / (denominator * sums.gradient_scale))
     # In place on the whole float32 buffers, those of experts too: one multiplication per buffer, padding included.
     for chunk in chunks:

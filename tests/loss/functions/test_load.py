@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtrain.base.errors import ConfigError
+from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.functions.load import load_loss_function
-from mtrain.loss.functions.next_token import next_token_loss
 from tests.loss.microbatches import term_inputs
 
 
@@ -23,11 +23,11 @@ def test_a_function_is_loaded_and_its_options_are_bound() -> None:
     ("path", "options", "message"),
     [
         ("next_tokens", {}, "choose next_token, z_loss, entropy, distillation"),
-        ("mtrain.loss.functions.next_token:", {}, "a function of your own as package.module:name"),
+        ("mtrain.loss.functions.likelihood:", {}, "a function of your own as package.module:name"),
         (":next_token_loss", {}, "a function of your own as package.module:name"),
         ("no_such_package.losses:mine", {}, "no module 'no_such_package' on the import path"),
         ("mtrain.loss.nowhere:mine", {}, "no module 'mtrain.loss.nowhere' on the import path"),
-        ("mtrain.loss.functions.next_token:next_token_los", {}, "did you mean next_token_loss"),
+        ("mtrain.loss.functions.likelihood:next_token_los", {}, "did you mean next_token_loss"),
         ("tests.loss.bad_losses:zzz", {}, "it has counted_in_integers, differentiable_denominator"),
         ("tests.loss.bad_losses:not_a_function", {}, "is a int, but has to be a function"),
         ("tests.loss.bad_losses:scaled", {}, "missing a required argument: 'factor'; change loss.options"),

@@ -17,8 +17,8 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection
 from mtrain.loss.diagnostics import diagnosed, joined, reports
-from mtrain.loss.functions.dft import dft_loss
-from mtrain.loss.functions.kl import kl_loss
+from mtrain.loss.functions.divergence import kl_loss
+from mtrain.loss.functions.likelihood import dft_loss
 from mtrain.loss.functions.load import extras_of, load_loss_function
 from mtrain.loss.functions.policy import cispo_loss, gspo_loss, ppo_loss
 from mtrain.loss.objective import Objective

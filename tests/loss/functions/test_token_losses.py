@@ -12,11 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.loss.functions.distillation import distillation_loss
-from mtrain.loss.functions.entropy import entropy_loss
-from mtrain.loss.functions.next_token import next_token_loss
-from mtrain.loss.functions.top_k import top_k_distillation_loss
-from mtrain.loss.functions.z_loss import z_loss
+from mtrain.loss.functions.divergence import distillation_loss, top_k_distillation_loss
+from mtrain.loss.functions.likelihood import entropy_loss, next_token_loss, z_loss
 from mtrain.loss.pair import LossPair, TermInputs, weigh
 from tests.loss.microbatches import VOCAB, term_inputs, top_k_extras
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import NumericError
-from mtrain.loss.scaling import check_denominator, check_factors
 from mtrain.mcore.engine.optimizer import check_norm
+from mtrain.training.totals import check_denominator, check_factors
 from tests.fault_table import Notice
 from tests.parity import ranks
 from tests.parity.batches import GlobalBatch, padded_steps, three_steps
