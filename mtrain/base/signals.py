@@ -6,10 +6,14 @@ step and at the end of every step, agree, save and leave.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import functools
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -87,8 +91,6 @@ def leave_if_stopped(what: str) -> None:
 def end_at_interrupt() -> None:
     """Makes Ctrl-C end this process wherever it is, as Python's own handler does; `was_interrupted` is then true."""
     signal.signal(signal.SIGINT, _interrupt)
-    # where Python cannot raise it, as in a callback of its collector, it would print it and forget it
-    sys.unraisablehook = _raise_again
 
 
 def was_interrupted() -> bool:
@@ -113,14 +115,22 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     _interrupts.append(number)
     for action in _last_words:
         action(KeyboardInterrupt.__name__)
+    # where Python cannot raise it, as in a finalizer or compiled code, it would print it and forget it
+    sys.unraisablehook = functools.partial(_raise_later, sys.unraisablehook)
     raise KeyboardInterrupt
 
 
-def _raise_again(unraisable: Any) -> None:
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    else:
-        sys.__unraisablehook__(unraisable)
+def _raise_later(others: Callable[[Any], object], unraisable: Any) -> None:
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        others(unraisable)
+        return
+
+    def send() -> None:
+        time.sleep(0.01)  # inside the hook, the exception would be lost again
+        os.kill(os.getpid(), signal.SIGINT)  # to the process: it also ends the main thread's sleep
+
+    # no threading.Thread: its lock may be held by the code that this finalizer has interrupted
+    _thread.start_new_thread(send, ())
 
 
 @contextlib.contextmanager

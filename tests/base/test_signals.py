@@ -141,3 +141,27 @@ def test_a_process_that_is_asked_to_stop_finishes_its_step() -> None:
         finally:
             process.kill()
     assert (output, process.returncode) == ("saved\n", 0)
+
+
+@pytest.mark.parametrize("prepare", ["end_at_interrupt()", "hold_stop_signals(); signal.raise_signal(signal.SIGINT)"])
+def test_an_interrupt_inside_a_finalizer_still_ends_the_program(prepare: str) -> None:
+    program = f"""
+import signal, time
+from mtrain.base.signals import end_at_interrupt, hold_stop_signals
+
+class Held:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+{prepare}
+try:
+    held = Held()
+    del held
+    print("Python has dropped the exception", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert result.stdout == "Python has dropped the exception\ninterrupted\n"
+    assert result.stderr == ""
