@@ -189,6 +189,9 @@ def test_a_wrong_configuration_is_found_before_the_queue(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+NO_CONTROLLER = "#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n"
+
+
 def install(folder: Path, programs: Mapping[str, str]) -> None:
     """Installs stand-ins for commands of Slurm."""
     for name, text in programs.items():
@@ -197,8 +200,9 @@ def install(folder: Path, programs: Mapping[str, str]) -> None:
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    if not (folder / "sbatch").exists():
-        install(folder, {"sbatch": SBATCH})
+    # no command of a real Slurm is asked: it may look for its controller for a minute
+    stand_ins = {"sbatch": SBATCH, "scontrol": NO_CONTROLLER, "squeue": NO_CONTROLLER}
+    install(folder, {name: text for name, text in stand_ins.items() if not (folder / name).exists()})
     path = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", *arguments]
     return completed(command, folder, {**os.environ, **path, **environment})
