@@ -398,12 +398,12 @@ def test_two_steps_of_one_allocation_train_as_one_alone(runs: Runs) -> None:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # jobs in `low` give way to those in `high`, and get time to save
-    preemption = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    # jobs in `low` give way to those in `high`, and get time to save; a site may requeue only those that ask for it
+    site = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE", "JobRequeue": "0"}
     partitions = (
         "debug Nodes=n1,n2 Default=YES",
         "low Nodes=n3,n4,n5 PriorityTier=1 GraceTime=60",
         "high Nodes=n3,n4,n5 PriorityTier=10",
     )
-    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", 5, 2, preemption, partitions) as cluster:
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", 5, 2, site, partitions) as cluster:
         yield cluster
