@@ -6,24 +6,15 @@ Anything that no configuration needs is refused: depth, aliases that multiply, t
 
 from __future__ import annotations
 
-import copy
-import io
 import re
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import filterfalse
+from dataclasses import dataclass
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer
-from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
-from ruamel.yaml.reader import ReaderError
-from ruamel.yaml.representer import SafeRepresenter
-from ruamel.yaml.resolver import BaseResolver
-from ruamel.yaml.tag import Tag
+import yaml
+from yaml.events import AliasEvent
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.reader import ReaderError
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000
@@ -36,22 +27,15 @@ _STANDARD = "tag:yaml.org,2002:"
 _MERGE = _STANDARD + "merge"
 _BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
 _BASE_8 = re.compile(r"[-+]?0[0-7_]+")
+_OTHER_VERSIONS = re.compile(r"[yYnN]|0o[0-7_]+|[-+]?[0-9_]+|[-+]?\.[0-9_]+([eE][-+]?[0-9]+)?|\d{4}-\d\d?-\d.*|=")
+"""Form of plain scalars that are text here, but not for readers of other versions of YAML."""
 _FORMS = {
-    "null": re.compile(r"~|null|Null|NULL|"),
-    "bool": re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF"),
-    "int": re.compile(
-        rf"[-+]?(0b[01_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)|{_BASE_8.pattern}|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+"
-    ),
-    "float": re.compile(
-        r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+|[-+]?[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*([eE][-+][0-9]+)?"
-        r"|[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-    ),
-    "merge": re.compile("<<"),
+    first: [(tag, form) for tag, form in forms if tag not in (_STANDARD + "timestamp", _STANDARD + "value")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-"""Forms of plain scalars that are not text, by tag."""
-_OTHER_VERSIONS = (re.compile(r"[yYnN]|0o[0-7_]+|[-+]?[0-9_]+|[-+]?\.[0-9_]+([eE][-+]?[0-9]+)?|\d{4}-\d\d?-\d.*|="),)
-"""Forms of plain scalars that are text here, but not for readers of other versions of YAML."""
-_TRUE = ("yes", "true", "on")
+"""Forms of plain scalars that are not text, with their tags, by first character."""
+for _first in "-+0123456789":
+    _FORMS[_first].append((_STANDARD + "float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")))
 _SHOWN = 20
 _LONG = re.compile(r"[-+]?(0x|0b)?[\da-fA-F_]{41,}")
 _MISREAD: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
@@ -62,12 +46,12 @@ _MISREAD: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
         lambda text: f"{text[:_SHOWN]}... is a number of {len(text):,} digits; write a smaller one, or quote a text",
     ),
 )
-_TAGS: dict[type[Node], tuple[str, ...]] = {
-    ScalarNode: tuple(_STANDARD + name for name in ("str", "int", "float", "bool", "null")),
-    SequenceNode: (_STANDARD + "seq",),
-    MappingNode: (_STANDARD + "map",),
+_KINDS = {
+    ScalarNode: ("str", "int", "float", "bool", "null"),
+    SequenceNode: ("seq",),
+    MappingNode: ("map",),
 }
-"""Tags that a configuration may use, by kind of node."""
+"""Tags that a configuration may use, without their prefix, by kind of node."""
 
 
 class YamlTextError(ValueError):
@@ -100,77 +84,96 @@ def read_yaml(text: str) -> YamlText:
         NotYamlError: The text is not YAML.
         YamlTextError: The text holds something that no configuration should.
     """
-    read = _read(text)
-    return YamlText(copy.deepcopy(read.content), read.lines)
-
-
-@lru_cache(maxsize=4)
-def _read(text: str) -> YamlText:
-    """Reads a text once: a start reads the configuration of a run several times, and a resolved one takes 40 ms."""
-    yaml = _yaml()
-    yaml.Composer = _LimitedComposer
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warns of anchors with the same name, which YAML allows
-            root = yaml.compose(io.StringIO(text))
-    except MarkedYAMLError as fault:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as fault:
         line = fault.problem_mark.line + 1 if fault.problem_mark else None
         raise NotYamlError(str(fault.problem), line) from None
     except ReaderError as fault:
-        raise NotYamlError(f"unacceptable character {chr(fault.character)!r}", _line_at(text, fault.position)) from None
-    values = _Values()
-    return YamlText(None if root is None else values.of(root, (), 1), values.lines)
+        line = text.count("\n", 0, fault.position) + 1
+        raise NotYamlError(f"unacceptable character {chr(fault.character)!r}", line) from None
+    return YamlText(None if root is None else loader.value(root, (), 1), loader.lines)
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:
     """Writes nested mappings, sequences and plain values as text that any reader of YAML reads back."""
-    yaml = _yaml()
-    yaml.Representer = _Representer
-    yaml.default_flow_style = False
-    yaml.allow_unicode = True
-    yaml.representer.sort_base_mapping_type_on_output = False
-    yaml.width = 2**20  # never wraps: a path is searched for by its whole text
-    stream = io.StringIO()
-    yaml.dump(content, stream)
-    return stream.getvalue()
+    # never wraps: a path is searched for by its whole text
+    return str(yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=2**20))
 
 
-def _yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Resolver = _Resolver
-    return yaml
+class _Loader(yaml.SafeLoader):
+    """Loader of plain values within limits, which keeps their lines; each alias becomes a value of its own."""
 
+    yaml_implicit_resolvers = _FORMS
 
-def _line_at(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lines: dict[Location, int] = {}
+        self._depth = self._num_nodes = self._num_values = 0
 
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """Stops at the limits while the text is read; repetitions by aliases are counted later, by `value`."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        self._num_nodes += 1
+        self._depth += 1
+        _refuse_excess(self._num_nodes, self._depth, event.start_mark.line + 1)
+        if not isinstance(event, AliasEvent):
+            self.anchors.pop(event.anchor, None)  # YAML allows several anchors with the same name
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
-class _Resolver(BaseResolver):
-    """Resolver that decides which plain scalars are not text; a %YAML directive changes nothing."""
+    def value(self, node: Node, location: Location, depth: int) -> Any:
+        """Converts a node; `depth` counts from 1."""
+        line = _line(node)
+        self._num_values += 1
+        _refuse_excess(self._num_values, depth, line)
+        if node.tag.removeprefix(_STANDARD) not in _KINDS[type(node)]:
+            raise YamlTextError(f"no configuration needs the tag {node.tag}; remove it", line)
+        self.lines.setdefault(location, line)
+        match node:
+            case MappingNode():
+                return self._mapping(node, location, depth)
+            case SequenceNode():
+                return [self.value(each, (*location, n), depth + 1) for n, each in enumerate(node.value)]
+            case ScalarNode():
+                return self._scalar(node)
+        raise AssertionError("there are three kinds of nodes")
 
-    def __init__(self, version: object = None, loader: Any = None) -> None:
-        super().__init__(loader)
+    def _mapping(self, node: MappingNode, location: Location, depth: int) -> dict[Any, Any]:
+        merged: dict[Any, Any] = {}
+        own: dict[Any, Any] = {}
+        for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+            if key_node.tag == _MERGE:
+                for source in _sources(value_node):
+                    merged = self.value(source, location, depth + 1) | merged
+                continue
+            if not isinstance(key_node, ScalarNode):
+                raise YamlTextError("a list or mapping cannot be a key; quote a text", _line(key_node))
+            key = self.value(key_node, (), depth + 1)
+            if key in own:
+                raise YamlTextError(f"found duplicate key {key}", _line(key_node))
+            own[key] = self.value(value_node, (*location, key), depth + 1)
+            self.lines[(*location, key)] = _line(key_node)
+        return merged | own
 
-    @property
-    def processing_version(self) -> tuple[int, int]:
-        return 1, 1
-
-    def resolve(self, kind: type[Node], value: Any, implicit: Any) -> Tag:
-        if kind is ScalarNode and implicit[0]:
-            return Tag(suffix=_STANDARD + next((name for name, form in _FORMS.items() if form.fullmatch(value)), "str"))
-        tag: Tag = super().resolve(kind, value, (False, False))
-        return tag
-
-
-class _LimitedComposer(Composer):
-    """Composer that stops at the limits while it reads; repetitions by aliases are counted later, by `_Values`."""
-
-    num_nodes = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.num_nodes += 1
-        _refuse_excess(self.num_nodes, self.depth + 1, self.parser.peek_event().start_mark.line + 1)
-        return super().compose_node(parent, index)
+    def _scalar(self, node: ScalarNode) -> str | bool | int | float | None:
+        """Converts a scalar; raises YamlTextError for a number that YAML takes for another than it looks like."""
+        text, kind = node.value, node.tag.removeprefix(_STANDARD)
+        if kind in ("int", "float"):
+            for form, meaning in _MISREAD:
+                if form.fullmatch(text):
+                    raise YamlTextError(meaning(text), _line(node))
+        elif kind != "str":
+            tag_of_form = self.resolve(ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+            if tag_of_form != node.tag:
+                raise YamlTextError(f"{text[:_SHOWN]!r} is no {kind}", _line(node))
+        try:
+            value: str | bool | int | float | None = self.construct_object(node)
+            return value
+        except (ValueError, IndexError):  # an empty text has no first character
+            raise YamlTextError(f"{text[:_SHOWN]!r} is no number", _line(node)) from None
 
 
 def _refuse_excess(num_nodes: int, depth: int, line: int) -> None:
@@ -180,103 +183,41 @@ def _refuse_excess(num_nodes: int, depth: int, line: int) -> None:
         raise YamlTextError(f"values are nested more than {MAX_DEPTH} deep", line)
 
 
-@dataclass
-class _Values:
-    """Builder of plain values from nodes; each alias becomes a value of its own."""
-
-    lines: dict[Location, int] = field(default_factory=dict)
-    num_values: int = 0
-
-    def of(self, node: Node, location: Location, depth: int) -> Any:
-        """Converts a node; `depth` counts from 1."""
-        line = _line(node)
-        self.num_values += 1
-        _refuse_excess(self.num_values, depth, line)
-        if str(node.tag) not in _TAGS[type(node)]:
-            raise YamlTextError(f"no configuration needs the tag {node.tag}; remove it", line)
-        self.lines.setdefault(location, line)
-        match node:
-            case MappingNode():
-                return self._mapping(node, location, depth)
-            case SequenceNode():
-                return [self.of(each, (*location, n), depth + 1) for n, each in enumerate(node.value)]
-            case ScalarNode():
-                return _scalar(node)
-        raise AssertionError("there are three kinds of nodes")
-
-    def _mapping(self, node: MappingNode, location: Location, depth: int) -> dict[Any, Any]:
-        merged: dict[Any, Any] = {}
-        for _, value_node in filter(_is_merge, node.value):
-            merged = self._merged(value_node, location, depth) | merged
-        own: dict[Any, Any] = {}
-        for key_node, value_node in filterfalse(_is_merge, node.value):
-            if not isinstance(key_node, ScalarNode):
-                raise YamlTextError("a list or mapping cannot be a key; quote a text", _line(key_node))
-            key = self.of(key_node, (), depth + 1)
-            if key in own:
-                raise YamlTextError(f"found duplicate key {key}", _line(key_node))
-            own[key] = self.of(value_node, (*location, key), depth + 1)
-            self.lines[(*location, key)] = _line(key_node)
-        return merged | own
-
-    def _merged(self, node: Node, location: Location, depth: int) -> dict[Any, Any]:
-        """Returns what `<<` takes over from one mapping, or from several, of which the first takes precedence."""
-        merged: dict[Any, Any] = {}
-        for each in node.value if isinstance(node, SequenceNode) else [node]:
-            if not isinstance(each, MappingNode):
-                raise YamlTextError("<< needs a mapping or a list of mappings", _line(each))
-            merged = self.of(each, location, depth + 1) | merged
-        return merged
-
-
-def _is_merge(pair: tuple[Node, Node]) -> bool:
-    return str(pair[0].tag) == _MERGE
+def _sources(node: Node) -> list[MappingNode]:
+    """Returns the mappings that `<<` names; the first takes precedence."""
+    sources: list[Any] = node.value if isinstance(node, SequenceNode) else [node]
+    for each in sources:
+        if not isinstance(each, MappingNode):
+            raise YamlTextError("<< needs a mapping or a list of mappings", _line(each))
+    return sources
 
 
 def _line(node: Node) -> int:
-    line: int = node.start_mark.line
-    return line + 1
+    return node.start_mark.line + 1
 
 
-def _scalar(node: ScalarNode) -> str | bool | int | float | None:
-    text: str = node.value
-    kind = str(node.tag).removeprefix(_STANDARD)
-    if kind in ("int", "float"):
-        return _number(text, kind, _line(node))
-    if kind == "str":
-        return text
-    if not _FORMS[kind].fullmatch(text):  # an explicit tag contradicts the text
-        raise YamlTextError(f"{text[:_SHOWN]!r} is no {kind}", _line(node))
-    return text.lower() in _TRUE if kind == "bool" else None
+class _Dumper(yaml.SafeDumper):
+    """Dumper that quotes texts which some version of YAML would not read back as text; it writes no aliases."""
 
-
-def _number(text: str, kind: str, line: int) -> int | float:
-    """Converts a number; raises YamlTextError where readers of YAML take it for another number than it looks like."""
-    for form, meaning in _MISREAD:
-        if form.fullmatch(text):
-            raise YamlTextError(meaning(text), line)
-    digits = text.replace("_", "")
-    try:
-        return int(digits, 0) if kind == "int" else float(re.sub(r"\.(inf|nan)$", r"\1", digits.lower()))
-    except ValueError:
-        raise YamlTextError(f"{text[:_SHOWN]!r} is no number", line) from None
-
-
-class _Representer(SafeRepresenter):
-    """Representer that quotes texts which some version of YAML would not read back as text; it writes no aliases."""
+    yaml_implicit_resolvers = _FORMS
 
     def represent_text(self, text: str) -> ScalarNode:
         style = None
         if not text.isprintable():
             style = '"'  # the only style that escapes; in others, readers change some line breaks
-        elif any(form.fullmatch(text) for form in (*_FORMS.values(), *_OTHER_VERSIONS)):
+        elif _OTHER_VERSIONS.fullmatch(text):
             style = "'"
-        node: ScalarNode = self.represent_scalar(_STANDARD + "str", text, style=style)
+        return self.represent_scalar(_STANDARD + "str", text, style=style)
+
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        node.value = node.value.replace(".0e", "e")  # as Python and JSON write it
         return node
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-_Representer.add_representer(str, _Representer.represent_text)
-_Representer.add_representer(tuple, _Representer.represent_list)
+_Dumper.add_representer(float, _Dumper.represent_float)
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(tuple, _Dumper.represent_list)

@@ -8,11 +8,10 @@ configuration repeats the run anywhere.
 from __future__ import annotations
 
 import hashlib
-import json
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +121,7 @@ def config_yaml(config: Config) -> str:
     content = config.model_dump()
     if faults := list(_placeholders(Source("the configuration", content))):
         raise ConfigError(joined(faults))
-    return _yaml_of(json.dumps(content))
-
-
-@lru_cache(maxsize=8)
-def _yaml_of(content: str) -> str:
-    """Converts JSON to YAML. A run asks for the same text at several places, and making it takes a tenth of a
-    second."""
-    return yaml_text(json.loads(content))
+    return yaml_text(content)
 
 
 def config_hash(config: Config) -> str:

@@ -49,7 +49,7 @@ SLOW_TO_IMPORT = (
     "numpy",
     "rich",
     "pydantic",
-    "ruamel",
+    "yaml",
     "jinja2",
     "concurrent",
     "importlib.metadata",

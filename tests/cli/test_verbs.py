@@ -14,7 +14,7 @@ from tests.fault_table import Notice
 from tests.paths import ROOT
 from tests.warm import completed, program_environment
 
-HEAVY = "{'torch', 'megatron', 'numpy', 'pydantic', 'ruamel', 'matplotlib', 'transformers'}"
+HEAVY = "{'torch', 'megatron', 'numpy', 'pydantic', 'yaml', 'matplotlib', 'transformers'}"
 
 
 def modules_loaded_by(*arguments: str) -> str:

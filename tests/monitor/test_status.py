@@ -180,7 +180,7 @@ def test_the_verb_answers_without_torch_and_in_json(tmp_path: Path) -> None:
     done = subprocess.run(command, env=program_environment(), capture_output=True, text=True, check=True)
     (reported,) = json.loads(done.stdout)
     assert (reported["state"], reported["step"], reported["name"]) == ("finished", 4, "first try")
-    assert {"torch", "numpy", "megatron", "matplotlib", "ruamel", "mtrain.config"}.isdisjoint(done.stderr.split())
+    assert {"torch", "numpy", "megatron", "matplotlib", "yaml", "mtrain.config"}.isdisjoint(done.stderr.split())
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

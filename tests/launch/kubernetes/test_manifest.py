@@ -15,7 +15,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from ruamel.yaml import YAML
+import yaml
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
@@ -44,7 +44,7 @@ def documents(config: Path, run_dir: str = "/runs/First_run", **options: Any) ->
     """Returns the ConfigMap and the JobSet."""
     given = KubernetesOptions(**{"nodes": 2, "image": "registry/mtrain:1", "volumes": VOLUMES, **options})
     text = render(kubernetes_job([config], [f"run.dir={run_dir}"], given))
-    config_map, job_set = YAML(typ="safe").load_all(text)
+    config_map, job_set = yaml.safe_load_all(text)
     return config_map, job_set
 
 
@@ -111,6 +111,19 @@ def test_ranks_meet_at_the_first_pod(config: Path) -> None:
     assert {"--nnodes=2", "--nproc-per-node=4", "--node-rank=$(JOB_COMPLETION_INDEX)"} <= set(container["command"])
     assert len(first.split(".")[0]) <= 63
     assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/gpu": "4"}
+
+
+HOSTILE = ("a: b", "yes", "1e3", "- x #", "'\"\\\\{}[]&*!|>%@`", "{{ job }}", "ä😀")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_value_becomes_syntax_of_yaml(config: Path, text: str) -> None:
+    volumes = (*VOLUMES, Volume("more", f"/{text}"))
+    _, job_set = documents(config, image=text.replace(" ", ""), volumes=volumes, node_selector=((text, text),))
+    (container,) = pod(job_set)["containers"]
+    assert container["image"] == text.replace(" ", "")
+    assert container["volumeMounts"][-1]["mountPath"] == f"/{text}"
+    assert pod(job_set)["nodeSelector"] == {text: text}
 
 
 def action(job_set: Any, exit_code: int | None) -> str:
@@ -189,7 +202,7 @@ def test_the_command_writes_a_file(config: Path, tmp_path: Path) -> None:
     options = ["--nodes", "2", "--image", "mtrain:1", "--volume", "runs:/runs", "--output", tmp_path / "job.yaml"]
     code, text = call("launch", "kubernetes", config, "run.dir=/runs/a", *options)
     assert (code, "kubectl apply -f" in text) == (0, True)
-    assert [each["kind"] for each in YAML(typ="safe").load_all(tmp_path / "job.yaml")] == ["ConfigMap", "JobSet"]
+    assert [each["kind"] for each in yaml.safe_load_all((tmp_path / "job.yaml").read_text())] == ["ConfigMap", "JobSet"]
 
 
 def test_torchrun_gets_a_command_for_each_node(config: Path) -> None:
