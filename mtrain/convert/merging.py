@@ -13,7 +13,7 @@ from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
-from mtrain.mcore.model.adapters.fusion import Fusion
+from mtrain.mcore.model.adapters.linear import Fusion
 from mtrain.plan import adapters as plan
 from mtrain.plan.features import segments
 from mtrain.plan.features.adapted import EMBEDDING

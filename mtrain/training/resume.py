@@ -22,11 +22,9 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.state.base import settle_base
-from mtrain.mcore.state.import_hf import load_hf_weights
-from mtrain.mcore.state.import_megatron import load_megatron_weights
-from mtrain.mcore.state.import_peft import load_peft_adapter
 from mtrain.mcore.state.load import load_checkpoint, load_weights
 from mtrain.mcore.state.shards import non_finite_state
+from mtrain.mcore.state.start_weights import load_hf_weights, load_megatron_weights, load_peft_adapter
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 from mtrain.training.changed import changes_since, resumable

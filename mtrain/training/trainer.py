@@ -26,7 +26,7 @@ from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.exportable import refuse_unexportable
-from mtrain.mcore.distributed import waiting
+from mtrain.mcore.distributed import patience
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import (
     any_rank,
@@ -275,7 +275,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
         _ask(course, 0, sinks)
     with _batches(run) as batches:
         for step in range(start, last):
-            began, waited_before_s = time.perf_counter(), waiting.waited_s()
+            began, waited_before_s = time.perf_counter(), patience.waited_s()
             heartbeat.enter(Phase.DATA, step + 1)
             own = None if batches is None else next(batches)
             done, valid_loss = step + 1, None
@@ -287,7 +287,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
                 if step == start:
                     saver.expect(run.model)
             spoil_point(run.model, done)
-            took_s, waited_s = time.perf_counter() - began, waiting.waited_s() - waited_before_s
+            took_s, waited_s = time.perf_counter() - began, patience.waited_s() - waited_before_s
             record = course.slow.noted(attempt_record(run, done, made, lr, took_s), waited_s)
             tokens += record.tokens if made.refused is None else 0
             sinks.write(record)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtrain.checkpoint.format.slices import slices_of_run
+from mtrain.base.tensor_slice import slices_of_run
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from mtrain.checkpoint.store.contents import contents_of
 from mtrain.checkpoint.store.diff import differences

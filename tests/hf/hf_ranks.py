@@ -17,9 +17,9 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_frozen_model, build_model
 from mtrain.mcore.state import reader
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.import_hf import load_hf_weights
 from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.mcore.state.reader import load_shards
+from mtrain.mcore.state.start_weights import load_hf_weights
 
 
 def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:

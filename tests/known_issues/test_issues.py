@@ -32,8 +32,8 @@ from mtrain.config import known_issues
 from mtrain.config.schema.model import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
+from mtrain.mcore.model.attention.frequencies import inverse_frequencies
 from mtrain.mcore.model.norm import Norm
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
 from mtrain.plan.layout import Layout
 from tests.known_issues import ranks, state_ranks
 from tests.known_issues.configs import assert_refused, megatron_core, small

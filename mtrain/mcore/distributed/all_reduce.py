@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.mcore.distributed.transfer import to_device
+from mtrain.mcore.distributed.groups import to_device
 
 
 class AsyncAllReduce:

@@ -15,8 +15,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.batch import DOCUMENT_STARTS, FieldPath, Microbatch, field_dtypes
 from mtrain.data.zigzag import slice_for_context_parallel
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.transfer import to_device
+from mtrain.mcore.distributed.groups import Groups, to_device
 
 
 def broadcast_batches(

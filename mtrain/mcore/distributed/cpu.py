@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mtrain.base.imports import settle_gpu_packages
-from mtrain.mcore.distributed import gloo, two_ranks
+from mtrain.mcore.distributed import cpu_collectives
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -180,8 +180,7 @@ def install() -> None:
 
         # Replaced where it is used: token_dispatcher.py has imported the name from moe_utils.py.
         dispatcher.maybe_move_tensor_to_cpu = _moved_to_host
-    gloo.install()
-    two_ranks.install()
+    cpu_collectives.install()
 
 
 def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.mcore.distributed import patience
@@ -181,3 +182,9 @@ def seed_generators(seed: int, step: int, groups: Groups) -> None:
     # for every kind of device that is not there.
     torch.default_generator.manual_seed(derived)
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to the device, in the order of the device's work; returns the tensor itself on a CPU."""
+    # from pageable memory even a non-blocking copy waits
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

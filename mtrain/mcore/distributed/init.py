@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, MachineError, MtrainError, RankLostError
 from mtrain.config.schema.train import Device
-from mtrain.mcore.distributed import patience, waiting
+from mtrain.mcore.distributed import patience
 from mtrain.mcore.distributed.meeting import MeetingPlace
 from mtrain.mcore.distributed.party import Member, Purpose, differences, explained
 
@@ -116,7 +116,7 @@ def init_distributed(
         MachineError: Memory ran out inside the `with` block.
         RankLostError: Inside the `with` block, the connection to another rank broke or the rank did not answer in time.
     """
-    waiting.install()
+    patience.install()
     device = choose_device(wanted_device, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -20,7 +20,7 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
-from mtrain.mcore.state.local_state import local_state
+from mtrain.mcore.state.shards import local_state
 
 
 class Cause(NamedTuple):

@@ -27,7 +27,7 @@ from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.checkpoint.format.finite import Finding, described, non_finite
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
+from mtrain.mcore.state.shards import WEIGHTS, Held, local_state
 
 _MOST_RANKS = 8
 """Most ranks that a message names."""

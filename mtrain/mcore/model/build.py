@@ -19,18 +19,17 @@ from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
 from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch, MtpTargets
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model import weight_gradients
+from mtrain.mcore.model import products
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
+from mtrain.mcore.model.attention.frequencies import inverse_frequencies, local_frequencies
+from mtrain.mcore.model.attention.rotary import Rotary, TwoBaseRotary, take_angles_by_layer
 from mtrain.mcore.model.compiled import compile_layers
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.layer_spec import block_spec, chosen_backend
 from mtrain.mcore.model.mtp import depths_spec, drop_unused_table
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, ScoreHead, defer_output, put_head
 from mtrain.mcore.model.own_parameters import ShardedOffsets
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, local_frequencies
-from mtrain.mcore.model.rotary.local import TwoBaseRotary, take_angles_by_layer
-from mtrain.mcore.model.rotary.positions import Rotary
 from mtrain.mcore.model.swiglu import use_own_swiglu
 from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
 from mtrain.mcore.offload.layers import move_activations
@@ -185,8 +184,8 @@ def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, 
     backend = chosen_backend(config, groups.device)
     is_last = stage == layout.num_stages - 1
     is_narrow = holds_narrow(config)
-    if config.model.megatron.get(weight_gradients.FIELD):
-        weight_gradients.install()
+    if config.model.megatron.get(products.FIELD):
+        products.install()
     with built_narrow(translated) if is_narrow else contextlib.nullcontext():
         model = LanguageModel(
             config=translated,

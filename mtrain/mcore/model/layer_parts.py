@@ -6,6 +6,7 @@ that a layer has, in the order of LAYER_PARTS, so later parts may change what ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +21,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.mcore.model import output_norms
 from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
+from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
-from mtrain.mcore.model.attention.softmax_scale import softmax_scale, windowed_softmax_scale
-from mtrain.mcore.model.moe.layer_spec import experts_fields, experts_spec
-from mtrain.mcore.model.norm import Norm
-from mtrain.mcore.model.rotary.frequencies import latent_softmax_scale
+from mtrain.mcore.model.moe.layer import experts_fields, experts_spec
+from mtrain.mcore.model.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer
 from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
 
@@ -78,8 +77,8 @@ def _input_norms(draft: LayerDraft, model: ModelSection) -> None:
 
 
 def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
-    draft.module = output_norms.OutputNormLayer
-    draft.checkpoint_names |= output_norms.CHECKPOINT_NAMES
+    draft.module = OutputNormLayer
+    draft.checkpoint_names |= OUTPUT_NORM_NAMES
 
 
 def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
@@ -153,7 +152,7 @@ _LATENT_NORM_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **output_norms.CHECKPOINT_NAMES, **_LATENT_NORM_NAMES}
+FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **OUTPUT_NORM_NAMES, **_LATENT_NORM_NAMES}
 """Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection after them,
 and Megatron-Bridge's, where they belong to the projection before them."""
 
@@ -189,3 +188,21 @@ def transformer_fields(model: ModelSection) -> dict[str, Any]:
     return {
         name: value for part in features.present(model) for name, value in MODULES[type(part)].fields(model).items()
     }
+
+
+def softmax_scale(model: ModelSection) -> float:
+    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) where that is unset, times yarn's attention factor squared.
+
+    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product contains it
+    twice.
+    """
+    return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / _divisor(model)
+
+
+def windowed_softmax_scale(model: ModelSection) -> float:
+    """Returns the scale of layers with a window: where they rotate by a base of their own, yarn plays no part."""
+    return softmax_scale(model) if model.rope.local_base is None else 1.0 / _divisor(model)
+
+
+def _divisor(model: ModelSection) -> float:
+    return math.sqrt(model.head_size if model.query_scalar is None else model.query_scalar)

@@ -12,8 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mtrain.base.tensor_slice import TensorSlice
-from mtrain.checkpoint.format.slices import slices_of_run
+from mtrain.base.tensor_slice import TensorSlice, slices_of_run
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import has_adapters, is_adapter_key

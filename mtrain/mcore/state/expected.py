@@ -19,15 +19,15 @@ from mtrain.config import Config
 from mtrain.config.schema.model import HeadOutput
 from mtrain.hf.schema.exportable import family_of_run
 from mtrain.hf.schema.table import Table
-from mtrain.mcore.state.import_megatron import (
+from mtrain.mcore.state.load import Naming, check_entry
+from mtrain.mcore.state.reader import check_keys, check_shapes
+from mtrain.mcore.state.start_weights import (
     STACKED_EXPERTS,
     STACKED_LAYERS,
     canonical,
     in_their_words,
     keys_by_our_names,
 )
-from mtrain.mcore.state.load import Naming, check_entry
-from mtrain.mcore.state.reader import check_keys, check_shapes
 from mtrain.plan.parameters import padded_vocab_size
 
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -25,8 +25,7 @@ from mtrain.loss.preference.member import ROLES
 from mtrain.loss.preference.scores import PreferenceLoss, ScoredSequences, agreed_fault, preference_marks
 from mtrain.loss.sequences import PackedSequences, sum_by_sequence
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.transfer import to_device
+from mtrain.mcore.distributed.groups import Groups, to_device
 from mtrain.mcore.engine.loss_reduction import TermTotals
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import evaluating, run_forward

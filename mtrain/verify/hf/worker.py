@@ -8,7 +8,7 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
-from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.mcore.state.start_weights import load_hf_weights
 from mtrain.training.build import opened_loader
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.result import StepValues

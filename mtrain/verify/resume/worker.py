@@ -30,7 +30,7 @@ from mtrain.mcore.engine.loss_reduction import StepTotals
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
-from mtrain.mcore.state.local_state import WEIGHTS, Held, local_state
+from mtrain.mcore.state.shards import WEIGHTS, Held, local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.checkpoint.format.slices import slices_of_run
+from mtrain.base.tensor_slice import slices_of_run
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
 

@@ -69,7 +69,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "Scores are float32, and float64 in a float64 model.",
-        (_ROUTER, "mtrain/mcore/model/moe/topk_routing.py"),
+        (_ROUTER,),
         (f"{_TESTS}their_scores_are_float32_in_a_float64_model",),
     ),
     KnownIssue(
@@ -151,7 +151,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "They become numbers; gloo, which refuses lists of several sizes besides, sends those by all-to-all.",
-        ("mtrain/mcore/distributed/cpu.py", "mtrain/mcore/distributed/gloo.py"),
+        ("mtrain/mcore/distributed/cpu.py", "mtrain/mcore/distributed/cpu_collectives.py"),
         (f"{_TESTS}split_sizes_stay_tensors_on_cpus", f"{_TESTS}lists_of_several_sizes_travel_on_gloo", _PARITY),
     ),
     KnownIssue(

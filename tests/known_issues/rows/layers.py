@@ -189,7 +189,7 @@ ROWS = (
         lambda config, layout: config.model.rope.scaling == "llama3",
         "fixed",
         "All of them are read from model.rope and agree with transformers bit for bit.",
-        ("mtrain/mcore/model/rotary/frequencies.py", "mtrain/mcore/model/rotary/positions.py"),
+        ("mtrain/mcore/model/attention/frequencies.py", "mtrain/mcore/model/attention/rotary.py"),
         (issue_test("llama3_scaling_reads_its_constants"),),
     ),
     KnownIssue(

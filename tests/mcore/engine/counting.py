@@ -21,8 +21,8 @@ from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
+from mtrain.mcore.distributed.cpu_collectives import in_the_place_of
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.two_ranks import in_the_place_of
 from mtrain.mcore.model.build import run_chunk
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.training.output.term_inputs import term_inputs

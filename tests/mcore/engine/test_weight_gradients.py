@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.mcore.model.weight_gradients import FIELD, add_product
+from mtrain.mcore.model.products import FIELD, add_product
 from mtrain.plan.layout import Layout
 from tests.mcore.engine.weight_gradient_ranks import step
 from tests.mcore.state.test_save_and_load import BF16, TIED, configured

@@ -11,8 +11,8 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model import weight_gradients
-from mtrain.mcore.model.weight_gradients import add_product
+from mtrain.mcore.model import products
+from mtrain.mcore.model.products import add_product
 from tests.mcore.state.checkpoint_ranks import build
 
 
@@ -33,7 +33,7 @@ def step(groups: Groups, config: Config) -> Fused:
         shapes.append(tuple(total.shape))
         add_product(inputs, output_gradients, total)
 
-    with mock.patch.object(weight_gradients, "add_product", noted):
+    with mock.patch.object(products, "add_product", noted):
         parts = build(groups, config)
         parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
     gradients = [each.main_grad for chunk in parts.model.chunks for each in chunk.parameters() if each.requires_grad]

@@ -11,7 +11,7 @@ from mtrain.base.errors import NumericError
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.health.replicas import ReplicaCheck
-from mtrain.mcore.state.local_state import local_state
+from mtrain.mcore.state.shards import local_state
 from tests.mcore.state.checkpoint_ranks import build
 
 

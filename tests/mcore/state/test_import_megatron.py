@@ -16,7 +16,7 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.mcore.state.expected import check_megatron_weights
-from mtrain.mcore.state.import_megatron import canonical
+from mtrain.mcore.state.start_weights import canonical
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.state import megatron_0_19

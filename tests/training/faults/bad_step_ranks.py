@@ -19,7 +19,7 @@ from mtrain.loss.pair import LossPair, TermInputs, weigh
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer_state import adam_step, loss_scaler
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.local_state import local_state
+from mtrain.mcore.state.shards import local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
-from mtrain.mcore.distributed import patience, waiting
+from mtrain.mcore.distributed import patience
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.training.trainer import train_on
 
@@ -36,7 +36,7 @@ def with_short_timeouts(
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     timeout = timedelta(seconds=timeout_s)
-    waiting.install()
+    patience.install()
     with patience.limited(timeout_s) if by_awake_clock else contextlib.nullcontext():
         with patience.opening():
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)

@@ -21,7 +21,7 @@ from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model, run_chunk
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.mcore.state.start_weights import load_hf_weights
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.generate import generate_text
 from mtrain.training.sampling.sampler import Completion, generate

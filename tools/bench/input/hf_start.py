@@ -30,7 +30,7 @@ from mtrain.config import Config
 from mtrain.hf.io.safetensors import raw_bytes
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.import_hf import load_hf_weights
+from mtrain.mcore.state.start_weights import load_hf_weights
 from mtrain.plan.layout import Layout
 from mtrain.training.build import build_parts
 from mtrain.verify.core.ranks import Pool

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mtrain.mcore.model.attention.mla import ReplicatedLinear
 from mtrain.mcore.model.moe.experts import Stack
-from mtrain.mcore.model.widened import widened_linear
+from mtrain.mcore.model.products import widened_linear
 
 
 @contextlib.contextmanager

@@ -33,13 +33,13 @@ from mtrain.mcore.model.attention.cache import CachedPass, KeyValueCache, Rememb
 from mtrain.mcore.model.attention.documents import (
     Run,
     attend_segments,
+    has_window,
     is_varlen_usable,
     pieces_of,
     segments_of,
 )
 from mtrain.mcore.model.attention.ring import ring_attention
 from mtrain.mcore.model.attention.sinks import sink_parameter, with_sink_keys
-from mtrain.mcore.model.attention.window import has_window
 from mtrain.mcore.model.own_parameters import own_places
 
 

@@ -11,9 +11,11 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from mtrain.mcore.distributed.transfer import to_device
+from mtrain.mcore.distributed.groups import to_device
 
 Run = tuple[int, int]
 """Positions [start, end) of a row."""
@@ -143,3 +145,9 @@ def attend_segments(
     )
     rows: Tensor = output.unflatten(0, (query.shape[1], query.shape[0]))
     return rows.transpose(0, 1)
+
+
+def has_window(config: TransformerConfig, layer_number: int) -> bool:
+    """Says whether a layer, counted from 1, has a window; layers after the model's last one are of its kind."""
+    number = min(layer_number, config.num_layers)
+    return bool(is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number))

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from mtrain.config.schema.mla import LatentAttentionSection
 from mtrain.config.schema.model import RopeSection
 from mtrain.mcore.model.attention.context_parallel import RowAttention
+from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.norm import Norm
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies, latent_softmax_scale
-from mtrain.mcore.model.widened import widened_linear
+from mtrain.mcore.model.products import widened_linear
 
 
 class LatentAttention(MegatronModule):

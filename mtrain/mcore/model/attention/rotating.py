@@ -1,18 +1,143 @@
-"""megatron-core's self-attention, with queries and keys rotated by our own code.
+"""Rotates queries and keys by their angles, in megatron-core's self-attention.
 
-megatron-core's own takes cosine and sine of all angles in every layer.
+megatron-core's own takes cosine and sine of all angles in every layer. On a CPU results lie with the positions of a
+head one after the other: attention reads one head at a time, and rows a power of two apart would collide in the cache.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from mtrain.mcore.model.rotary.rotation import rotated, rotated_as_rounded, rotations_of, split_and_rotated
+
+class Rotations(NamedTuple):
+    """Cosine and sine of angles with two equal halves; [seq, batch or 1, 1, 2 r] each, in the dtype of the heads."""
+
+    cosine: Tensor
+    sine: Tensor
+
+
+def rotations_of(angles: Tensor, dtype: torch.dtype) -> Rotations:
+    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians, once for all layers of a microbatch."""
+    # stored on the tensor itself, which all layers receive: it lives as long as the microbatch
+    known: Rotations | None = getattr(angles, "known_rotations", None)
+    if known is None or known.cosine.dtype != dtype:
+        known = Rotations(angles.cos().to(dtype), angles.sin().to(dtype))
+        angles.known_rotations = known  # type: ignore[attr-defined]
+    return known
+
+
+def rotated_as_rounded(heads: Tensor, rotations: Rotations) -> Tensor:
+    """Rotates like `rotated`, by the very operations of megatron-core and transformers, which round each product."""
+    size = rotations.cosine.shape[-1]
+    rotary, rest = heads[..., :size], heads[..., size:]
+    first, second = rotary.chunk(2, dim=-1)
+    rotary = rotary * rotations.cosine + torch.cat((-second, first), dim=-1) * rotations.sine
+    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+
+
+def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
+    """Rotates dimension i of the first 2 r of each head with i + r.
+
+    Costs one new tensor and three passes forward, the same backward; keeps nothing but the arguments that all heads
+    share. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
+
+    Args:
+        heads: [seq, batch, heads, head_dim].
+        rotations: Cosine and sine of 2 r dimensions.
+
+    Returns:
+            Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
+    """
+    found: Tensor = _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
+    return found
+
+
+def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits a projection into queries, keys and values, the first two rotated as by `rotated`.
+
+    Each is written once where attention reads it, and its gradient once where the projection does: megatron-core copies
+    the queries before the rotation, and in backward joins the three gradients.
+
+    Args:
+        mixed: Output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
+            value.
+        rotations: Cosine and sine of 2 r dimensions.
+
+    Returns:
+        [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
+    """
+    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, *rotations)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        output = _heads_first(heads, heads.shape[2])
+        _rotate(heads, cosine, sine, 1.0, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        output = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        _rotate(gradient, cosine, sine, -1.0, output)  # the inverse of a rotation is its transpose
+        return output, None, None
+
+
+class _SplitRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        groups, num_queries = mixed.shape[2], mixed.shape[3] - 2
+        query, key, value = (_heads_first(mixed, heads) for heads in (groups * num_queries, groups, groups))
+        _rotate(mixed[..., :-2, :], cosine.unsqueeze(3), sine.unsqueeze(3), 1.0, _by_group(query, groups))
+        _rotate(mixed[..., -2, :], cosine, sine, 1.0, key)
+        value.copy_(mixed[..., -1, :])
+        return query, key, value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        seq, batch, groups, size = key.shape
+        num_queries = query.shape[2] // groups
+        mixed = torch.empty(seq, batch, groups, num_queries + 2, size, dtype=key.dtype, device=key.device)
+        _rotate(_by_group(query, groups), cosine.unsqueeze(3), sine.unsqueeze(3), -1.0, mixed[..., :-2, :])
+        _rotate(key, cosine, sine, -1.0, mixed[..., -2, :])
+        mixed[..., -1, :] = value
+        return mixed, None, None
+
+
+def _by_group(query: Tensor, groups: int) -> Tensor:
+    """Views [seq, batch, groups * n, head_dim] as [seq, batch, groups, n, head_dim]."""
+    return query.view(*query.shape[:2], groups, -1, query.shape[-1])
+
+
+def _heads_first(like: Tensor, num_heads: int) -> Tensor:
+    """Allocates [seq, batch, num_heads, head_dim] with the positions of a head one after the other."""
+    seq, batch, size = *like.shape[:2], like.shape[-1]
+    return torch.empty(batch, num_heads, seq, size, dtype=like.dtype, device=like.device).permute(2, 0, 1, 3)
+
+
+def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
+    """Rotates by the angle times the sign, into `output`."""
+    size = cosine.shape[-1] // 2
+    first, second, sine = heads[..., :size], heads[..., size : 2 * size], sine[..., :size]
+    # the whole rotary part at once: halves alone are half as long a range of memory
+    torch.mul(heads[..., : 2 * size], cosine, out=output[..., : 2 * size])
+    output[..., :size].addcmul_(second, sine, value=-sign)
+    output[..., size : 2 * size].addcmul_(first, sine, value=sign)
+    if heads.shape[-1] > 2 * size:
+        output[..., 2 * size :].copy_(heads[..., 2 * size :])
 
 
 class RotatingAttention(SelfAttention):

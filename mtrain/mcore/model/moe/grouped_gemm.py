@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils import deterministic
 
 from mtrain.base.errors import ConfigError
-from mtrain.mcore.model.widened import widened_linear
+from mtrain.mcore.model.products import widened_linear
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64) -> [count, out]."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mtrain.config.schema.model import RopeSection
-from mtrain.mcore.model.rotary.frequencies import inverse_frequencies
-from mtrain.mcore.model.rotary.positions import Rotary
+from mtrain.mcore.model.attention.frequencies import inverse_frequencies
+from mtrain.mcore.model.attention.rotary import Rotary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,8 +1,9 @@
-"""Start weights from checkpoints of Megatron-LM and Megatron-Bridge, on any layout.
+"""Start weights from a folder of Hugging Face, an adapter of PEFT, or a checkpoint of another program; on any layout.
 
-Their global tensors are ours. Only names differ: a prefix of the wrapper (`model.`, `module.`, `model0.` of a virtual
-stage), norms under the names of TransformerEngine or of the local spec, and layers and experts that are stacked in one
-tensor or spelled out, with a key each.
+The global tensors of Megatron-LM and Megatron-Bridge are ours. Only names differ: a prefix of the wrapper (`model.`,
+`module.`, `model0.` of a virtual stage), norms under the names of TransformerEngine or of the local spec, and layers
+and experts that are stacked in one tensor or spelled out, with a key each. Of Hugging Face and PEFT each rank maps the
+files and copies its own shards.
 """
 
 from __future__ import annotations
@@ -18,13 +19,52 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
+from mtrain.config import Config
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.hf.io.peft import PeftFolder
+from mtrain.hf.io.source import FolderTensors, source_for
+from mtrain.hf.schema.exportable import family_of_run
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine.rank_model import RankModel
+from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.layer_spec import canonical_name
+from mtrain.mcore.model.init_weights import sharded_tensors
+from mtrain.mcore.model.layer_spec import canonical_name, global_name
 from mtrain.mcore.model.sharded_parameters import base_parameters, whole_of
-from mtrain.mcore.state.load import filler_of
+from mtrain.mcore.state.load import filler_of, read_weights
 from mtrain.mcore.state.reader import Wanted, load_parameters, memory_for
+from mtrain.plan import adapters as plan
+
+_DEPTHS = "mtp."
+"""Beginning of the keys of multi-token prediction."""
+
+
+def load_hf_weights(folder: Path, model: RankModel) -> None:
+    """Starts from the weights of a folder, under any layout. Collective over the world; no tensor is sent.
+
+    A rank reads views of the mapped files and its own shards; of a tensor that is stored in another order, or in FP8
+    with scales, it reads the whole, one at a time.
+
+    Args:
+        folder: Folder with config.json and safetensors.
+        model: Model to fill; the main weights of its optimizer follow.
+
+    Raises:
+        DataError: The folder is damaged or holds another model. On all ranks.
+    """
+    chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
+    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    # every rank opens the folder itself: what is mapped in one process cannot be given to another
+    saved = on_all_ranks(lambda: FolderTensors(source_for(folder, config.model)))
+
+    def may_be_left(key: str) -> bool:
+        # a run without depths may start from a model that has them
+        return config.model.mtp_depths == 0 and key.startswith(_DEPTHS)
+
+    places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
+    # global names are the keys here: the source converts names and axes as it reads
+    read_weights(saved, places, config.model, lambda key: key, may_be_left, filler_of(optimizer))
+
 
 _PREFIX = re.compile(r"(model\d*\.)?(module\.)*")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler)\.")
@@ -122,3 +162,45 @@ def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Sh
     key = stacked.sub(f"{name}{shard.at.offset[axis]}.", shard.key, count=1)
     at = TensorSlice(without(shard.at.offset), without(shard.at.shape))
     return shard._replace(key=key, global_shape=without(shard.global_shape), at=at)
+
+
+@torch.no_grad()
+def load_peft_adapter(folder: Path, model: RankModel) -> None:
+    """Copies the values of a folder into the adapters, under any layout. Collective over the world.
+
+    Args:
+        folder: Folder with adapter_config.json and adapter_model.safetensors.
+        model: Model with the adapters; the main weights of its optimizer follow.
+
+    Raises:
+        DataError: The folder is damaged or holds another adapter. On all ranks.
+    """
+    chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
+    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    adapter = config.adapter
+    assert adapter is not None, "called for runs with adapters"
+    saved = on_all_ranks(lambda: _opened(folder, config, adapter))
+    weights: dict[Tensor, Tensor] = {}
+
+    def in_float32(parameter: Tensor) -> Tensor | None:
+        if not parameter.requires_grad:
+            return None
+        # values go to the main weights unrounded
+        return weights.setdefault(parameter, torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False))
+
+    for chunk in chunks:
+        for part in sharded_tensors(unwrap(chunk), groups, in_float32):
+            if is_adapter_key(part.key) or part.key in plan.learned_whole(config.model):
+                axes = part.prepend_axis_num
+                whole = saved.tensor(global_name(part.key, tuple(part.global_offset[:axes])))
+                # a table has more rows here, which are padding and stay 0
+                own = part.data[: max(0, len(whole) - part.global_offset[axes])]
+                region = [slice(start, start + size) for start, size in zip(part.global_offset[axes:], own.shape)]
+                own.copy_(whole[tuple(region)])
+    fill = filler_of(optimizer)
+    for parameter, values in weights.items():
+        fill(parameter, values)
+
+
+def _opened(folder: Path, config: Config, adapter: AdapterSection) -> PeftFolder:
+    return PeftFolder(folder, family_of_run(config), config.model, adapter)

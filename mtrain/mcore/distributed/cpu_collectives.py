@@ -1,13 +1,16 @@
-"""All-gathers and reduce-scatters of two ranks on CPUs.
+"""Collectives on CPUs: those that gloo lacks, and those of two ranks.
 
-gloo sends them around a ring of two in small pieces. Two ranks that swap their halves in one message each do the same
-for a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp` measures a step), and with the same
-bits, as a sum of two numbers does not depend on the order. Other groups keep gloo's.
+gloo sends all-gathers and reduce-scatters around a ring of two in small pieces. Two ranks that swap their halves in one
+message each do the same for a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp` measures
+a step), and with the same bits, as a sum of two numbers does not depend on the order. Other groups keep gloo's.
+
+megatron-core gathers and scatters lists of tensors of several sizes where experts are divided over etp > 1
+(tensor_parallel/mappings.py). gloo refuses them, but its all-to-all takes any sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,11 +29,12 @@ def in_the_place_of() -> Kind | None:
 
 
 def install() -> None:
-    """Replaces the collectives that megatron-core's tensor parallelism calls by these; for CPUs only.
+    """Replaces the collectives that megatron-core calls by these; for CPUs only.
 
     Every rank has to call it: one that swaps would wait for ever for one that does not. A user's program keeps torch's
-    own collectives, and so do gradient buffers, whose calls torch collects.
+    own collectives of equal sizes, and so do gradient buffers, whose calls torch collects.
     """
+    _install_unequal_sizes()
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.utils as utils
@@ -115,3 +119,51 @@ def _begun(swap: SwappedHalves, async_op: bool) -> SwappedHalves | None:
         return swap
     swap.wait()
     return None
+
+
+def _install_unequal_sizes() -> None:
+    """Replaces torch's gathers and scatters of lists, which gloo refuses where sizes differ."""
+    torchs: Any = dist
+    torchs.all_gather, torchs.reduce_scatter = _gather(dist.all_gather), _scatter(dist.reduce_scatter)
+
+
+def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather(tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        sizes = [len(each) for each in tensors]
+        # All ranks know all sizes, so all of them take the same branch.
+        if len(set(sizes)) <= 1:
+            return original(tensors, tensor, group, async_op)
+        assert not async_op
+        whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])  # [rows of all ranks, ...]
+        own = [len(tensor)] * len(sizes)
+        # Each rank sends its rows to every rank, as one message a partner; the copies cost memory of ranks x own rows.
+        dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, own, group=group)
+        for each, part in zip(tensors, torch.split(whole, sizes), strict=True):
+            each.copy_(part)
+        return None
+
+    return all_gather
+
+
+def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_scatter(
+        output: Tensor,
+        tensors: Sequence[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = [len(each) for each in tensors]
+        if len(set(sizes)) <= 1:
+            return original(output, tensors, op, group, async_op)
+        # a caller that wants a maximum must not get a sum
+        assert op == dist.ReduceOp.SUM, "only sums"
+        assert not async_op
+        parts = output.new_empty(len(sizes), *output.shape)  # [ranks, own rows, ...]
+        own = [len(output)] * len(sizes)
+        # flattening contiguous memory gives a view, through which the exchange fills `parts`
+        dist.all_to_all_single(parts.flatten(0, 1), torch.cat(list(tensors)), own, sizes, group=group)
+        output.copy_(parts.sum(0))  # the order of ranks: the same bits at every repetition
+        return None
+
+    return reduce_scatter

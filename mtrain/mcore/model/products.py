@@ -1,0 +1,76 @@
+"""Products of linear layers with an operand in lower precision.
+
+Frozen weights in bfloat16 are widened to the precision of the inputs. Gradients of weights in half precision are added
+to their float32 buffer without a pass of their own: megatron-core calls apex's extension for it
+(`gradient_accumulation_fusion`). torch has the same products: in float32 everywhere, and on GPUs of half-precision
+factors into float32, so that a microbatch's gradient is never rounded. Other devices compute the product and add it, as
+without fusion.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, autograd
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies [..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
+
+    A weight in lower precision has to be frozen. It is converted for the product and again in backward, which keeps the
+    weight as it is and nothing of the inputs; where both have one precision this is torch's own product.
+    """
+    if inputs.dtype == weight.dtype:
+        return functional.linear(inputs, weight)
+    assert not weight.requires_grad, "its gradient would be lost"
+    result: Tensor = _WidenedLinear.apply(inputs, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WidenedLinear(autograd.Function):
+    """Converts in both passes; otherwise the graph would hold every matrix in the inputs' precision until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return functional.linear(inputs, weight.to(inputs.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient.matmul(weight.to(gradient.dtype)), None
+
+
+FIELD = "gradient_accumulation_fusion"
+"""Field of `model.megatron` that turns fusion on."""
+
+
+def install() -> None:
+    """Replaces apex's extension by torch's products, for linear layers that are built from now on."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    module: Any = layers
+    module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
+    module._grad_accum_fusion_available = True
+
+
+@torch.no_grad()
+def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
+    """Adds the gradient of a weight to its total.
+
+    Args:
+        inputs: Input of the layer, [tokens, in].
+        output_gradients: Gradient of the output, [tokens, out], of the same dtype.
+        total: Sum [out, in] float32; changed in place.
+    """
+    if inputs.dtype == torch.float32:
+        total.addmm_(output_gradients.t(), inputs)
+    elif inputs.device.type == "cuda":
+        torch.addmm(total, output_gradients.t(), inputs, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(output_gradients.t() @ inputs)

@@ -1,1 +1,0 @@
-"""Rotary positions: frequencies, angles, and rotation."""
