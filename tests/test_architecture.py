@@ -24,7 +24,7 @@ PACKAGES_BY_LAYER: tuple[frozenset[str], ...] = (
     frozenset({"loss"}),
     frozenset({"checkpoint", "data", "hf.io", "metrics"}),  # do not import each other
     frozenset({"mcore"}),  # the only one that imports megatron-core
-    frozenset({"convert", "preflight", "training"}),
+    frozenset({"convert", "pages", "preflight", "training"}),
     frozenset({"compare", "monitor", "verify"}),
     frozenset({"__main__", "cli", "tools"}),
 )

@@ -1,7 +1,6 @@
 """Command line with its verbs. Each is a file that is only imported, with all it needs, when it is called: help is
 fast."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -54,37 +53,27 @@ VERBS = {
 """Verbs by the groups of the help page."""
 
 
-class _Commands(Mapping[str, Any]):
-    """Commands by verb; each is imported, and its signature read, when it is accessed."""
-
-    def __init__(self) -> None:
-        self._verbs = {name: verb for group in VERBS.values() for name, verb in group.items()}
-
-    def __getitem__(self, name: str) -> Any:
-        module, _, attribute = self._verbs[name].place.partition(":")
-        loaded = getattr(import_module(f"mtrain.cli.{module}"), attribute)
-        alone = _plain_app()
-        alone.callback()(_nothing)  # or typer would take its only command for the program itself
-        if isinstance(loaded, typer.Typer):
-            alone.add_typer(loaded, name=name)
-        else:
-            alone.command(name, cls=SectionedCommand)(loaded)
-        group: Any = get_command(alone)
-        return group.commands[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._verbs)
-
-    def __len__(self) -> int:
-        return len(self._verbs)
-
-
 class _Program(TyperGroup):
     """Command group that imports only the verb that is called, and lists verbs in groups."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands: Any = _Commands()
+        self.commands: Any = {name: verb for verbs in VERBS.values() for name, verb in verbs.items()}
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Imports a verb, and reads its signature."""
+        if cmd_name not in self.commands:
+            return None
+        module, _, attribute = self.commands[cmd_name].place.partition(":")
+        loaded = getattr(import_module(f"mtrain.cli.{module}"), attribute)
+        alone = _plain_app()
+        alone.callback()(_nothing)  # or typer would take its only command for the program itself
+        if isinstance(loaded, typer.Typer):
+            alone.add_typer(loaded, name=cmd_name)
+        else:
+            alone.command(cmd_name, cls=SectionedCommand)(loaded)
+        group: Any = get_command(alone)
+        return group.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the groups of verbs for `--help`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrain.compare.runs import Comparison, Quantity
-from mtrain.verify.report.charts import Curve, difference_chart, value_chart
-from mtrain.verify.report.html import render
+from mtrain.pages.charts import Curve, difference_chart, value_chart
+from mtrain.pages.html import render
 
 
 def comparison_page(comparison: Comparison) -> str:
@@ -15,7 +15,6 @@ def comparison_page(comparison: Comparison) -> str:
     first, last = comparison.steps[0], comparison.steps[-1]
     labels = [f"A: {name_a}", f"B: {name_b}"]
     return render(
-        __package__,
         "comparison.html",
         comparison=comparison,
         headline=f"{name_a} and {name_b} over {len(comparison.steps)} steps, {first} to {last}.",

@@ -17,10 +17,10 @@ from mtrain.compare.page import comparison_page
 from mtrain.compare.runs import Comparison, compare_runs
 from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import StepRecord
+from mtrain.pages.charts import Curve, value_chart
+from mtrain.pages.html import render
 from mtrain.runs.changes import flat_keys
 from mtrain.runs.folder import RunFolder
-from mtrain.verify.report.charts import Curve, value_chart
-from mtrain.verify.report.html import render
 
 PAGE = "compare.html"
 _PLAIN_WIDTH = 200
@@ -115,13 +115,14 @@ def page_of_several(found: Sequence[ComparedRun]) -> str:
     different = [each for each in found if not each.is_equal]
     count = len(found) - 1
     return render(
-        __package__,
         "several.html",
         runs=found,
         is_equal=not different,
         headline=f"{count - len(different)} of {count} runs are the run of {found[0].label}.",
         curves=_curves(found, "loss"),
-        figures=[(name, value_chart(f"{name} by step", _curves(found, key), ())) for name, key in _QUANTITIES],
+        figures=[
+            (name, [("by step", value_chart(f"{name} by step", _curves(found, key), ()))]) for name, key in _QUANTITIES
+        ],
     )
 
 

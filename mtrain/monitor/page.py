@@ -10,18 +10,17 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from mtrain.base.files import disk_faults, write_atomically
 from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
 from mtrain.metrics.shown import as_duration, as_size
 from mtrain.monitor.history import RunHistory, read_history
 from mtrain.monitor.state import RunState
+from mtrain.pages.charts import Curve, history_chart
+from mtrain.pages.html import render, write_page
 from mtrain.runs.changes import flat_keys
 from mtrain.runs.events import EventKind
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import goodput_of
 from mtrain.runs.starts import read_starts
-from mtrain.verify.report.charts import Curve, history_chart
-from mtrain.verify.report.html import render
 
 _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0
@@ -51,10 +50,7 @@ def write_run_page(run: Path, page: Path) -> None:
         DataError: The folder holds no run or no step yet, or a file of it is damaged.
         MachineError: A file cannot be read or written.
     """
-    text = run_page(read_history(run, time.time()))
-    with disk_faults(f"write {page}"):
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(page, text)
+    write_page(page, run_page(read_history(run, time.time())))
 
 
 def run_page(run: RunHistory) -> str:
@@ -62,7 +58,6 @@ def run_page(run: RunHistory) -> str:
     lines = list(_lines(run))
     figures = [(title, [(axis, chart)]) for title, axis, chart in _figures(run)]
     return render(
-        __package__,
         "run.html",
         run=run,
         word=str(run.status.standing.state).upper(),
@@ -70,7 +65,7 @@ def run_page(run: RunHistory) -> str:
         headline=_headline(run),
         notes=_notes(run),
         facts=_facts(run),
-        legend=_legend(run),
+        curves=_legend(run),
         figures=figures,
         has_marks=bool(_marks(run)),
         lines=lines[-_MAX_ROWS:],
@@ -141,9 +136,9 @@ def _marks(run: RunHistory) -> list[int]:
 
 
 def _legend(run: RunHistory) -> list[Curve]:
-    """Returns the legend of curves that share a picture."""
+    """Returns the legend of curves that share a picture; empty where none do."""
     names = [_TRAINING, *_set_names(run.curves.passes)]
-    return [Curve(name, name, slot, ()) for slot, name in enumerate(names)]
+    return [Curve(name, name, slot, ()) for slot, name in enumerate(names)] if len(names) > 1 else []
 
 
 def _set_names(passes: Sequence[ValidRecord]) -> list[str]:

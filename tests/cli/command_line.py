@@ -34,7 +34,7 @@ def command(*names: str) -> Any:
     """Returns the verb of this name, as typer has built it."""
     found: Any = typer.main.get_command(app)
     for name in names:
-        found = found.commands[name]
+        found = found.get_command(None, name)
     return found
 
 
@@ -48,7 +48,7 @@ def parsed(line: str) -> dict[str, Any]:
     verb: Any = typer.main.get_command(app)
     words = shlex.split(line)
     while hasattr(verb, "commands"):
-        verb = verb.commands[words.pop(0)]
+        verb = verb.get_command(None, words.pop(0))
     with verb.make_context("mtrain", words) as context:
         found: dict[str, Any] = context.params
     return found

@@ -47,7 +47,7 @@ def leaves(found: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[str
     """Yields every verb of the command line, including nested ones."""
     found = typer.main.get_command(app) if found is None else found
     for name in found.commands:
-        inner = found.commands[name]
+        inner = found.get_command(None, name)
         if hasattr(inner, "commands"):
             yield from leaves(inner, (*words, name))
         else:

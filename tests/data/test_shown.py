@@ -12,8 +12,8 @@ from mtrain.cli.data.show_batch import coloured, styles_of
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.shown import as_text, headline
+from mtrain.pages.html import render
 from mtrain.tokenizer import load_tokenizer
-from mtrain.verify.report.html import render
 
 WriteJsonl = Callable[[Sequence[dict[str, Any]]], Path]
 LINES: list[dict[str, Any]] = [{"prompt": "a <x>", "response": "c d", "weight": 2}, {"prompt": "b", "response": "e"}]
@@ -77,7 +77,7 @@ def test_colours_follow_the_weights(loader: StepLoader) -> None:
 
 
 def test_the_page_escapes_what_tokens_hold_and_names_weights(loader: StepLoader) -> None:
-    page = render("mtrain.cli.data", "batch.html", shown=loader.shown(1, 8), headline=headline)
+    page = render("batch.html", shown=loader.shown(1, 8), headline=headline)
     assert "&lt;unk&gt;" in page
     assert "<unk>" not in page
     assert 'title="id 6, weight 0.666667, share 0.222"' in page

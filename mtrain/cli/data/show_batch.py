@@ -38,7 +38,11 @@ def show_batch(
             print(f"note: {note}", flush=True)
         _print(shown)
         if html is not None:
-            _write_page(shown, html)
+            from mtrain.data.shown import headline
+            from mtrain.pages.html import render, write_page
+
+            write_page(html, render("batch.html", shown=shown, headline=headline))
+            print(f"wrote {html}", flush=True)
 
 
 def _print(shown: ShownStep) -> None:
@@ -78,15 +82,3 @@ def coloured(sample: ShownSample, styles: dict[float, str]) -> Text:
             text.append("┃", style="bold red")
         text.append(token.text, style=styles.get(token.weight, _STYLES[-1]) if token.weight > 0 else _UNTRAINED)
     return text
-
-
-def _write_page(shown: ShownStep, path: Path) -> None:
-    from mtrain.base.files import disk_faults, write_atomically
-    from mtrain.data.shown import headline
-    from mtrain.verify.report.html import render
-
-    page = render("mtrain.cli.data", "batch.html", shown=shown, headline=headline)
-    with disk_faults(f"write {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, page)
-    print(f"wrote {path}", flush=True)

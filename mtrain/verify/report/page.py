@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from mtrain.base.files import disk_faults, write_atomically
+from mtrain.pages.charts import Curve, difference_chart, value_chart
+from mtrain.pages.html import render, short
 from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, badness
-from mtrain.verify.report.charts import Curve, difference_chart, value_chart
-from mtrain.verify.report.html import render, short
 from mtrain.verify.report.text import TITLES
 
 _UNITS = {"loss": "nats", "denominator": "sum of shares", "grad_norm": "L2, before clipping"}
@@ -77,21 +75,9 @@ class TensorMap:
         return max(squares, key=lambda square: badness(square.worst), default=None)
 
 
-def write_page(report: Report, path: Path) -> None:
-    """Writes the report's page atomically.
-
-    Raises:
-        MachineError: The file cannot be written.
-    """
-    with disk_faults(f"write {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, report_page(report))
-
-
 def report_page(report: Report) -> str:
     """Returns the text of the page, from verdict and diagnosis to tolerances and configuration."""
     return render(
-        __package__,
         "report.html",
         report=report,
         titles=TITLES,

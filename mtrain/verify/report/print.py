@@ -59,12 +59,13 @@ def write_report(report: Report, folder: Path) -> None:
     Raises:
         MachineError: The folder cannot be written.
     """
-    from mtrain.verify.report.page import write_page  # here, to load matplotlib only if a page is written
+    from mtrain.pages.html import write_page  # here, to load matplotlib only if a page is written
+    from mtrain.verify.report.page import report_page
 
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / report.text.json_name, report.to_json())
-    write_page(report, folder / report.text.page_name)
+    write_page(folder / report.text.page_name, report_page(report))
 
 
 def _verdict(report: Report) -> str:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import MachineError
+from mtrain.pages.html import write_page
 from mtrain.verify.core.result import KINDS, Deviation, LayoutResult, ParityReport
-from mtrain.verify.report.page import report_page, write_page
+from mtrain.verify.report.page import report_page
 from tests.browser import Browser, Visit
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.verify.reports import TENSORS, layout_result, report
@@ -232,8 +233,8 @@ def test_a_page_is_the_same_every_time() -> None:
 def test_a_page_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="could not write"):
-        write_page(report(), tmp_path / "file" / "parity.html")
-    write_page(report(), tmp_path / "new" / "parity.html")
+        write_page(tmp_path / "file" / "parity.html", report_page(report()))
+    write_page(tmp_path / "new" / "parity.html", report_page(report()))
     assert (tmp_path / "new" / "parity.html").read_text().startswith("<!DOCTYPE html>")
 
 

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mtrain.verify.report.charts import swatch
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.pages.charts import swatch
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """Pattern of control characters, and of surrogates, which UTF-8 cannot encode."""
 
 
-def render(package: str, template: str, **values: object) -> str:
+def render(template: str, **values: object) -> str:
     """Returns the text of a page; values that are not Markup are escaped.
 
     Args:
-        package: Package whose `templates` folder holds the template; base.html and parts.html are in this package.
         template: File name of the template.
         values: Values that the template uses; a missing one is an error.
     """
-    loader = ChoiceLoader([PackageLoader(package), PackageLoader(__package__)])
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["short"] = short
     environment.globals["swatch"] = swatch
     return _UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(values))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes the text of a page, whole or not at all.
+
+    Raises:
+        MachineError: The file cannot be written.
+    """
+    with disk_faults(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
 
 
 def short(value: float) -> str:

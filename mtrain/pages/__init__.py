@@ -1,0 +1,1 @@
+"""Pages of `mtrain`: single files of HTML, from templates, with charts."""
