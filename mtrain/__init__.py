@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mtrain.loss.preference.member import GroupMember
     from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, preference_loss
     from mtrain.training.engine import Engine
-    from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
+    from mtrain.training.results import EvalResult, ForwardResult, StepResult
     from mtrain.training.sampling.choice import SamplingParams
     from mtrain.training.sampling.sampler import Completion
 
@@ -79,7 +79,7 @@ _MODULES = {
     "mtrain.loss.preference.member": ("GroupMember",),
     "mtrain.loss.preference.scores": ("PreferenceValue", "ScoredSequences", "preference_loss"),
     "mtrain.training.engine": ("Engine",),
-    "mtrain.training.engine_parts.results": ("EvalResult", "ForwardResult", "StepResult"),
+    "mtrain.training.results": ("EvalResult", "ForwardResult", "StepResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

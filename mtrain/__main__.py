@@ -1,13 +1,16 @@
 """Entry point of `mtrain` and `python -m mtrain`; imports nothing heavy before stop signals are safe."""
 
+from __future__ import annotations
+
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from mtrain.base.background import is_anything_running
-from mtrain.base.output import survive_full_disks
 from mtrain.base.signals import end_at_interrupt, hold_stop_signals, ignore_stop_signals, was_interrupted
 
 _VERBS_THAT_SAVE = ("train", "launch")
@@ -58,6 +61,53 @@ def _leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Output(io.FileIO):
+    """File descriptor that accepts writes while its disk is full."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._num_missing_bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Writes some of the data, or counts all of it as missing, and returns the number of bytes that are done."""
+        try:
+            if self._num_missing_bytes:
+                super().write(f"[{self._num_missing_bytes} bytes are missing here: the disk was full]\n".encode())
+                self._num_missing_bytes = 0
+            return super().write(data)
+        except OSError as fault:
+            if fault.errno not in _FULL:
+                raise
+            self._num_missing_bytes += len(data)
+            return len(data)
+
+
+def survive_full_disks() -> None:
+    """Makes standard output and standard error survive a full disk; call it once, at the start of a process.
+
+    The logs of ranks and of Slurm jobs are files, often in the run folder. A line that cannot be written must not end a
+    run or change its exit code, so it is dropped, and a later line says how many bytes are missing.
+    """
+    sys.stdout = _replaced(sys.stdout)
+    sys.stderr = _replaced(sys.stderr)
+
+
+def _replaced(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # not a file, or closed: nothing to survive
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(stream.fileno())),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config import Config
-    from mtrain.plan.search.stated import StatedMachine
+    from mtrain.plan.search.written import StatedMachine
     from mtrain.preflight.findings import Findings
 
 _WorldSize = Annotated[
@@ -36,7 +36,7 @@ def check(
     """Checks a configuration, the files and disks that it names, and what else a start would refuse; prints layout,
     batch, parameters, FLOPs and memory."""
     with one_message():
-        from mtrain.plan.search.stated import stated_machine
+        from mtrain.plan.search.written import stated_machine
         from mtrain.plan.summary import print_plan
         from mtrain.preflight.findings import Findings
 

@@ -1,13 +1,16 @@
 """Treatment of each field of megatron-core's TransformerConfig that `model.megatron` names.
 
-Only fields that a parity test compares with the oracle may pass (PROVEN). Every other field has its reason here.
+Only fields that a parity test compares with the oracle may pass (PROVEN). Every other field has its reason here. The
+fields are read from the source of the installed package, since importing it would load torch.
 """
 
+import ast
 import difflib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
-from mtrain.config.megatron_class import UNREADABLE, field_defaults
+from mtrain.base.ground import source_of
 
 TYPED_KNOBS = {
     "num_layers": "model.num_layers",
@@ -359,3 +362,53 @@ def _nearest(name: str) -> str:
     if candidates[0] in TYPED_KNOBS:
         return f"did you mean {TYPED_KNOBS[candidates[0]]}?"
     return f"did you mean megatron.{candidates[0]}?"
+
+
+_CLASSES = {
+    "megatron.core.model_parallel_config": "ModelParallelConfig",
+    "megatron.core.transformer.transformer_config": "TransformerConfig",
+}
+
+UNREADABLE = object()
+"""Marker for a default that is no plain value, such as a member of an enumeration."""
+
+
+@cache
+def field_defaults() -> dict[str, Any]:
+    """Returns the default of every public field, inherited ones included.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
+    return {
+        name: default
+        for module, class_name in _CLASSES.items()
+        for name, default in _annotated(_source(module), class_name)
+        if not name.startswith("_")
+    }
+
+
+def _source(module: str) -> str:
+    source = source_of(module)
+    if source is None:
+        raise ValueError(
+            "megatron cannot be checked, since megatron-core is not installed; install it or remove the key"
+        )
+    return source
+
+
+def _annotated(source: str, class_name: str) -> Iterator[tuple[str, Any]]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    yield statement.target.id, _plain(statement.value)
+
+
+def _plain(default: ast.expr | None) -> Any:
+    if isinstance(default, ast.Call):  # field(default=...)
+        default = next((keyword.value for keyword in default.keywords if keyword.arg == "default"), None)
+    try:
+        return UNREADABLE if default is None else ast.literal_eval(default)
+    except ValueError:
+        return UNREADABLE

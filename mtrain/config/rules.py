@@ -9,7 +9,6 @@ from typing import Literal
 
 from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
-from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
@@ -20,7 +19,7 @@ from mtrain.config.schema.loss import (
 )
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
-from mtrain.config.schema.train import OptimizerSection, TrainSection, ValidSection
+from mtrain.config.schema.train import EvalSection, OptimizerSection, TrainSection, ValidSection
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:

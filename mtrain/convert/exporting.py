@@ -14,7 +14,7 @@ import torch
 import mtrain
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import Sizes
-from mtrain.checkpoint.format.write_behind import WriteBehind
+from mtrain.checkpoint.format.hashed_file import WriteBehind
 from mtrain.checkpoint.store.directory import reading
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.endings import put_ending

@@ -12,7 +12,7 @@ import torch
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
-from mtrain.convert.progress import Meter
+from mtrain.convert.work import Meter
 from mtrain.hf.io.block_scaled import Weights
 from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor

@@ -1,15 +1,32 @@
-"""Comparison of an existing checkpoint with an existing Hugging Face folder."""
+"""Comparison of an existing checkpoint with a Hugging Face folder: by tensors, or by the logits of both models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mtrain.base.errors import DataError
+import torch
+from torch import Tensor
+
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import ConfigError, DataError, MachineError
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.verification import verify_files
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.convert.origin import source_of
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
+from mtrain.data.batch import Microbatch
+from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.description import disagreements
+from mtrain.mcore.distributed.groups import Groups, opened_groups
+from mtrain.mcore.distributed.init import init_distributed
+from mtrain.mcore.distributed.party import Purpose
+from mtrain.mcore.model.build import build_frozen_model, run_chunk
+from mtrain.mcore.model.output_layer import Logits
+from mtrain.mcore.state.load import load_frozen_weights
+from mtrain.plan.layout import Layout
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
@@ -30,3 +47,80 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
         raise DataError(f"{hf} holds another model than {checkpoint} ({shown}); name another folder")
     verify_files(target.entry, target.files(), num_workers)
     return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)
+
+
+_ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
+_SEED, _BATCH, _SEQ, _TIMEOUT_S = 1234, 2, 64, 60.0
+
+
+def compare_logits(checkpoint: Path, hf: Path) -> float:
+    """Returns the largest difference of logits on random tokens, in float32, divided by the largest logit.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run.
+        hf: Folder that transformers loads; if it is in float32, it is compared with a run's main weights, else with the
+            weights that the run computes with.
+
+    Raises:
+        ConfigError: The model has a head instead of logits of tokens.
+        DataError: One of the two is damaged.
+        MachineError: transformers is not installed.
+    """
+    entry = checkpoint_at(checkpoint).entry
+    assert entry is not None, "checkpoint_at raises where there is none"
+    model = source_of(entry.path).model
+    if model.num_labels is not None:
+        raise ConfigError(
+            f"--check-logits compares logits of tokens, but {entry.path} has a head (model.num_labels="
+            f"{model.num_labels}); leave it out: every tensor is compared by its bits without it"
+        )
+    main = open_source(hf).dtype == torch.float32
+    tokens = random_tokens(model.vocab_size)
+    try:
+        theirs = transformers_logits(hf, tokens)
+    except ModuleNotFoundError as fault:
+        raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
+    with (
+        init_distributed(_ALONE, "cpu", _TIMEOUT_S, Purpose("convert", hf, {})) as device,
+        opened_groups(Layout(), device, _SEED, _TIMEOUT_S) as groups,
+    ):
+        ours = our_logits(entry, model, groups, tokens, main)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def random_tokens(vocab_size: int) -> Tensor:
+    """Returns random tokens, [batch, seq] int64, always the same."""
+    return torch.randint(vocab_size, (_BATCH, _SEQ), generator=torch.Generator().manual_seed(_SEED))
+
+
+@torch.no_grad()
+def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, tokens: Tensor, main: bool) -> Tensor:
+    """Computes a checkpoint's logits [batch, seq, vocab_size] in one process, in float32; from main weights if
+    `main`."""
+    config = _config(model)
+    chunks = build_frozen_model(config, groups)
+    load_frozen_weights(entry, chunks, groups, config, main)
+    batch = Microbatch(
+        tokens=tokens,
+        labels=tokens,
+        positions=torch.arange(tokens.shape[1]).expand_as(tokens),
+        weights={},
+        denominator_weights={},
+        document_starts=None,
+        is_padding=torch.zeros_like(tokens, dtype=torch.bool),
+    )
+    output = run_chunk(chunks[0], batch)
+    assert isinstance(output, Logits), "one stage is the last one"
+    return output.main.whole().transpose(0, 1)[..., : model.vocab_size].float()
+
+
+def _config(model: ModelSection) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": "unused"},
+            "model": model.model_dump(),
+            "train": {"global_batch_size": _BATCH, "num_steps": 1, "precision": "fp32", "device": "cpu"},
+            "optimizer": {"lr": 1.0},
+            "data": {"kind": "mock", "seq_length": _SEQ},
+        }
+    )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.derived import data_phases
 from mtrain.data.batch import Microbatch, PlacedMember
 from mtrain.data.collate import Collate, Place, RowForm, collate
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
@@ -31,7 +32,6 @@ from mtrain.data.prefetch import Prefetch
 from mtrain.data.samples.sample import Sample
 from mtrain.data.shown import ShownStep, shown_step
 from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream
-from mtrain.plan.phases import data_phases
 
 
 class Slots(Protocol):

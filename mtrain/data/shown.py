@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from mtrain.config import Config
-from mtrain.config.derived import compared
+from mtrain.config.derived import compared, data_phases, phase_number
 from mtrain.config.schema.data import AnyData
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
@@ -22,7 +22,6 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, SampleStream
 from mtrain.data.steps import steps_of
 from mtrain.loss.aggregation import aggregate
-from mtrain.plan.phases import data_phases, phase_number
 from mtrain.tokenizer import Tokenizer
 
 _WINDOW = 4

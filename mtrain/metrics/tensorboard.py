@@ -17,8 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mtrain.base.files import disk_faults
 from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.record import Record
-from mtrain.metrics.scalars import scalars
+from mtrain.metrics.record import Record, scalars
 
 _numbers = itertools.count()
 

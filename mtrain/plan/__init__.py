@@ -1,7 +1,7 @@
 """Costs of a run, known before it starts: parameters, arithmetic and memory."""
 
 from mtrain.plan.adapters import num_adapter_parameters
-from mtrain.plan.counts import Parameters
+from mtrain.plan.features.feature import Parameters
 from mtrain.plan.flops import (
     Work,
     flops_of_step,

@@ -1,6 +1,9 @@
 """Memory of activations on a rank: tensors that backward keeps, and temporary tensors at the two heaviest moments.
 
 Tensors of this program's own layers (`model.backend=torch`) are counted; TransformerEngine's layers keep less.
+
+The input of a projection is kept for the gradient of its weight alone, so a frozen one keeps none; an adapter next to
+it reads the same input, which is then kept for the gradient of A.
 """
 
 from __future__ import annotations
@@ -10,15 +13,65 @@ from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 from mtrain.config import Config
+from mtrain.config.schema.adapter import GROUPS, AdapterSection
+from mtrain.config.schema.loss import LossSection, own_functions
 from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.config.schema.train import TrainSection
-from mtrain.plan import adapter_activations as adapted
-from mtrain.plan.adapters import holds_narrow
+from mtrain.plan.adapters import holds_narrow, in_layer
 from mtrain.plan.features import LAYER_PARTS, alike, kinds
-from mtrain.plan.features.feature import hidden_local
+from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
-from mtrain.plan.logits import tokens_at_once
 from mtrain.plan.parameters import output_columns
+
+FEWEST_TOKENS = 1024
+"""Fewest tokens of an automatic chunk: below, matrix products of GPUs wait for memory."""
+LOGITS_AT_A_TIME = 2**26
+"""Number of logits in an automatic chunk where that gives more tokens: 256 MiB in float32."""
+
+LOGITS_AT_A_TIME_ON_CPU = 2**21
+"""Number of logits in an automatic chunk on a CPU, 8 MiB in float32: malloc reuses such memory, while a larger piece is
+new, and zeroed by the kernel, each time."""
+FEWEST_TOKENS_ON_CPU = 256
+"""Fewest tokens of a chunk on a CPU; below, chunks are those of GPUs, since each chunk reads and writes the table's
+whole gradient."""
+
+
+def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | None:
+    """Returns the most tokens of a chunk; None where all logits are made at once.
+
+    Args:
+        section: Section of the loss, which has the choice.
+        vocab_local: Columns of the padded vocabulary on one rank.
+        on_cpu: Whether the run computes on a CPU.
+    """
+    match section.chunk_tokens:
+        case int(tokens):
+            return tokens
+        case "auto" if on_cpu and LOGITS_AT_A_TIME_ON_CPU // vocab_local >= FEWEST_TOKENS_ON_CPU:
+            return LOGITS_AT_A_TIME_ON_CPU // vocab_local
+        case "auto":
+            return max(FEWEST_TOKENS, LOGITS_AT_A_TIME // vocab_local)
+        case "whole":
+            return None
+        case _:
+            assert_never(section.chunk_tokens)
+
+
+def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
+    """Returns the most tokens of a microbatch whose logits exist at the same time.
+
+    Args:
+        config: Configuration of the run; a loss function of the user's own counts as one that needs all logits at once.
+        tokens: Number of tokens of the microbatch on one rank.
+        vocab_local: Columns of the padded vocabulary on one rank.
+    """
+    chunk = chunk_tokens(config.loss, vocab_local, on_cpu=config.train.device == "cpu")
+    needs_whole = config.loss.chunk_tokens == "auto" and bool(own_functions(config.loss))
+    if chunk is None or needs_whole or chunk >= tokens:
+        return tokens
+    num_chunks = -(-tokens // chunk)  # of about equal length (mtrain/loss/vocab_parallel/chunks.py)
+    return -(-tokens // num_chunks)
+
 
 FP32_BYTES, BF16_BYTES = 4, 2
 SMALLEST_MOVED_BYTES = 2**18
@@ -224,9 +277,9 @@ class Activations:
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         elements = sum(part.kept_elements(model, layout) for part in parts)
         if adapter is not None:
-            elements += adapted.kept_in_attention(model, adapter, layout, layer)
-            elements += adapted.kept_in_feed_forward(model, adapter, layout, layer)
-            elements -= adapted.spared_in_norms(model, adapter, layout)
+            elements += kept_in_attention(model, adapter, layout, layer)
+            elements += kept_in_feed_forward(model, adapter, layout, layer)
+            elements -= spared_in_norms(model, adapter, layout)
             elements -= sum(part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu) for part in parts)
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
@@ -256,7 +309,7 @@ class Activations:
             for name, elements in part.module_elements(model, layout).items():
                 found[name] = self.tokens * elements * size
                 if name == "mlp" and (adapter := self.config.adapter) is not None:
-                    kept = adapted.kept_in_feed_forward(model, adapter, layout, layer)
+                    kept = kept_in_feed_forward(model, adapter, layout, layer)
                     spared = part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu)
                     found[name] += self.tokens * (kept - spared) * size
         return found
@@ -316,3 +369,53 @@ def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
         experts = model.experts
         return (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) // layout.tp
     return model.ffn_hidden_size // layout.tp
+
+
+_BEHIND_INPUT_NORM = frozenset(GROUPS["qkv"]) - {"q_b_proj", "kv_b_proj"}  # these read latents
+
+
+def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
+    """Counts, for a layer, the elements a token of outputs of norms that only frozen weights would have read."""
+    if model.post_norm:
+        return 0
+    readers = (_BEHIND_INPUT_NORM, {*GROUPS["fc1"], "experts"})
+    read = [bool(adapter.parts & names) for names in readers]
+    return read.count(False) * hidden_local(model, layout)
+
+
+def kept_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
+    """Counts the elements a token that adapters of attention keep."""
+    own = [each for each in in_layer(model, adapter, layer) if "self_attention" in each.linear]
+    return _kept(model, adapter, layout, own)
+
+
+def kept_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
+    """Counts the elements a token that adapters of the feed-forward part keep."""
+    own = [each for each in in_layer(model, adapter, layer) if "self_attention" not in each.linear]
+    return _kept(model, adapter, layout, own)
+
+
+def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices: list[AdaptedMatrix]) -> int:
+    """Counts A x of each pair; for DoRA also both summands of every adapted module's output, for the gradient of its
+    magnitudes."""
+    found = 0
+    for each in matrices:
+        assert each.linear != EMBEDDING, "no part of a layer"
+        copies = model.experts.top_k if each.num_experts and model.experts is not None else 1
+        is_local = layout.sp and (each.is_row_parallel or bool(each.num_experts))
+        found += copies * adapter.rank // (layout.tp if is_local else 1)
+    if adapter.has_magnitudes:
+        outputs = {each.linear: _outputs(model, layout, each) for each in matrices}
+        found += 2 * sum(outputs.values())
+    return found
+
+
+def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
+    """Returns the outputs of the whole module, of which a part may have no adapter."""
+    if matrix.is_row_parallel:
+        return hidden_local(model, layout)
+    if matrix.linear.endswith("linear_qkv"):
+        return (model.num_attention_heads + 2 * model.query_groups) * model.head_size // layout.tp
+    if "self_attention" in matrix.linear:  # projections of latents
+        return matrix.rows // (1 if matrix.is_replicated else layout.tp)
+    return (2 if model.is_gated else 1) * matrix.rows // layout.tp

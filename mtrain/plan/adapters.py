@@ -5,9 +5,8 @@ from __future__ import annotations
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import HeadOutput, ModelSection
-from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.features import LAYER_PARTS, present
-from mtrain.plan.features.adapted import EMBEDDING, AdaptedMatrix
+from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import head_elements, padded_vocab_size
 

@@ -14,7 +14,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import Precision
 from mtrain.plan.adapters import OUTPUT, in_layer, tables
 from mtrain.plan.features import LAYER_PARTS
-from mtrain.plan.features.adapted import EMBEDDING
+from mtrain.plan.features.feature import EMBEDDING
 from mtrain.plan.parameters import head_elements
 
 _PEAK_FLOPS = {

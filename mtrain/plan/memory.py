@@ -9,7 +9,7 @@ from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, Activations, element_bytes
 from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds_narrow
-from mtrain.plan.counts import RankParameters
+from mtrain.plan.features.feature import RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import (
     head_elements,

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import assert_never
 
 from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
-from mtrain.plan.counts import Parameters, RankParameters
 from mtrain.plan.features import LAYER_PARTS, alike
-from mtrain.plan.features.feature import norm_elements
+from mtrain.plan.features.feature import Parameters, RankParameters, norm_elements
 from mtrain.plan.features.feed_forward import router_parameters
 from mtrain.plan.features.mtp import joint_parameters
 from mtrain.plan.layout import Layout

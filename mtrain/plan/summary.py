@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from mtrain import plan
 from mtrain.config import Config, known_issues
+from mtrain.config.derived import data_phases
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.layout import Layout, most_microbatches
-from mtrain.plan.phases import data_phases
 
 _GIB = 2**30
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")

@@ -1,12 +1,198 @@
-"""All checks before a start, in one call."""
+"""Checks of a start before its first step, by the same functions as there: what they refuse, the check refuses.
+
+Torch is only loaded to check weights, or a loss function other than the usual one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain.base.errors import DataError
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
+from mtrain.config.schema.data import MockSection, SftSection
+from mtrain.config.schema.loss import LossSection
 from mtrain.metrics.trackers.open import refuse_missing
 from mtrain.preflight.disk import look_at_disk
+from mtrain.preflight.files import look_at_files, source_paths
 from mtrain.preflight.findings import Findings
-from mtrain.preflight.start import look_at_start
+from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import refuse_if_held
+
+if TYPE_CHECKING:
+    from mtrain.data.opened import OpenedData
+
+_SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
+"""Size of records, and of a checkpoint, up to which a check reads them; more would take too long."""
+
+
+def look_at_start(config: Config, findings: Findings) -> None:
+    """Goes through a start, up to where it would need ranks and devices.
+
+    Args:
+        config: Configuration of the run.
+        findings: Findings to add to.
+    """
+    folder = RunFolder(Path(config.run.dir))
+    if config.checkpoint.export_hf_every_steps:
+        with findings.looking():
+            from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which others do not need
+
+            refuse_unexportable(config)
+    with findings.looking():
+        refuse_if_held(folder.lock_file)
+    if folder.path.is_dir():
+        with findings.looking():
+            from mtrain.training.changed import going_on  # loads numpy, which a new run does not need
+
+            config = going_on(folder, config)
+    if not _is_usual(config.loss) or config.model.num_labels is not None:
+        with findings.looking():
+            from mtrain.loss.objective import objective_of  # torch
+
+            findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
+    start = _Start(config, findings)
+    known = len(findings.faults)
+    look_at_files(config, findings)
+    data = None
+    if len(findings.faults) == known and start.is_soon_opened():
+        with findings.looking():
+            from mtrain.data.opened import OpenedData
+
+            data = OpenedData(config)
+            for note in data.notes:
+                findings.fact("note", note)
+    with findings.looking():
+        start.look_at_weights(folder, data)
+
+
+def _is_usual(loss: LossSection) -> bool:
+    """Says whether nothing in the loss can be refused: next_token alone, without options."""
+    terms = (loss, *loss.side_terms.values())
+    return loss.teacher is None and all(term.function == "next_token" and not term.options for term in terms)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A start of a run, or of its reference model, and the findings about it."""
+
+    config: Config
+    findings: Findings
+
+    def is_soon_opened(self) -> bool:
+        """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
+
+        Random tokens are opened only where the configuration asks for more than tokens, which could be refused."""
+        config = self.config
+        if isinstance(config.data, MockSection):
+            return config.sequences_per_sample > 1 or config.model.num_labels is not None
+        if not isinstance(config.data, SftSection):
+            return True
+        from mtrain.data.formats.record_files import record_files
+
+        files = {file.path for path in source_paths(config.data) for file in record_files(path)}
+        return sum(path.stat().st_size for path in files) <= _SOON_TOKENISED_BYTES
+
+    def look_at_weights(self, folder: RunFolder, data: OpenedData | None) -> None:
+        """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
+        from mtrain.training.changed import changes_since, resumable
+
+        config, findings = self.config, self.findings
+        own = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
+        if own is not None:
+            findings.fact("goes on", f"from {own.path}")
+            # scores of a reference model are part of the data's fingerprint, and only a run has them
+            if data is not None and not data.preferences:
+                changes_since(own, data, config, folder.path)
+        if own is None or config.adapter is not None:
+            self._look_at_model("weights")
+        if config.loss.teacher is not None:
+            from mtrain.mcore.state.expected import check_weights  # megatron-core
+            from mtrain.mcore.state.teacher import teacher_config
+
+            teacher = _entry(Path(config.loss.teacher.checkpoint))
+            check_weights(teacher, teacher_config(config, teacher.path))
+            findings.fact("teacher", str(teacher.path))
+        if own is None and config.adapter is not None:
+            self._look_at_adapter("adapter")
+        if own is None and config.loss.reference is not None:
+            self._look_at_reference(config.loss.reference)
+
+    def _look_at_model(self, name: str) -> None:
+        config, findings = self.config, self.findings
+        if config.checkpoint.initialize_from is not None:
+            from mtrain.mcore.state.expected import check_megatron_weights, check_weights  # megatron-core
+
+            start = Path(config.checkpoint.initialize_from)
+            found = megatron_folder(start)
+            if found is None:
+                entry = _entry(start)
+                check_weights(entry, config)
+                findings.fact(name, str(entry.path))
+            else:
+                check_megatron_weights(found, config)
+                findings.fact(name, str(found))
+        elif config.model.hf is not None:
+            from mtrain.hf.io.source import source_for
+
+            source = source_for(Path(config.model.hf), config.model)
+            findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, which fit the model")
+
+    def _look_at_adapter(self, name: str) -> None:
+        config = self.config
+        assert config.adapter is not None, "asked of runs with adapters"
+        if config.adapter.path is not None:
+            from mtrain.hf.io.peft import PeftFolder
+            from mtrain.hf.schema.exportable import family_of_run
+
+            PeftFolder(Path(config.adapter.path), family_of_run(config), config.model, config.adapter)
+            self.findings.fact(name, config.adapter.path)
+
+    def _look_at_reference(self, named: str) -> None:
+        from mtrain.training.preferences.reference_model import named_reference
+
+        reference = named_reference(self.config, named)
+        found = _Start(reference.config, self.findings)
+        try:
+            found._look_at_model("reference")
+            if reference.config.adapter is not None:
+                found._look_at_adapter("reference")
+            if reference.saved is not None:
+                self.findings.fact("reference", f"{_entry(reference.saved).path}, adapters of a run")
+        except DataError as error:
+            raise DataError(f"loss.reference={named}: {error}") from error
+
+
+def _entry(start: Path) -> CheckpointEntry:
+    entry = _verified(partial(checkpoint_at, start))
+    assert entry is not None, "checkpoint_at raises where there is none"
+    return entry
+
+
+def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | None:
+    """Returns the newest checkpoint that is valid. As at a start, all its bytes are read, unless that takes long.
+
+    Args:
+        find: Function that returns the newest checkpoint but for unusable ones, given as step -> reason.
+    """
+    from mtrain.checkpoint.store.verification import verify_files
+
+    unusable: dict[int, str] = {}
+    while True:
+        entry = find(unusable).entry
+        if entry is None or sum(facts.size_bytes for facts in entry.manifest.files.values()) > _SOON_READ_BYTES:
+            return entry
+        try:
+            verify_files(entry, list(entry.manifest.files))
+        except DataError as fault:
+            unusable[entry.step] = str(fault)
+        else:
+            return entry
 
 
 def look(config: Config, findings: Findings) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from mtrain.base.errors import DataError
 from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.store.directory import checkpoint_at
-from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
-from mtrain.checkpoint.store.manifest import ChangeInfo
+from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.config import Config, known_issues
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder

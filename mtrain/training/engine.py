@@ -26,16 +26,15 @@ from mtrain.mcore.model.adapters.adapter import adapters_off
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
+from mtrain.training.batches import GlobalBatches
 from mtrain.training.build import Parts, build_parts
-from mtrain.training.engine_parts.batches import GlobalBatches
-from mtrain.training.engine_parts.checkpoints import Position, load_from, save_at
-from mtrain.training.engine_parts.export import exported_beside
-from mtrain.training.engine_parts.hf_tensors import HfContent, HfTensors, need_group
-from mtrain.training.engine_parts.results import EvalResult, ForwardResult, StepResult
-from mtrain.training.engine_parts.scoring import token_scores
-from mtrain.training.forward import forward_totals
+from mtrain.training.export import exported_beside
+from mtrain.training.forward import forward_totals, token_scores
+from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.preferences.scoring_pass import sequence_scores
+from mtrain.training.results import EvalResult, ForwardResult, StepResult
 from mtrain.training.resume import initialize
+from mtrain.training.run_folder import Position, load_from, save_at
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
 from mtrain.training.step import OpenStep

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
+from mtrain.data.datum import Datum
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index_on
 from mtrain.loss.objective import Objective
@@ -24,8 +26,10 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
+from mtrain.training.batches import GlobalBatches
 from mtrain.training.output.loss import OutputLoss, label_log_probs
 from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass
+from mtrain.training.results import ForwardResult
 from mtrain.training.totals import check_totals, planned_denominators
 
 
@@ -140,3 +144,26 @@ def label_scores(
         run_forward(model.chunks, rows, take, config)
     dist.all_reduce(found)
     return found
+
+
+def token_scores(batch: Sequence[Datum], entropy: bool, model: RankModel, batches: GlobalBatches) -> ForwardResult:
+    """Returns log-probabilities of a global batch, and entropies if wanted. Collective over the world.
+
+    Raises:
+        DataError: A sample does not fit the configuration.
+    """
+    if model.config.model.num_labels is not None:
+        raise ConfigError(
+            f"model.num_labels={model.config.model.num_labels} is a head, which gives no log-probabilities of tokens; "
+            "take Engine.scores (of one label) or Engine.evaluate"
+        )
+    samples = batches.samples(batch)
+    plan = batches.plan(samples, len(batch))
+    own = batches.own(plan, samples, has_first=True)
+    found = label_scores(model, own, plan.num_microbatches, entropy).cpu()
+    places = samples.places(plan, model.groups.layout.dp)
+    of_samples = [
+        found[:, row, begin : begin + len(datum.input_ids) - 1].clone()
+        for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
+    ]
+    return ForwardResult([each[0] for each in of_samples], [each[1] for each in of_samples] if entropy else [])

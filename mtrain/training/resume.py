@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
-from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
-from mtrain.checkpoint.store.manifest import ChangeInfo
+from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader

@@ -8,8 +8,8 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.derived import data_phases, phase_number
 from mtrain.config.load import config_yaml, load_config
-from mtrain.plan.phases import data_phases, phase_number
 from mtrain.plan.summary import print_plan
 from tests.config.samples import INDEXED, content
 from tests.config.yaml_files import write

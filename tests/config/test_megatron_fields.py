@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config, known_issues, megatron_fields
 from mtrain.config.load import load_config
-from mtrain.config.megatron_class import UNREADABLE, field_defaults
+from mtrain.config.megatron_fields import UNREADABLE, field_defaults
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.convert.merging import Merging
+from mtrain.convert.merged import Merging
 from tests.config.samples import config
 
 

@@ -14,8 +14,7 @@ from mtrain.config import Config
 from mtrain.config.load import load_config, save_config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
-from mtrain.convert.logits import random_tokens
-from mtrain.convert.verifying import verify_hf
+from mtrain.convert.verifying import random_tokens, verify_hf
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.plan.layout import Layout

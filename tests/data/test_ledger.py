@@ -24,7 +24,7 @@ from mtrain.data.ledger import (
 )
 from mtrain.data.order import SamplePosition
 from mtrain.data.samples.sample import Sample
-from mtrain.training.data_ledger import LedgerSink
+from mtrain.training.recording.sinks import LedgerSink
 from tests.fault_table import Notice
 from tests.metrics.records import step_record, valid_record
 
@@ -45,7 +45,7 @@ class Listed:
 
 
 def written(folder: Path, rank: int, ids: dict[int, list[int]], start: StartEntry = START) -> None:
-    sink = LedgerSink(folder, rank, Listed(ids), start)
+    sink = LedgerSink(folder, rank, Listed(ids).next_entry, start)
     for step in ids:
         sink.write(valid_record(step))
         sink.write(step_record(step))

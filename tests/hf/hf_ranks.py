@@ -7,8 +7,8 @@ from unittest import mock
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
-from mtrain.convert.logits import our_logits, random_tokens
 from mtrain.convert.origin import source_of
+from mtrain.convert.verifying import our_logits, random_tokens
 from mtrain.hf.io.source import FolderTensors
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer

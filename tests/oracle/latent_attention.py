@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.mla import LatentAttentionSection
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import LatentAttentionSection, ModelSection
 
 Parameters = dict[str, Tensor]
 BlendPosition = Callable[[Tensor], Tensor]

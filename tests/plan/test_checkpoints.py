@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mtrain.plan.checkpoints import checkpoint_bytes, disk_need
 from mtrain.plan.layout import Layout
+from mtrain.preflight.disk import checkpoint_bytes, disk_need
 from tests.config.samples import config
 from tests.mcore.adapters import adapter_ranks
 from tests.mcore.state import checkpoint_ranks

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ from pydantic import (
 from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
+from mtrain.checkpoint.format.training_state import RecentUpdates
 
 MANIFEST_NAME = "mtrain.json"
 CONFIG_NAME = "config.yaml"
@@ -297,3 +298,16 @@ def _sizes_below(folder: Path) -> dict[str, int]:
 def _first_line(fault: ValidationError) -> str:
     error = fault.errors()[0]
     return " ".join([".".join(str(part) for part in error["loc"]), error["msg"]]).strip()[:500]
+
+
+class BadStepHistory(NamedTuple):
+    """Skipped steps of a run, and the updates by which the next step is judged."""
+
+    skipped: tuple[SkippedInfo, ...] = ()
+    """Steps that were left out, ascending."""
+    recent: RecentUpdates | None = None
+    """Latest updates where train.on_spike is set; else None."""
+
+
+NO_BAD_STEPS = BadStepHistory()
+"""History of a run that begins."""

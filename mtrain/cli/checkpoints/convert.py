@@ -136,7 +136,7 @@ def inspect(path: Annotated[Path, typer.Argument(metavar="DIR", help="Either kin
 
 
 def _check_logits(checkpoint: Path, hf: Path, threshold: float) -> None:
-    from mtrain.convert.logits import compare_logits
+    from mtrain.convert.verifying import compare_logits
 
     difference = compare_logits(checkpoint, hf)
     print(f"logits: largest difference {difference:.2e} of the largest logit, threshold {threshold:.0e}")

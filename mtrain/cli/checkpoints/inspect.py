@@ -56,7 +56,7 @@ PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False
 def show(path: PathArgument) -> None:
     """What is inside; PATH alone means this."""
     with one_message():
-        from mtrain.checkpoint.store.contents import contents_of, described, totals  # loads torch
+        from mtrain.checkpoint.store.diff import contents_of, described, totals  # loads torch
 
         contents = contents_of(path)
         for warning in contents.warnings:
@@ -77,8 +77,7 @@ def diff(
 ) -> None:
     """Compares two checkpoints, whatever layouts saved them."""
     with one_message():
-        from mtrain.checkpoint.store.contents import contents_of
-        from mtrain.checkpoint.store.diff import differences
+        from mtrain.checkpoint.store.diff import contents_of, differences
 
         found = differences(contents_of(a), contents_of(b))
         for key in found.missing:
@@ -105,7 +104,7 @@ def diff(
 def verify(path: PathArgument) -> None:
     """Reads every file and compares it with the manifest."""
     with one_message():
-        from mtrain.checkpoint.store.contents import contents_of
+        from mtrain.checkpoint.store.diff import contents_of
         from mtrain.checkpoint.store.directory import CheckpointEntry
         from mtrain.checkpoint.store.verification import verify_files
 
@@ -135,8 +134,8 @@ def data(
 
 
 def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
+    from mtrain.config.derived import phase_number
     from mtrain.data.ledger import ranges
-    from mtrain.plan.phases import phase_number
 
     entry, start = ledger.step(step), ledger.start_of(step)
     names = start.sources
@@ -185,7 +184,7 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
 
 
 def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
-    from mtrain.checkpoint.store.contents import size_bytes
+    from mtrain.checkpoint.store.diff import size_bytes
 
     table = _table("tensor", "dtype", "shape", "size", "slices")
     for key, tensor in sorted(tensors.items()):

@@ -3,13 +3,12 @@
 from mtrain.config import derived
 from mtrain.config.schema.adapter import AnyAdapter
 from mtrain.config.schema.data import AnyData
-from mtrain.config.schema.eval import EvalSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.run import CheckpointSection, MetricsSection, RunSection, WatchSection
 from mtrain.config.schema.section import Section
-from mtrain.config.schema.train import AnyOptimizer, TrainSection, ValidSection
+from mtrain.config.schema.train import AnyOptimizer, EvalSection, TrainSection, ValidSection
 
 
 class Sections(Section):

@@ -19,7 +19,7 @@ from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.table import Rule
 from mtrain.plan.adapters import HEAD, OUTPUT, in_layer, tables
-from mtrain.plan.features.adapted import AdaptedMatrix
+from mtrain.plan.features.feature import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
 # A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).

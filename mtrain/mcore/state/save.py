@@ -36,8 +36,15 @@ from mtrain.checkpoint.store.directory import (
     open_attempt,
     publish,
 )
-from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
-from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo, CheckpointInfo, FileInfo, GitState
+from mtrain.checkpoint.store.manifest import (
+    CONFIG_NAME,
+    NO_BAD_STEPS,
+    BadStepHistory,
+    ChangeInfo,
+    CheckpointInfo,
+    FileInfo,
+    GitState,
+)
 from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config

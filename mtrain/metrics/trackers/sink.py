@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from mtrain.base.background import started
-from mtrain.metrics.record import Record
-from mtrain.metrics.scalars import scalars
+from mtrain.metrics.record import Record, scalars
 
 MOST_WAITING = 10_000
 """Number of records that may wait for a slow tracker; later ones are dropped and counted."""

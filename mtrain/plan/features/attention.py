@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from typing import Any, assert_never, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
-from mtrain.plan.features.adapted import AdaptedMatrix
-from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, norm_elements
+from mtrain.plan.features.feature import AdaptedMatrix, Feature, LayerPart, Parameters, SmallRun, norm_elements
 from mtrain.plan.layout import Layout
 
 _SINK_WIDTH = 8

@@ -15,10 +15,103 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, assert_never
 
+from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
-from mtrain.plan.features.adapted import AdaptedMatrix
 from mtrain.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters, by the way in which ranks hold them."""
+
+    divided: int = 0
+    """Number of parameters that are divided over the ranks of a TP group."""
+    replicated: int = 0
+    """Number of parameters that every rank holds whole."""
+    experts: int = 0
+    """Number of parameters of experts that are divided over EP, each expert over ETP."""
+    whole_experts: int = 0
+    """Number of parameters of experts that are divided over EP, but whole on every rank of ETP."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(
+            self.divided + other.divided,
+            self.replicated + other.replicated,
+            self.experts + other.experts,
+            self.whole_experts + other.whole_experts,
+        )
+
+    def __mul__(self, times: int) -> Parameters:
+        return Parameters(
+            self.divided * times, self.replicated * times, self.experts * times, self.whole_experts * times
+        )
+
+    @property
+    def total(self) -> int:
+        """Counts the parameters of all kinds."""
+        return self.divided + self.replicated + self.experts + self.whole_experts
+
+    def on_rank(self, layout: Layout) -> RankParameters:
+        """Counts the parameters that one rank holds."""
+        experts = self.experts // (layout.ep * layout.etp) + self.whole_experts // layout.ep
+        return RankParameters(dense=self.divided // layout.tp + self.replicated, experts=experts)
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Numbers of parameters on one rank."""
+
+    dense: int
+    """Number of parameters that are copied over DP x CP."""
+    experts: int
+    """Number of parameters that are copied over the replicas of an expert."""
+
+    @property
+    def total(self) -> int:
+        """Counts the parameters of both kinds."""
+        return self.dense + self.experts
+
+
+EMBEDDING = "embedding.word_embeddings"
+
+
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix that has a pair of low rank: a projection, or a part of a fused one."""
+
+    linear: str
+    """Name of the module that holds it, within a layer; for a table, within the model."""
+    part: str
+    """Name of the target."""
+    rows: int
+    """Number of outputs: hidden size for the embedding, size of the vocabulary for `output`."""
+    columns: int
+    """Number of inputs; for the embedding, size of the vocabulary."""
+    is_row_parallel: bool = False
+    """Whether its columns are divided over TP, and not its rows."""
+    is_replicated: bool = False
+    """Whether every rank of TP holds all of it."""
+    num_experts: int = 0
+    """Number of matrices of this size in one layer, one an expert; 0 for one matrix that is no expert's."""
+
+    def parameters(self, adapter: AdapterSection) -> Parameters:
+        """Counts the parameters of the pair and of the magnitudes."""
+        of_a, of_b = adapter.rank * self.columns, adapter.rank * self.rows
+        if self.num_experts:
+            return Parameters(experts=self.num_experts * (of_a + of_b))
+        magnitudes = self.rows if adapter.has_magnitudes else 0
+        if self.is_replicated:
+            return Parameters(replicated=of_a + of_b + magnitudes)
+        if self.is_row_parallel:
+            return Parameters(divided=of_a, replicated=of_b + magnitudes)
+        return Parameters(divided=of_b + magnitudes, replicated=of_a)
+
+    def multiplied(self, adapter: AdapterSection, top_k: int) -> int:
+        """Counts the elements of the pair by which one token is multiplied; `top_k` experts see it."""
+        copies = top_k if self.num_experts else 1
+        looked_up = adapter.rank * self.columns if self.linear == EMBEDDING else 0
+        return copies * adapter.rank * (self.rows + self.columns) - looked_up
+
 
 SMALL_HEAD_DIM = 8
 """Number of dimensions of a head in models that are made small."""

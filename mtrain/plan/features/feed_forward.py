@@ -7,9 +7,7 @@ from typing import Any, final
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
-from mtrain.plan.features.adapted import AdaptedMatrix
-from mtrain.plan.features.feature import SMALL_HEAD_DIM, LayerPart, SmallRun, multiple_from
+from mtrain.plan.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, multiple_from
 from mtrain.plan.layout import Layout
 
 

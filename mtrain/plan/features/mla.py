@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from mtrain.config.schema.mla import LatentAttentionSection
-from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
-from mtrain.plan.features.adapted import AdaptedMatrix
-from mtrain.plan.features.feature import SMALL_HEAD_DIM, LayerPart, SmallRun, norm_elements
+from mtrain.config.schema.model import LatentAttentionSection, ModelSection
+from mtrain.plan.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, norm_elements
 from mtrain.plan.layout import Layout
 
 

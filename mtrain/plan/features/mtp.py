@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
-from mtrain.plan.features.feature import Feature, SmallRun, norm_elements
+from mtrain.plan.features.feature import Feature, Parameters, SmallRun, norm_elements
 
 _MAX_SMALL_DEPTHS = 2
 

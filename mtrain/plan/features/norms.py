@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.counts import Parameters
-from mtrain.plan.features.feature import LayerPart, hidden_local, norm_elements
+from mtrain.plan.features.feature import LayerPart, Parameters, hidden_local, norm_elements
 from mtrain.plan.layout import Layout
 
 

@@ -15,9 +15,8 @@ from typing import assert_never
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.activations import FP32_BYTES
-from mtrain.plan.counts import RankParameters
 from mtrain.plan.features import kinds
-from mtrain.plan.features.feature import hidden_local, once_a_model
+from mtrain.plan.features.feature import RankParameters, hidden_local, once_a_model
 from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
 from mtrain.plan.layout import most_microbatches
 from mtrain.plan.memory import own_share, trained_parameters

@@ -2,15 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from pydantic import ValidationError
+
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
-from mtrain.plan.search.changes import smallest_change
+from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
 from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.report import nothing_fits, recompute_name
-from mtrain.plan.search.search import heaviest, search
+from mtrain.plan.search.search import Choice, heaviest, recomputations, search
+
+_DEGREES = ("tp", "cp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Other values for some keys, and the choice that results from them."""
+
+    keys: Mapping[str, Any]
+    choice: Choice
+
+    def __str__(self) -> str:
+        """Writes the keys as overrides of a command line."""
+        return " ".join(f"{key}={_shown(value)}" for key, value in self.keys.items())
+
+
+def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Remedy | None:
+    """Finds one change that makes the run fit, else two together; the fastest of those; None where two are not enough.
+
+    Args:
+        config: Configuration of a run that does not fit.
+        num_gpus: Number of GPUs, the world size, which stays.
+        cluster: Cluster on which the run is to run.
+        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
+    """
+    single = list(_changes(config, num_gpus, cluster))
+    pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
+    for group in (single, pairs):
+        fitting = [found for keys in group if (found := _tried(config, keys, num_gpus, cluster, memory_bytes))]
+        if fitting:
+            return min(fitting, key=lambda each: each.choice.cost.time.total)
+    return None
+
+
+def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Yields changes each of which needs less memory, or may."""
+    train, layout = config.train, config.layout
+    size = train.micro_batch_size
+    while size > 1:
+        size //= 2
+        yield {"train.micro_batch_size": size}
+    for other in recomputations(config):
+        changed = other.train
+        if changed.recompute == "selective" and changed.recompute_modules is not None:
+            yield {"train.recompute": "selective", "train.recompute_modules": list(changed.recompute_modules)}
+        elif changed.recompute != train.recompute and changed.recompute != "none":
+            yield {"train.recompute": changed.recompute, "train.recompute_modules": None}
+    if train.recompute_layers is not None:
+        yield {"train.recompute_layers": None}
+    if not train.distributed_optimizer:
+        yield {"train.distributed_optimizer": True}
+    if config.loss.chunk_tokens != "auto":
+        yield {"loss.chunk_tokens": "auto"}
+    for name in _DEGREES:
+        degree = 2 * getattr(layout, name)
+        while degree <= (cluster.gpus_per_node if name == "tp" else num_gpus):
+            yield {f"layout.{name}": degree} | ({"layout.sp": True} if name == "tp" else {})
+            degree *= 2
+
+
+def _tried(
+    config: Config, keys: Mapping[str, Any], num_gpus: int, cluster: Cluster, memory_bytes: int
+) -> Remedy | None:
+    """Evaluates a change; None where it is not legal or does not fit."""
+    changed = with_keys(config, keys)
+    if changed is None or broken_rules(changed, num_gpus):
+        return None
+    layout, usable = Layout.from_config(changed, num_gpus), int(memory_bytes * USABLE_MEMORY)
+    memory = heaviest(changed, layout, usable)
+    if memory.total_bytes > usable:
+        return None
+    return Remedy(keys, Choice(changed, layout, memory, step_cost(Workload(changed, layout, cluster))))
+
+
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config | None:
+    """Returns the configuration with other values for dotted keys; None where a rule refuses them."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in keys.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    content = {name: {**getattr(config, name).model_dump(), **changed} for name, changed in sections.items()}
+    try:
+        return Config.model_validate({**config.model_dump(), **content})
+    except ValidationError:
+        return None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def verdict(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> str:

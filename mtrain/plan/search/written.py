@@ -1,18 +1,45 @@
-"""A choice as a configuration file, with its machine in the first line."""
+"""A choice as a configuration file: the machine stands in a comment of its first line, and is read from there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtrain.base.errors import ConfigError
-from mtrain.base.files import write_atomically
+from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.yaml_text import yaml_text
 from mtrain.plan.search.cost import step_mfu
 from mtrain.plan.search.hardware import GIB, Cluster
 from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.search import Choice
+
+_GIB = 2**30
+_MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
+"""Pattern of the line that states the machine; GB of a GPU are GiB, as its maker writes them."""
+_HEAD_BYTES = 4096
+
+
+class StatedMachine(NamedTuple):
+    """Machine that a configuration states, in a line such as `# GPUs: 64 x h100 80 GiB`."""
+
+    num_gpus: int
+    memory_bytes: int
+    gpu: str
+
+
+def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
+    """Reads the machine that the files state, the last one of several; None where no file states one."""
+    found = None
+    for path in paths:
+        if path.is_file():
+            with disk_faults(f"read {path}"), path.open("rb") as file:
+                match = _MACHINE.search(file.read(_HEAD_BYTES).decode(errors="replace"))
+            if match is not None:
+                found = StatedMachine(int(match[1]), int(float(match[3]) * _GIB), match[2])
+    return found
+
 
 _CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_layers")
 """Keys of `train` that a plan chooses, as it chooses all of `layout`; every other key is the user's."""

@@ -15,8 +15,7 @@ from statistics import median
 
 from mtrain.base.errors import BadStepError, NonFiniteError, NumericError, SpikeError, SpoiledStateError
 from mtrain.checkpoint.format.training_state import RecentUpdates
-from mtrain.checkpoint.store.history import BadStepHistory
-from mtrain.checkpoint.store.manifest import SkippedInfo
+from mtrain.checkpoint.store.manifest import BadStepHistory, SkippedInfo
 from mtrain.config.schema.train import BadStepAction, TrainSection
 
 BUDGET_STEPS = 1000

@@ -24,7 +24,7 @@ from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_row
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
 from mtrain.mcore.state.teacher import Teacher
-from mtrain.plan.logits import chunk_tokens
+from mtrain.plan.activations import chunk_tokens
 from mtrain.training.output.term_inputs import term_inputs, vocab_parallel
 from mtrain.training.output.weighed_tokens import WeighedTokens, places, terms_by_distribution, weighed
 

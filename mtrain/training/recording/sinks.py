@@ -1,10 +1,16 @@
-"""Sinks of the records of a run."""
+"""Sinks of the records of a run, and the data ledger that each rank writes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Heartbeat
-from mtrain.data.ledger import rewind_ledger
+from mtrain.data.ledger import StartEntry, StepEntry, rewind_ledger, to_line
 from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.jsonl import last_step
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord
 from mtrain.metrics.sinks import ConsoleSink, Fence, JsonlSink, Sink, Sinks, TensorBoardSink
@@ -15,9 +21,43 @@ from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run
 from mtrain.training.changed import note_on_order
-from mtrain.training.data_ledger import LedgerSink
 from mtrain.training.recording.life import Life
 from mtrain.training.resume import say
+
+
+class LedgerSink:
+    """Writes the entry of every step whose record it is given."""
+
+    def __init__(self, folder: Path, dp_rank: int, next_entry: Callable[[int], StepEntry], start: StartEntry) -> None:
+        """Opens the file of this rank; `rewind_ledger` has removed entries after the start.
+
+        Args:
+            folder: Folder of the ledger.
+            dp_rank: Data-parallel rank of this process.
+            next_entry: Function that returns the entry of the batches that were trained in a step, counted from 1.
+            start: Entry of the start.
+
+        Raises:
+            MachineError: The disk refuses.
+        """
+        with disk_faults(f"make {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._next_entry = next_entry
+        self._file = AppendedFile(folder / f"dp_{dp_rank:05d}.jsonl", first=to_line(start))
+
+    def write(self, record: Record) -> None:
+        """Appends the entry of a step; other records are ignored."""
+        if isinstance(record, StepRecord):
+            entry = replace(self._next_entry(record.step), skipped=record.skipped is not None)
+            self._file.append(record.step, to_line(entry))
+
+    def close(self) -> None:
+        """Closes the file.
+
+        Raises:
+            MachineError: The disk has refused entries, up to the last attempt.
+        """
+        self._file.close()
 
 
 class SignsOfLife:
@@ -87,4 +127,4 @@ def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
     on_first_rank(lambda: rewind_ledger(folder.ledger, start))
     if loader is None or not run.model.groups.counts_plan:
         return []
-    return [LedgerSink(folder.ledger, run.model.groups.dp_rank, loader, loader.start_entry(start))]
+    return [LedgerSink(folder.ledger, run.model.groups.dp_rank, loader.next_entry, loader.start_entry(start))]

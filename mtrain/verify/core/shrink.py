@@ -22,9 +22,9 @@ from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, Moc
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.plan import padded_vocab_size
+from mtrain.plan.activations import tokens_at_once
 from mtrain.plan.features import FEATURES, SmallRun
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
-from mtrain.plan.logits import tokens_at_once
 from mtrain.verify.core.layouts import Trial, common_multiple
 
 VOCAB_SIZE = 97

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.checkpoint.format import write_behind
-from mtrain.checkpoint.format.write_behind import WriteBehind, begin_writing
+from mtrain.checkpoint.format import hashed_file
+from mtrain.checkpoint.format.hashed_file import WriteBehind, begin_writing
 
 MANY = 1 << 24
 
@@ -24,7 +24,7 @@ def test_the_disk_is_asked_for_every_byte_once_and_never_twice_at_the_same_time(
         asked.append(request)  # type: ignore[arg-type]
         assert may_end.wait(60)
 
-    monkeypatch.setattr(write_behind, "begin_writing", slow)
+    monkeypatch.setattr(hashed_file, "begin_writing", slow)
     with (tmp_path / "file").open("wb") as file, WriteBehind(file.fileno()) as behind:
         number = file.fileno()
         behind.note(MANY - 1)
@@ -44,7 +44,7 @@ def test_what_the_disk_refuses_is_raised_to_the_writer(tmp_path: Path, monkeypat
     def full(*request: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write_behind, "begin_writing", full)
+    monkeypatch.setattr(hashed_file, "begin_writing", full)
     with (
         (tmp_path / "file").open("wb") as file,
         pytest.raises(OSError, match="No space left"),

@@ -13,7 +13,7 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
-from mtrain.convert.logits import random_tokens
+from mtrain.convert.verifying import random_tokens
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks

@@ -15,8 +15,7 @@ from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.importing import import_hf
-from mtrain.convert.logits import random_tokens
-from mtrain.convert.verifying import verify_hf
+from mtrain.convert.verifying import random_tokens, verify_hf
 from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.schema.description import disagreements
 from mtrain.hf.schema.exportable import refuse_unexportable

@@ -20,7 +20,7 @@ from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import save_checkpoint
-from mtrain.training.engine_parts.hf_tensors import HfContent, HfTensors
+from mtrain.training.hf_tensors import HfContent, HfTensors
 from mtrain.training.resume import initialize
 from mtrain.verify.core.weights import drawn, set_weights
 from tests.training.engine_parts.hf_ranks import bits_of

@@ -19,7 +19,7 @@ from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
-from mtrain.convert.logits import random_tokens
+from mtrain.convert.verifying import random_tokens
 from mtrain.hf.io.peft import PeftFolder
 from mtrain.hf.schema.exportable import family_of_run
 from mtrain.plan.layout import Layout

@@ -12,13 +12,12 @@ from mtrain.config.load import load_config
 from mtrain.config.schema.layout import CpComm
 from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search.candidates import candidates, stage_split
-from mtrain.plan.search.changes import smallest_change, with_keys
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster
 from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.report import nothing_fits
 from mtrain.plan.search.search import heaviest, recomputations, search, with_layout
-from mtrain.plan.search.verdict import verdict
+from mtrain.plan.search.verdict import smallest_change, verdict, with_keys
 from tests.config.samples import config
 from tests.paths import CONFIGS
 

@@ -9,7 +9,7 @@ import pytest
 
 from mtrain.base.errors import NonFiniteError, NumericError, SpikeError, SpoiledStateError
 from mtrain.checkpoint.format.training_state import RecentUpdates
-from mtrain.checkpoint.store.history import NO_BAD_STEPS, BadStepHistory
+from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory
 from mtrain.config.schema.train import TrainSection
 from mtrain.training.faults.guard import Guard, Verdict, highest
 

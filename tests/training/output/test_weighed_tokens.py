@@ -11,7 +11,7 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.collate import RowForm, collate, loss_terms
 from mtrain.data.zigzag import slice_for_context_parallel
-from mtrain.plan.logits import chunk_tokens, tokens_at_once
+from mtrain.plan.activations import chunk_tokens, tokens_at_once
 from mtrain.training.output.weighed_tokens import places, terms_by_distribution, weighed
 from tests.config.samples import config
 from tests.parity.batches import SEQ, three_steps

@@ -14,7 +14,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
-from mtrain.convert.logits import compare_logits
+from mtrain.convert.verifying import compare_logits
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.description import with_architecture
 from mtrain.plan.layout import Layout

@@ -28,7 +28,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from mtrain.training.build import build_parts
-from mtrain.training.engine_parts.hf_tensors import HfTensors
+from mtrain.training.hf_tensors import HfTensors
 from mtrain.verify.core.ranks import Pool
 from tools.bench.parts.replicas import config_of
 

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.mla import LatentAttentionSection
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.model import LatentAttentionSection, RopeSection
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.convert.adapters import peft_tensor
-from mtrain.convert.merged import dtype_outside, slice_of, stacked_places
-from mtrain.convert.merging import Merging
+from mtrain.convert.merged import Merging, dtype_outside, slice_of, stacked_places
 from mtrain.convert.origin import source_of_run
 from mtrain.convert.target import exported_family
 from mtrain.hf.io.broadcast import NamedKind, send_tensors
