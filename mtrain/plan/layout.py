@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config, rules
@@ -81,7 +81,7 @@ class Layout:
             names[1] += f"vpp{self.vpp}"
         if self.stage_layers is not None:
             names[1] += f"[{'+'.join(map(str, self.stage_layers))}]"
-        names.append(f"cp{self.cp}{_cp_comm_name(self.cp_comm) if self.cp > 1 else ''}")
+        names.append(f"cp{self.cp}{self.cp_comm if self.cp > 1 and self.cp_comm != 'allgather' else ''}")
         names.append(f"dp{self.dp}")
         if self.ep > 1 or self.etp > 1:
             names.append(f"ep{self.ep}etp{self.etp}")
@@ -146,17 +146,6 @@ class Layout:
         stage = self.stage(pp_rank, vpp_rank)
         first = sum(counts[:stage])
         return range(first, first + counts[stage])
-
-
-def _cp_comm_name(cp_comm: CpComm) -> str:
-    """Returns the part that names the communication of context parallelism in a layout's short name."""
-    match cp_comm:
-        case "allgather":
-            return ""
-        case "ulysses" | "ring":
-            return cp_comm
-        case _:
-            assert_never(cp_comm)
 
 
 def model_parallel_size(section: LayoutSection) -> int:

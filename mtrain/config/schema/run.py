@@ -7,6 +7,9 @@ from pydantic import Field
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, rule
 
+TrackerName = Literal["wandb", "mlflow", "trackio"]
+"""Trackers, by the names by which they are imported."""
+
 
 class RunSection(Section):
     """The run folder."""
@@ -78,7 +81,7 @@ class MetricsSection(Section):
     """Number of steps between two lines on the console."""
     tensorboard: bool = True
     """Whether step records are also written for TensorBoard."""
-    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    trackers: tuple[TrackerName, ...] = ()
     """Trackers that get the numbers of every step, from a thread that training never waits for; `pip install
     'mtrain[wandb]'` and so on. Their own variables, such as WANDB_MODE, MLFLOW_TRACKING_URI and TRACKIO_SPACE_ID, say
     where they write."""

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
+from mtrain.config.schema.run import TrackerName
 from mtrain.metrics.trackers.sink import PATIENCE_S, Tracker, TrackerSink
 
 REDACTED = "<redacted>"
@@ -62,11 +63,6 @@ def _inside(value: Any) -> Any:
     return [_inside(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-TrackerName = Literal["wandb", "mlflow", "trackio"]
-_EXTRAS: Mapping[TrackerName, str] = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""Tracker -> name by which it is imported."""
-
-
 @dataclass(frozen=True)
 class TrackedRun:
     """Facts about a run for a tracker, without secrets."""
@@ -105,7 +101,7 @@ def refuse_missing(trackers: Sequence[TrackerName]) -> None:
     Raises:
         ConfigError: Libraries are missing; the message names all of them.
     """
-    if missing := [name for name in trackers if importlib.util.find_spec(_EXTRAS[name]) is None]:
+    if missing := [name for name in trackers if importlib.util.find_spec(name) is None]:
         names, verb = ", ".join(missing), "are" if len(missing) > 1 else "is"
         raise ConfigError(
             f"metrics.trackers has {names}, which {verb} not installed; pip install 'mtrain[{','.join(missing)}]', or "

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.metrics.trackers.open import TrackedRun, TrackerName, refuse_missing, tracked_run, tracker_sink
+from mtrain.config.schema.run import TrackerName
+from mtrain.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from tests.metrics.records import step_record, valid_record
 
 SECRET = "s3cr3t-of-the-user"
