@@ -14,6 +14,7 @@ from hypothesis import settings
 from mtrain.base import signals
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
+from tests.messages import Messages
 from tests.needs import NOT_RUN, leave_out, report_not_run
 from tests.pool import Pool
 from tests.tools import wheels
@@ -39,8 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers a plugin of its own for the marks, since this file's hook runs after `-m` has chosen."""
+    """Registers plugins, since this file's hooks run after `-m` has chosen."""
     config.pluginmanager.register(Nightly(), "nightly")
+    config.pluginmanager.register(Messages(), "messages")
 
 
 @pytest.hookimpl(trylast=True)  # tests that -k and -m deselect are not missing

@@ -9,6 +9,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import delete_checkpoint
 from mtrain.checkpoint.weights import read_weights
+from tests.messages import refuses
 from tests.paths import ROOT
 
 ARCHIVE = ROOT / "tests" / "compatibility" / "runs_of_0.1.0.tar.xz"
@@ -35,6 +36,6 @@ def test_what_cannot_be_read_is_not_held(run: Path) -> None:
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"__0_0\.distcp"):
+    with refuses(DataError, "__0_0.distcp"):
         read_weights(run)
     assert delete_checkpoint(run / "checkpoints", 4)

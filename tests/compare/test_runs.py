@@ -27,6 +27,7 @@ from mtrain.runs.folder import RunFolder
 from tests.browser import Browser
 from tests.cli.command_line import blocking
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html, rows
+from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record
 from tests.metrics.test_plot import BLUE, RED, colours
 from tests.metrics.test_plot import run_folder as metrics_folder
@@ -203,20 +204,20 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     good, other = run(tmp_path / "good", steps()), run(tmp_path / "other", steps())
     late = run(tmp_path / "late", [step_record(9)])
     validated = run(tmp_path / "validated", [])
-    for b, message in ((tmp_path, "metrics.jsonl is not there"), (late, "steps 9 to 9"), (validated, "no steps")):
-        with pytest.raises(DataError, match=message):
+    for b, fact in ((tmp_path, "metrics.jsonl"), (late, "9"), (validated, "validated")):
+        with refuses(DataError, fact):
             compare_runs(good, b, 0)
     for rtol in (-1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="--rtol must be a number from 0"):
+        with refuses(ConfigError, "--rtol"):
             compare_runs(good, other, rtol)
     RunFolder(other).config.write_text("a: [1\n")
-    with pytest.raises(DataError, match=r"config.yaml, which .* is damaged"):
+    with refuses(DataError, "config.yaml"):
         compare_runs(good, other, 0)
     RunFolder(other).config.unlink()
-    with pytest.raises(DataError, match=r"config.yaml is not there"):
+    with refuses(DataError, "config.yaml"):
         compare_runs(good, other, 0)
     RunFolder(other).metrics.write_text("{}\n")
-    with pytest.raises(DataError, match="line 1"):
+    with refuses(DataError, "line 1"):
         compare_runs(good, other, 0)
 
 

@@ -12,6 +12,7 @@ from mtrain.config.renamed import RenamedKeyWarning
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 JSONL: dict[str, Any] = {"kind": "sft", "seq_length": 64, "train": [{"path": "x"}], "tokenizer": "t"}
 
@@ -64,7 +65,7 @@ def test_a_wrong_kind_and_keys_of_another_are_named(data: Any, expected: str, tm
 def test_a_missing_section_names_what_its_first_kind_needs(tmp_path: Path) -> None:
     sections = content()
     del sections["data"]
-    with pytest.raises(ConfigError, match=r"^data: no value is given; set data\.seq_length$"):
+    with refuses(ConfigError, "data.seq_length"):
         load_config([write(tmp_path / "c.yaml", sections)], [])
 
 
@@ -85,7 +86,7 @@ def test_a_later_source_of_another_kind_leaves_the_keys_of_the_old_one_behind(tm
 @pytest.mark.parametrize("overrides", [["data.kind=sft"], ["data.kind=mock", "data.too_long=drop"]], ids=str)
 def test_keys_that_no_later_kind_left_behind_are_refused(overrides: list[str], tmp_path: Path) -> None:
     odd = write(tmp_path / "c.yaml", content(data={**JSONL, "isolate_documents": True}))
-    with pytest.raises(ConfigError, match=r"this is no key of data\.kind"):
+    with refuses(ConfigError, "data.kind"):
         load_config([odd], overrides)
 
 

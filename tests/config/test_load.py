@@ -17,6 +17,7 @@ from mtrain.config.schema.train import MuonSection
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 
 def message(paths: list[Path], overrides: list[str]) -> str:
@@ -227,7 +228,7 @@ def test_the_environment_is_not_read(base: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_text_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.dir: interpolation"):
+    with refuses(ConfigError, "run.dir"):
         save_config(config(run__dir="${x}"), tmp_path / "config.yaml")
     assert not (tmp_path / "config.yaml").exists()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from mtrain.base.errors import ConfigError
 from mtrain.convert.merged import Merging
 from tests.config.samples import config
+from tests.messages import refuses
 
 
 def merging(targets: list[str], **changes: Any) -> Merging:
@@ -28,5 +27,5 @@ def test_depths_of_multi_token_prediction_stay_as_they_are() -> None:
 
 def test_a_tied_table_is_merged_with_nothing() -> None:
     merging(["qkv"], model__tied_embeddings=True)
-    with pytest.raises(ConfigError, match="export the adapter alone"):
+    with refuses(ConfigError):
         merging(["qkv", "embedding"], model__tied_embeddings=True)

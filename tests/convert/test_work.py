@@ -6,12 +6,11 @@ import resource
 import signal
 from pathlib import Path
 
-import pytest
-
 from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.convert.importing import import_hf
 from mtrain.convert.work import Unit, run_units, working_folder
 from tests.hf.folders import save
+from tests.messages import refuses
 
 UNITS = [Unit(f"file{number}", 10) for number in range(5)]
 
@@ -57,7 +56,7 @@ def test_another_conversion_starts_anew(tmp_path: Path) -> None:
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(RunFolderError, match="another process is converting"),
+        refuses(RunFolderError),
         working_folder(tmp_path / "out", {}),
         working_folder(tmp_path / "out", {}),
     ):

@@ -10,6 +10,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
+from tests.messages import refuses
 
 VALUES = torch.arange(24.0).view(4, 6)
 
@@ -37,5 +38,5 @@ def test_any_slice_comes_from_the_slices_that_were_saved(
 def test_slices_that_overlap_do_not_hide_a_gap(tmp_path: Path) -> None:
     """The slices have as many elements as the tensor; positions without a slice would hold arbitrary memory."""
     tensors = saved(tmp_path, [(0, 0), (1, 0)], (2, 6))
-    with pytest.raises(DataError, match=r"w is not whole: slices of \[4, 6\] overlap"):
+    with refuses(DataError, "[4, 6]"):
         tensors.read("w", TensorSlice.whole((4, 6)))

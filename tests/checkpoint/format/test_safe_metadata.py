@@ -26,6 +26,7 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice, TensorMetadata, read_metadata
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 
 def metadata(file: str = "__0_0.distcp", transforms: list[str] | None = None, **changes: Any) -> Metadata:
@@ -101,7 +102,7 @@ def test_no_class_is_changed_and_no_tensor_outside_is_read(tmp_path: Path, notic
     listed = pickle.loads((inside / ".metadata").read_bytes())
     raw = b"\x80\x02" + named + b"N" + slots + b"\x86b0" + pickle.dumps(listed, protocol=2)[2:]
     (inside / ".metadata").write_bytes(raw)
-    with notice, pytest.raises(DataError, match=r"its pickle changes pathlib\.PurePosixPath") as error:
+    with notice, refuses(DataError, "pathlib.PurePosixPath") as error:
         CheckpointTensors(inside).read("weight", TensorSlice((0,), (3,)))
     assert error.value.exit_code == notice.exit_code
     assert isinstance(PurePosixPath.parts, property)
@@ -111,7 +112,7 @@ def test_no_class_is_changed_and_no_tensor_outside_is_read(tmp_path: Path, notic
 def test_no_method_of_a_class_is_replaced(tmp_path: Path, slot: str) -> None:
     before = getattr(PosixPath, slot)
     raw = b"\x80\x02cpathlib\nPosixPath\nN}" + text(slot) + b"NsN\x86b."
-    with pytest.raises(DataError, match="is not a list of tensors"):
+    with refuses(DataError):
         read(tmp_path, raw)
     assert getattr(PosixPath, slot) is before
 
@@ -178,7 +179,7 @@ def test_one_list_of_slices_for_many_tensors_costs_little(tmp_path: Path) -> Non
     tensor = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([2, 3]), chunks)
     names = [f"t{number}" for number in range(2000)]
     storage = {MetadataIndex(name, torch.Size([0, 0])): _StorageInfo("f", 0, 10) for name in names}
-    with pytest.raises(DataError, match=r"t0 of shape \[2, 3\] has a slice of \[2, 3\] at \[0, 0\]"):
+    with refuses(DataError, "[2, 3]", "[0, 0]"):
         read(tmp_path, metadata(state_dict_metadata=dict.fromkeys(names, tensor), storage_data=storage))
 
 
@@ -189,14 +190,14 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str)
     read(tmp_path, metadata(storage_data={MetadataIndex("weight", torch.Size([0, 0])): place}))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkdir(tmp_path / name) if kind == "a folder" else os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name} cannot be read"):
+    with refuses(DataError, name):
         CheckpointTensors(tmp_path).read("weight", TensorSlice((0, 0), (2, 3)))
 
 
 @pytest.mark.parametrize("depth", ["outside", "inside"])
 def test_no_function_is_called(tmp_path: Path, depth: str) -> None:
     call = Calls(os.mkdir, str(tmp_path / "ran"))
-    with pytest.raises(DataError, match=r"it asks for posix\.mkdir, which is refused"):
+    with refuses(DataError, "posix.mkdir"):
         read(tmp_path, call if depth == "outside" else metadata(planner_data={"a": [call]}))
     assert not (tmp_path / "ran").exists()
 
@@ -204,7 +205,7 @@ def test_no_function_is_called(tmp_path: Path, depth: str) -> None:
 def test_no_method_of_a_permitted_module_is_called(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.touch()
-    with pytest.raises(DataError, match="refused"):
+    with refuses(DataError):
         read(tmp_path, Calls(FileSystem.rm_file, None, str(victim)))
     assert victim.exists()
 
@@ -213,12 +214,12 @@ def test_no_method_of_a_permitted_module_is_called(tmp_path: Path) -> None:
     "file", ["../other/__0_0.distcp", "/etc/passwd", "inner/__0_0.distcp", "..", ".", "", "a\0b", "x" * 256, 7, None]
 )
 def test_no_file_elsewhere_is_named(tmp_path: Path, file: Any) -> None:
-    with pytest.raises(DataError, match="not a plain file of the checkpoint"):
+    with refuses(DataError):
         read(tmp_path, metadata(file))
 
 
 def test_no_transformation_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a plain file"):
+    with refuses(DataError):
         read(tmp_path, metadata(transforms=["stream.zstd"]))
 
 
@@ -272,12 +273,12 @@ BAD_LISTS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("content", BAD_LISTS.values(), ids=BAD_LISTS.keys())
 def test_what_is_no_list_is_refused(tmp_path: Path, content: Any, notice: Notice) -> None:
-    with notice, pytest.raises(DataError, match="is not a list of tensors") as error:
+    with notice, refuses(DataError) as error:
         read(tmp_path, content)
     assert error.value.exit_code == notice.exit_code
     assert len(str(error.value)) < 1000
 
 
 def test_a_missing_list_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: No such file"):
+    with refuses(DataError):
         read_metadata(tmp_path)

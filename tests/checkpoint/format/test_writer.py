@@ -14,6 +14,7 @@ from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from mtrain.checkpoint.store.manifest import DigestAlgorithm
+from tests.messages import refuses
 
 
 def parts_of(key: str, whole: torch.Tensor, cut: int) -> tuple[Shard, Shard]:
@@ -60,7 +61,7 @@ def test_a_tensor_that_is_not_covered_is_not_listed(tmp_path: Path, fault: str) 
         "another shape": [first, second._replace(global_shape=(7, 2))],
     }[fault]
     tensors = write_shards(tmp_path / "__0_0.distcp", parts).tensors
-    with pytest.raises(DataError, match="elements of w"):
+    with refuses(DataError):
         write_metadata(tmp_path, tensors)
     assert not (tmp_path / ".metadata").exists()
 

@@ -8,6 +8,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config, megatron_folder
 from tests.config.samples import config
+from tests.messages import refuses
 
 
 def iteration(folder: Path) -> Path:
@@ -34,24 +35,24 @@ def test_our_own_and_others_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("latest", "folder", "words"),
+    ("latest", "folder", "fact"),
     [
-        ("../../etc", "iter_0000100", "neither a number nor `release`"),
-        ("200", "iter_0000100", "names iter_0000200, which has no .metadata"),
-        ("300", "iter_0000300/mp_rank_00", "one pickled file a rank"),
+        ("../../etc", "iter_0000100", "release"),
+        ("200", "iter_0000100", "iter_0000200"),
+        ("300", "iter_0000300/mp_rank_00", "iter_0000300"),
     ],
 )
-def test_what_cannot_be_taken_is_refused(tmp_path: Path, latest: str, folder: str, words: str) -> None:
+def test_what_cannot_be_taken_is_refused(tmp_path: Path, latest: str, folder: str, fact: str) -> None:
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, fact):
         megatron_folder(tmp_path)
 
 
 def test_without_a_latest_an_iteration_has_to_be_named(tmp_path: Path) -> None:
     iteration(tmp_path / "iter_0000100")
     iteration(tmp_path / "iter_0000200")
-    with pytest.raises(DataError, match="name a folder such as iter_0000200"):
+    with refuses(DataError, "iter_0000200"):
         megatron_folder(tmp_path)
 
 
@@ -68,12 +69,12 @@ def test_what_is_no_text_is_refused_and_not_waited_for(tmp_path: Path, name: str
         megatron_folder(tmp_path)
         check_run_config(tmp_path, config().model)
 
-    with pytest.raises(DataError, match=f"{name} cannot be read: it "):
+    with refuses(DataError, name):
         look()
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "[1]", "!!timestamp x", "[" * 5000, "x"])
 def test_a_run_config_of_nonsense_is_refused(tmp_path: Path, value: str) -> None:
     (tmp_path / "run_config.yaml").write_text(f"model: {{num_layers: {value}}}\n")
-    with pytest.raises(DataError, match=r"run_config\.yaml cannot be understood"):
+    with refuses(DataError, "run_config.yaml"):
         check_run_config(tmp_path, config().model)

@@ -22,6 +22,7 @@ from mtrain.config.load import load_config
 from mtrain.launch.kubernetes.manifest import kubernetes_job, render
 from mtrain.launch.kubernetes.options import KubernetesOptions, Volume
 from tests.cli.command_line import call
+from tests.messages import refuses
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 64}
@@ -166,29 +167,29 @@ def test_exit_codes_decide_what_is_tried_again(config: Path, exit_code: int | No
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "fact"),
     [
-        ({"nodes": 0}, "--nodes is 0"),
-        ({"gpus_per_node": 0}, "--gpus-per-node is 0"),
-        ({"max_retries": -1}, "--max-retries is -1"),
-        ({"namespace": "A b"}, "--namespace is 'A b'"),
-        ({"name": "7b"}, "--name is '7b'"),
-        ({"name": "x" * 41}, "--name has 41 characters"),
-        ({"memory": "lots"}, "--memory is 'lots'"),
-        ({"image": "a b"}, "--image is 'a b'"),
-        ({"node_selector": (("", "x"),)}, "--node-selector is =x"),
-        ({"gpus_per_node": 3}, "world size 6"),
-        ({"volumes": (VOLUMES[1],)}, "run.dir='/runs/First_run' is in no volume"),
+        ({"nodes": 0}, "--nodes"),
+        ({"gpus_per_node": 0}, "--gpus-per-node"),
+        ({"max_retries": -1}, "--max-retries"),
+        ({"namespace": "A b"}, "'A b'"),
+        ({"name": "7b"}, "'7b'"),
+        ({"name": "x" * 41}, "--name"),
+        ({"memory": "lots"}, "--memory"),
+        ({"image": "a b"}, "--image"),
+        ({"node_selector": (("", "x"),)}, "--node-selector"),
+        ({"gpus_per_node": 3}, "6"),
+        ({"volumes": (VOLUMES[1],)}, "run.dir='/runs/First_run'"),
     ],
 )
-def test_what_cannot_run_is_refused(config: Path, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)):
+def test_what_cannot_run_is_refused(config: Path, options: dict[str, Any], fact: str) -> None:
+    with refuses(ConfigError, fact):
         documents(config, **options)
 
 
 @pytest.mark.parametrize("text", ["runs", "runs:data", "Runs:/data", ":/data", "runs:/", "runs:/a:/b"])
 def test_a_volume_has_one_form(text: str) -> None:
-    with pytest.raises(ConfigError, match="CLAIM:/PATH"):
+    with refuses(ConfigError):
         Volume.parsed(text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from mtrain.launch.slurm.readback import differences
 from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, render
 from mtrain.launch.slurm.submit import prepare, signal_seconds
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.paths import ROOT
 from tests.warm import completed
 
@@ -77,42 +77,42 @@ def test_no_value_becomes_shell_code(folder: Path, text: str, notice: Notice) ->
 
 @pytest.mark.parametrize("text", ['x"; touch F; echo "', "x\ntouch F", "a b", "", "x" * 65, "é"])
 def test_a_job_name_is_a_name(text: str) -> None:
-    with pytest.raises(ConfigError, match="--name"):
+    with refuses(ConfigError, "--name"):
         SlurmOptions(1, name=text)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "fact"),
     [
         ({"partition": "a\n#SBATCH --wrap=x"}, "--partition"),
         ({"account": "a b"}, "--account"),
         ({"time": "1 day"}, "--time"),
         ({"nodes": 0}, "--nodes"),
-        ({"gpus_per_node": 8, "gpus_per_task": 1}, "keep one"),
+        ({"gpus_per_node": 8, "gpus_per_task": 1}, "--gpus-per-task"),
         ({"mounts": ("/data",)}, "--container"),
-        ({"container": "image\nx"}, "control character"),
-        ({"more": ("wrap=rm",)}, "set by mtrain"),
-        ({"more": ("array=0-3",)}, "--array is set by mtrain"),
-        ({"more": ("arr=0-3",)}, "--array is set by mtrain"),
-        ({"more": ("no-req",)}, "--no-requeue is set by mtrain"),
-        ({"more": ("wait",)}, "set by mtrain"),
-        ({"more": ("comment=a b",)}, "without blanks"),
-        ({"more": ("--reservation=x",)}, "name=value"),
-        ({"env_file": Path("/nonexistent")}, "cannot be read"),
+        ({"container": "image\nx"}, "--container"),
+        ({"more": ("wrap=rm",)}, "--wrap"),
+        ({"more": ("array=0-3",)}, "--array"),
+        ({"more": ("arr=0-3",)}, "--array"),
+        ({"more": ("no-req",)}, "--no-requeue"),
+        ({"more": ("wait",)}, "--wait"),
+        ({"more": ("comment=a b",)}, "comment"),
+        ({"more": ("--reservation=x",)}, "--reservation"),
+        ({"env_file": Path("/nonexistent")}, "/nonexistent"),
         ({"max_retries": -1}, "--max-retries"),
     ],
     ids=str,
 )
-def test_what_slurm_would_not_take_is_refused(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_what_slurm_would_not_take_is_refused(options: dict[str, object], fact: str) -> None:
+    with refuses(ConfigError, fact):
         SlurmOptions(**{"nodes": 1, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "mode", "words"), [("A=1\nB", 0o600, "line 2"), ("A=1", 0o644, "chmod 600")])
-def test_an_env_file_that_would_not_work_is_refused(tmp_path: Path, text: str, mode: int, words: str) -> None:
+@pytest.mark.parametrize(("text", "mode", "fact"), [("A=1\nB", 0o600, "line 2"), ("A=1", 0o644, "chmod 600")])
+def test_an_env_file_that_would_not_work_is_refused(tmp_path: Path, text: str, mode: int, fact: str) -> None:
     (path := tmp_path / "env").write_text(text)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=words):
+    with refuses(ConfigError, fact):
         SlurmOptions(1, env_file=path)
 
 
@@ -136,12 +136,12 @@ def test_the_signal_comes_as_early_as_a_save_needs() -> None:
     assert signal_seconds(None, None) == 300
     assert signal_seconds(None, 120) == 40, "a third of a short job"
     assert signal_seconds(600, 86400) == 1320
-    with pytest.raises(ConfigError, match="at least 45 minutes"):
+    with refuses(ConfigError):
         signal_seconds(600, 1800)
 
 
 def test_an_unknown_container_runtime_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be pyxis or apptainer"):
+    with refuses(ConfigError):
         runtime_named("docker")
 
 
@@ -180,11 +180,11 @@ def test_the_script_by_hand_has_the_same_body(tmp_path: Path) -> None:
 
 
 def test_a_wrong_configuration_is_found_before_the_queue(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="num_stepz"):
+    with refuses(ConfigError, "num_stepz"):
         prepare([folder / "run.yaml"], ["train.num_stepz=5"], SlurmOptions(2))
-    with pytest.raises(ConfigError, match="tp"):
+    with refuses(ConfigError):
         prepare([folder / "run.yaml"], ["run.dir=runs/x", "layout.tp=3"], SlurmOptions(2))
-    with pytest.raises(ConfigError, match=r"run\.dir"):
+    with refuses(ConfigError, "run.dir"):
         prepare([folder / "run.yaml"], ['run.dir=runs/"x'], SlurmOptions(2))
     assert not (folder / "runs").exists()
 
