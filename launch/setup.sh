@@ -5,10 +5,10 @@
 # pyproject.toml has changed since the last time; otherwise this takes a moment.
 #
 # Torch is chosen once. Where the interpreter, or the environment, has one already, as in NVIDIA's containers, that one
-# stays: it is built for its CUDA, and what lies beside it for it. Where there is none and no GPU either, the newest one
+# stays: it is built for its CUDA, and other packages there for it. Where there is none and no GPU either, the newest one
 # that pyproject.toml allows would bring 3 to 6 GB of CUDA libraries that nothing can use; the wheel for CPUs has 0.2 GB.
 # So $cpu_torch is taken there, the version that the tests run with day by day, from the index of CPU wheels or
-# from where pip's own settings find it. Beside a GPU pip takes the newest that is allowed.
+# from where pip's own settings find it. With a GPU pip takes the newest that is allowed.
 cpu_torch=2.13.0
 
 find_python() { # the first interpreter on PATH that is new enough
