@@ -61,15 +61,25 @@ def check_message(text: str, *facts: str) -> None:
     assert _running is not None, "messages are checked in the process of the test; on a rank use pytest.raises"
     missing = [fact for fact in facts if fact not in text]
     assert not missing, f"{missing} not in the message: {text}"
-    text = _without_paths(text, _running.item)
+    text = _portable(text, _running.item)
     if UPDATE_VARIABLE not in os.environ:
         assert len(_running.checked) < len(_running.expected), f"no entry for this message, run `{COMMAND}`: {text}"
         assert text == _running.expected[len(_running.checked)], f"another message; if it is meant, run `{COMMAND}`"
     _running.checked.append(text)
 
 
-def _without_paths(text: str, item: pytest.Function) -> str:
-    """Replaces the folders of this run and this machine."""
+_OF_A_RUN = re.compile(
+    r"(?<=-)[0-9a-f]{8}\b|(?<=[-[])[0-9a-f]{16}\b|\b[0-9a-f]{32}(?:[0-9a-f]{32})?\b|(?<=/)tmp[a-z0-9_]{8}\b"
+    r"|\b0x[0-9a-f]{12}\b|(?<=\bprocess )\d+ on [\w.-]+|(?<=at byte )\d+"
+)
+"""Random names, digests, addresses of objects, processes and places in pickles, which differ with the run or torch."""
+_OF_PYDANTIC = re.compile(r" \[type=.*\](\n +For further information visit .*)?")
+"""What pydantic adds to the message of a rule."""
+
+
+def _portable(text: str, item: pytest.Function) -> str:
+    """Replaces what differs between runs, machines and versions of libraries."""
+    text = _OF_PYDANTIC.sub("", _OF_A_RUN.sub("<id>", text))
     if isinstance(factory := item.funcargs.get("tmp_path_factory"), pytest.TempPathFactory):
         text = re.sub(re.escape(str(factory.getbasetemp())) + r"/[\w-]+", "<tmp>", text)
     return text.replace(os.environ["XDG_CACHE_HOME"], "<cache>").replace(str(ROOT), "<project>")
@@ -94,6 +104,8 @@ class Messages:
         self.file = file
         self.collected: set[str] = set()
         """Tests of the chosen files, those that -k and -m leave out as well."""
+        self.checked: dict[str, list[str]] = {}
+        """Messages of each test that has passed during an update."""
 
     @cached_property
     def entries(self) -> dict[str, list[str]]:
@@ -118,7 +130,6 @@ class Messages:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Notes the tests before -k and -m leave some out."""
         self.collected.update(item.nodeid for item in items)
-        _note({"collected": sorted(self.collected)})
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
@@ -130,16 +141,16 @@ class Messages:
         finally:
             test, _running = _running, outer
         if UPDATE_VARIABLE in os.environ:
-            _note({"test": pyfuncitem.nodeid, "messages": test.checked})
+            self.checked[pyfuncitem.nodeid] = test.checked
         else:
             assert test.checked == test.expected, f"not all messages of the entry were seen; run `{COMMAND}`"
         return result
 
-
-def _note(row: Mapping[str, object]) -> None:
-    if file := os.environ.get(UPDATE_VARIABLE):
-        with Path(file).open("a") as lines:
-            lines.write(json.dumps(row) + "\n")
+    def pytest_sessionfinish(self) -> None:
+        """Writes what the tests of this process have checked; a test itself may lack the disk for it."""
+        if file := os.environ.get(UPDATE_VARIABLE):
+            with Path(file).open("a") as lines:
+                lines.write(json.dumps({"collected": sorted(self.collected), "checked": self.checked}) + "\n")
 
 
 class _Text(str):
@@ -154,25 +165,28 @@ _Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag
 
 
 def main(chosen: list[str]) -> int:
-    """Runs the tests of the chosen files or folders that expect messages, and writes their messages.
+    """Runs the chosen tests, or those of the chosen files or folders that expect messages, and writes their messages.
 
     A test that fails, or that this machine cannot run, keeps its entry; one that is gone loses it.
     """
-    within = tuple(chosen) or ("tests",)
-    files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py"))]
+    places = "|".join(re.escape(each.rstrip("/")) for each in chosen or ["tests"])
+    within = re.compile(rf"(?:{places})(?:/|::|\[|$)")
     using = [
-        file for file in files if file.startswith(within) and "from tests.messages import" in (ROOT / file).read_text()
+        file
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if within.match(file := str(path.relative_to(ROOT))) and "from tests.messages import" in path.read_text()
     ]
+    using += [each for each in chosen if "::" in each]
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.jsonl")
         command = [sys.executable, "-m", "pytest", "-m", "not nightly and not slurm", *using]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, UPDATE_VARIABLE: str(notes)}).returncode
         rows = [json.loads(line) for line in notes.read_text().splitlines()]
-    collected = {test for row in rows for test in row.get("collected", [])}
-    passed = {row["test"]: row["messages"] for row in rows if "test" in row}
+    collected = {test for row in rows for test in row["collected"]}
+    checked = {test: entry for row in rows for test, entry in row["checked"].items()}
     messages = Messages()
-    kept = {test: entry for test, entry in messages.entries.items() if test in collected or not test.startswith(within)}
-    messages.write({test: entry for test, entry in {**kept, **passed}.items() if entry})
+    kept = {test: entry for test, entry in messages.entries.items() if test in collected or not within.match(test)}
+    messages.write({test: entry for test, entry in {**kept, **checked}.items() if entry})
     return code
 
 

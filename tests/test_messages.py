@@ -79,9 +79,9 @@ def test_an_update_notes_the_messages_of_tests_that_pass(
 ) -> None:
     monkeypatch.setenv(UPDATE_VARIABLE, str(tmp_path / "notes"))
     suite.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=5, failed=2)
-    rows = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
-    noted = {row["test"].removeprefix("test_inner.py::test_"): row["messages"] for row in rows if "test" in row}
-    assert noted == {
+    (line,) = (tmp_path / "notes").read_text().splitlines()
+    checked = json.loads(line)["checked"]
+    assert {test.removeprefix("test_inner.py::test_"): messages for test, messages in checked.items()} == {
         "same": ENTRIES["same"],
         "another_message": ["new words"],
         "no_entry": ["new"],

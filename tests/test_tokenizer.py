@@ -13,6 +13,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 TEXTS = ["def f(x):\n    return x + 1\n", "    indented  twice", "", "naïve 日本 🙂 12345", "<s> </s> is text"]
 
@@ -101,29 +102,29 @@ def _with_broken_settings(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "name", "message"),
+    ("prepare", "name", "fact"),
     [
-        (lambda path, _: None, "none.model", r"none\.model does not exist; give a \.model file"),
+        (lambda path, _: None, "none.model", "none.model"),
         (
             lambda path, _: (path / "m.model").write_bytes(b"garbage"),
             "m.model",
-            r"m\.model is not a sentencepiece model",
+            "m.model",
         ),
-        (lambda path, _: (path / "m.model").write_bytes(b""), "m.model", r"m\.model is not a sentencepiece model"),
-        (lambda path, _: (path / "tokenizer.json").write_text("{}"), "", r"tokenizer\.json is not a tokenizer\.json"),
-        (lambda path, _: (path / "vocab.txt").write_text("a"), "vocab.txt", r"vocab\.txt is neither"),
-        (lambda path, _: None, "", r"holds no tokenizer\.json and 0 \.model files"),
-        (_two_models, "", r"holds no tokenizer\.json and 2 \.model files"),
-        (_without_eos, "", r"has no end-of-document token; name it as eos_token in .*tokenizer_config\.json"),
-        (_with_foreign_eos, "", r"names '<end>' as eos_token, which .*tokenizer\.json does not hold"),
-        (_with_broken_settings, "", r"tokenizer_config\.json is not JSON"),
+        (lambda path, _: (path / "m.model").write_bytes(b""), "m.model", "m.model"),
+        (lambda path, _: (path / "tokenizer.json").write_text("{}"), "", "tokenizer.json"),
+        (lambda path, _: (path / "vocab.txt").write_text("a"), "vocab.txt", "vocab.txt"),
+        (lambda path, _: None, "", "tokenizer.json"),
+        (_two_models, "", "tokenizer.json"),
+        (_without_eos, "", "eos_token"),
+        (_with_foreign_eos, "", "'<end>'"),
+        (_with_broken_settings, "", "tokenizer_config.json"),
     ],
 )
 def test_bad_files_are_reported(
-    folder: Path, tmp_path: Path, prepare: Callable[[Path, Path], object], name: str, message: str
+    folder: Path, tmp_path: Path, prepare: Callable[[Path, Path], object], name: str, fact: str
 ) -> None:
     prepare(tmp_path, folder)
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, fact):
         load_tokenizer(tmp_path / name)
 
 
@@ -161,7 +162,7 @@ def test_a_panic_of_the_library_is_one_message(
 def test_a_token_that_is_missing_is_one_message(folder: Path, tmp_path: Path, threads: int) -> None:
     model = {"type": "WordLevel", "vocab": {"</s>": 1, "a": 2}, "unk_token": "[UNK]"}
     tokenizer = load_tokenizer(_changed(folder, tmp_path, model=model))
-    with pytest.raises(DataError, match=r"tokenizer\.json fails on a text \(WordLevel error: Missing \[UNK\]"):
+    with refuses(DataError, "tokenizer.json"):
         tokenizer.encode_batch(["b"], threads)
 
 
@@ -169,7 +170,7 @@ def test_a_token_that_is_missing_is_one_message(folder: Path, tmp_path: Path, th
 def test_merges_that_would_end_the_process_are_refused(folder: Path, tmp_path: Path, prefix: str) -> None:
     model = {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "é": 2, "aé": 3}, "merges": ["a é"]}
     path = _changed(folder, tmp_path, model={**model, "continuing_subword_prefix": prefix})
-    with pytest.raises(DataError, match=f"has merges without their prefix '{prefix}'"):
+    with refuses(DataError, f"'{prefix}'"):
         load_tokenizer(path)
 
 
@@ -183,26 +184,26 @@ def test_merges_with_their_prefix_are_read(folder: Path, tmp_path: Path) -> None
 def test_bombs_and_pipes_are_reported(folder: Path, tmp_path: Path, name: str) -> None:
     _changed(folder, tmp_path)
     (tmp_path / name).write_bytes(b'{"a":' * 10**6)
-    with pytest.raises(DataError, match=rf"{name} is not"):
+    with refuses(DataError, name):
         load_tokenizer(tmp_path)
     os.truncate(tmp_path / name, 40 * 2**30)
-    with pytest.raises(DataError, match=rf"{name} cannot be read: it has 42949672960 bytes"):
+    with refuses(DataError, name, "42949672960"):
         load_tokenizer(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=rf"{name} cannot be read: it is a device or a pipe"):
+    with refuses(DataError, name):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_an_endless_name_is_shortened(folder: Path, tmp_path: Path) -> None:
     _changed(folder, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x" * 70_000}))
-    with pytest.raises(DataError, match="as eos_token, which") as error:
+    with refuses(DataError, "eos_token") as error:
         load_tokenizer(tmp_path)
     assert len(str(error.value)) < 1000
 
 
 def test_a_model_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:
     train_tokenizer([folder / "text.txt"], tmp_path / "m.model", vocab_size=320, eos_id=-1)
-    with pytest.raises(DataError, match="has no end-of-sentence token"):
+    with refuses(DataError):
         load_tokenizer(tmp_path / "m.model")

@@ -10,6 +10,7 @@ from mtrain.config.load import load_config
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
+from tests.messages import check_message
 
 
 @pytest.mark.fault(
@@ -19,30 +20,30 @@ from tests.fault_table import Notice
     exit_code=2,
 )
 @pytest.mark.parametrize(
-    ("key", "why"),
+    "key",
     [
-        ("optimizer.lrr", "there is no such key"),
-        ("optimiser", "there is no such key"),
-        ("optimizer.lr.value.more", "there is no such key"),
-        ("data.train[0].weight", "there is no such key"),
-        ("", "there is no such key"),
-        ("model.num_layers", "the weights in the checkpoint are those of this model"),
-        ("model", "the weights in the checkpoint are those of this model"),
-        ("optimizer.kind", "its state in the checkpoint means nothing to another"),
-        ("train.precision", "the optimizer keeps other state in another precision"),
-        ("train.global_batch_size", "samples would be repeated or left out"),
-        ("train.seed", "samples would be repeated or left out"),
-        ("layout.tp", "may change without consent; remove it"),
-        ("train.num_steps", "a learning rate that follows from it is optimizer.decay_steps"),
+        "optimizer.lrr",
+        "optimiser",
+        "optimizer.lr.value.more",
+        "data.train[0].weight",
+        "",
+        "model.num_layers",
+        "model",
+        "optimizer.kind",
+        "train.precision",
+        "train.global_batch_size",
+        "train.seed",
+        "layout.tp",
+        "train.num_steps",
     ],
 )
-def test_what_cannot_be_allowed_is_refused_by_name(key: str, why: str, tmp_path: Path, notice: Notice) -> None:
+def test_what_cannot_be_allowed_is_refused_by_name(key: str, tmp_path: Path, notice: Notice) -> None:
     sections = content(checkpoint={"allow_changed": ["optimizer.lr", key]})
     with notice, pytest.raises(ConfigError) as caught:
         load_config([write(tmp_path / "config.yaml", sections)])
     (line,) = str(caught.value).splitlines()
     assert f"checkpoint.allow_changed names {key!r}" in line
-    assert why in line
+    check_message(line)
     assert caught.value.exit_code == notice.exit_code
 
 

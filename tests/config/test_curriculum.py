@@ -13,6 +13,7 @@ from mtrain.config.load import config_yaml, load_config
 from mtrain.plan.summary import print_plan
 from tests.config.samples import INDEXED, content
 from tests.config.yaml_files import write
+from tests.messages import refuses
 
 A, B, C = {"path": "a"}, {"path": "b", "weight": 3.0}, {"path": "c"}
 LATER = [{"from_step": 10, "sources": [C, B]}, {"from_step": 20, "sources": [A]}]
@@ -47,33 +48,30 @@ def test_the_plan_of_a_run_has_its_phases(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "data", "message"),
+    ("curriculum", "data", "fact"),
     [
         (
             [LATER[1], LATER[0]],
             {},
-            "data.curriculum[1].from_step=10 must be above 20, that of the blend before it; put the blends into the "
-            "order of their steps",
+            "data.curriculum[1].from_step=10",
         ),
-        ([{"from_step": 5, "sources": [A, B, A]}], {}, "data.curriculum[0].sources names a twice; name it once"),
-        (LATER, {"train": [A, A]}, "data.train names a twice; name it once, with the sum of the weights"),
-        ([{"from_step": 0, "sources": [A]}], {}, "data.curriculum[0].from_step: input should be greater than 0"),
-        ([{"from_step": 5, "sources": []}], {}, "data.curriculum[0].sources: "),
-        ([{"from_step": 5, "source": [A]}], {}, "data.curriculum[0].source: there is no such key; did you mean"),
-        ([{"sources": [A]}], {}, "data.curriculum[0].from_step: no value is given"),
+        ([{"from_step": 5, "sources": [A, B, A]}], {}, "data.curriculum[0].sources"),
+        (LATER, {"train": [A, A]}, "data.train"),
+        ([{"from_step": 0, "sources": [A]}], {}, "data.curriculum[0].from_step"),
+        ([{"from_step": 5, "sources": []}], {}, "data.curriculum[0].sources"),
+        ([{"from_step": 5, "source": [A]}], {}, "data.curriculum[0].source"),
+        ([{"sources": [A]}], {}, "data.curriculum[0].from_step"),
         (
             LATER,
             {"kind": "sft", "tokenizer": "t", "packing": {"batch": "rows"}},
-            "data.curriculum changes blends at a step, but with packing.batch=rows a window of samples that is packed "
-            "together would lie across it; set packing.batch=sequences",
+            "data.curriculum",
         ),
     ],
     ids=str,
 )
-def test_wrong_curricula_are_named(tmp_path: Path, curriculum: Any, data: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_wrong_curricula_are_named(tmp_path: Path, curriculum: Any, data: Any, fact: str) -> None:
+    with refuses(ConfigError, fact):
         loaded(tmp_path, curriculum, **data)
-    assert message in str(caught.value)
 
 
 def test_the_same_path_may_come_twice_where_there_is_no_curriculum(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, MAX_NODES
 from mtrain.config.load import load_config
 from mtrain.config.schema import bounds
 from mtrain.config.schema.data import IndexedSection
@@ -16,7 +15,7 @@ from mtrain.plan.summary import print_plan
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
-from tests.messages import refuses
+from tests.messages import check_message, refuses
 
 DIGITS = "1" * 5000
 
@@ -51,24 +50,24 @@ def sparse(path: Path) -> Path:
     return path
 
 
-FILES: list[tuple[Callable[[Path], Path], str]] = [
-    (pipe, "this is a pipe or a device"),
-    (lambda path: Path("/dev/zero"), "this is a pipe or a device"),
-    (lambda path: path.parent, "this is a folder"),
-    (sparse, f"the file is larger than {MAX_BYTES:,} bytes"),
-    (lambda path: path.with_name("x" * 300), "the file cannot be read (File name too long)"),
-    (lambda path: path / "x", "there is no such file"),
-    (lambda path: Path("a\0b"), "no file can have such a name"),
-    (lambda path: Path("a\ud800b"), "no file can have such a name"),
-]
+FILES: dict[str, Callable[[Path], Path]] = {
+    "a pipe": pipe,
+    "a device": lambda path: Path("/dev/zero"),
+    "a folder": lambda path: path.parent,
+    "a GiB": sparse,
+    "a long name": lambda path: path.with_name("x" * 300),
+    "a file in a file": lambda path: path / "x",
+    "NUL in the name": lambda path: Path("a\0b"),
+    "half a character in the name": lambda path: Path("a\ud800b"),
+}
 
 
-@pytest.mark.parametrize(("make", "words"), FILES, ids=[words for _, words in FILES])
+@pytest.mark.parametrize("make", FILES.values(), ids=FILES)
 @fault("a pipe, a device, a folder or 1 GiB in the place of a configuration", "refused unread")
 def test_what_is_no_configuration_is_not_read(
-    make: Callable[[Path], Path], words: str, base: Path, tmp_path: Path, notice: Notice
+    make: Callable[[Path], Path], base: Path, tmp_path: Path, notice: Notice
 ) -> None:
-    assert words in refusal([base, make(tmp_path / "odd.yaml")], [], notice)
+    check_message(refusal([base, make(tmp_path / "odd.yaml")], [], notice))
 
 
 def bomb(levels: int) -> str:
@@ -84,66 +83,64 @@ def chain(links: int) -> str:
 
 
 TEXTS = {
-    "nested lists": ("run: " + "[" * 3000, f"nested more than {MAX_DEPTH} deep"),
-    "nested mappings": ("run: " + "{a: " * 3000, f"nested more than {MAX_DEPTH} deep"),
-    "aliases that multiply": (bomb(30), f"more than {MAX_NODES:,} values"),
-    "aliases in a row": (chain(40), f"nested more than {MAX_DEPTH} deep"),
-    "an alias of itself": ("run: &a [*a]", f"nested more than {MAX_DEPTH} deep"),
-    "an alias of nothing": ("run: *a", "undefined alias"),
-    "too many values": ("run: [" + "1," * 20_000 + "]", f"more than {MAX_NODES:,} values"),
-    "digits": (f"train: {{num_steps: {DIGITS}}}", "is a number of 5,000 digits"),
-    "tagged digits": (f"train: {{num_steps: !!int {DIGITS}}}", "is a number of 5,000 digits"),
-    "quoted tagged digits": (f"train: {{num_steps: !!int '{DIGITS}'}}", "is a number of 5,000 digits"),
-    "hexadecimal digits": (f"train: {{num_steps: 0x{DIGITS}}}", "is a number of 5,002 digits"),
-    "a quoted text": ("'true'", "sections with keys are needed"),
-    "YAML in a quoted text": ("'" + "[" * 3000 + "'", "sections with keys are needed"),
-    "a plain text": ("x", "sections with keys are needed"),
-    "two documents": ("run: {dir: x}\n---\nrun: {dir: y}", "but found another document"),
-    "a timestamp": ("run: {dir: !!timestamp x}", "needs the tag tag:yaml.org,2002:timestamp"),
-    "a wrong bool": ("layout: {sp: !!bool x}", "odd.yaml:1: 'x' is no bool"),
-    "a tagged list": ("run: !x [1]", "needs the tag !x"),
-    "NUL": ('run: {dir: "a\\0b"}', "run.dir: 'a\\x00b' holds what no text can"),
-    "half a character": ('run: {dir: "a\\ud800b"}', "run.dir: 'a\\ud800b' holds what no text can"),
-    "NUL in a key": ('loss: {options: {"a\\0b": 1}}', "holds what no text can"),
-    "not UTF-8": ("run: {dir: \udcff}", "is not UTF-8"),
+    "nested lists": "run: " + "[" * 3000,
+    "nested mappings": "run: " + "{a: " * 3000,
+    "aliases that multiply": bomb(30),
+    "aliases in a row": chain(40),
+    "an alias of itself": "run: &a [*a]",
+    "an alias of nothing": "run: *a",
+    "too many values": "run: [" + "1," * 20_000 + "]",
+    "digits": f"train: {{num_steps: {DIGITS}}}",
+    "tagged digits": f"train: {{num_steps: !!int {DIGITS}}}",
+    "quoted tagged digits": f"train: {{num_steps: !!int '{DIGITS}'}}",
+    "hexadecimal digits": f"train: {{num_steps: 0x{DIGITS}}}",
+    "a quoted text": "'true'",
+    "YAML in a quoted text": "'" + "[" * 3000 + "'",
+    "a plain text": "x",
+    "two documents": "run: {dir: x}\n---\nrun: {dir: y}",
+    "a timestamp": "run: {dir: !!timestamp x}",
+    "a wrong bool": "layout: {sp: !!bool x}",
+    "a tagged list": "run: !x [1]",
+    "NUL": 'run: {dir: "a\\0b"}',
+    "half a character": 'run: {dir: "a\\ud800b"}',
+    "NUL in a key": 'loss: {options: {"a\\0b": 1}}',
+    "not UTF-8": "run: {dir: \udcff}",
 }
 
 
-@pytest.mark.parametrize(("text", "words"), TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @fault(
     "YAML that is deep, multiplies by aliases, or holds 5,000-digit numbers, NUL or broken UTF-8",
     "refused with the line",
 )
-def test_a_hostile_text_is_refused(text: str, words: str, base: Path, notice: Notice) -> None:
+def test_a_hostile_text_is_refused(text: str, base: Path, notice: Notice) -> None:
     odd = base.with_name("odd.yaml")
     odd.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert words in refusal([base, odd], [], notice)
+    check_message(refusal([base, odd], [], notice))
 
 
 OVERRIDES = {
-    "digits": (f"train.num_steps={DIGITS}", "is a number of 5,000 digits"),
-    "nested": ("loss.options.x=" + "[" * 3000, f"nested more than {MAX_DEPTH} deep"),
-    "a key of many parts": (".".join("a" * 3000) + "=1", "a key of 3000 parts is none of a configuration"),
-    "half a character": ("run.dir=a\ud800b", "run.dir=a"),
-    "NUL": ("run.dir=a\0b", "run.dir=a"),
-    "empty": ("run.dir=", "run.dir: "),
-    "long text": ("run.zzz=" + "x" * 70_000, "run.zzz: there is no such key"),
-    "long key": ("run." + "z" * 70_000 + "=1", "there is no such key"),
+    "digits": f"train.num_steps={DIGITS}",
+    "nested": "loss.options.x=" + "[" * 3000,
+    "a key of many parts": ".".join("a" * 3000) + "=1",
+    "half a character": "run.dir=a\ud800b",
+    "NUL": "run.dir=a\0b",
+    "empty": "run.dir=",
+    "long text": "run.zzz=" + "x" * 70_000,
+    "long key": "run." + "z" * 70_000 + "=1",
 }
 
 
-@pytest.mark.parametrize(("override", "words"), OVERRIDES.values(), ids=OVERRIDES)
+@pytest.mark.parametrize("override", OVERRIDES.values(), ids=OVERRIDES)
 @fault("an override with NUL, half a character, 5,000 digits or 3,000 levels", "refused in one line")
-def test_a_hostile_override_is_refused(override: str, words: str, base: Path, notice: Notice) -> None:
-    assert words in refusal([base], [override], notice)
+def test_a_hostile_override_is_refused(override: str, base: Path, notice: Notice) -> None:
+    check_message(refusal([base], [override], notice))
 
 
 @pytest.mark.parametrize("value", ["12:30", "-1:00", "190:20:30", "1:30.5", "010", "0777", "-017"])
 @fault("12:30 or 010 for a number, which YAML reads in base 60 or 8", "refused; 0.1.0 built 750 layers of 12:30")
 def test_numbers_in_other_bases_are_refused(value: str, base: Path, notice: Notice) -> None:
-    line = refusal([base], [f"model.num_layers={value}"], notice)
-    assert f"YAML reads {value} as a number in base" in line
-    assert "quote a text" in line
+    check_message(refusal([base], [f"model.num_layers={value}"], notice), value)
 
 
 def test_texts_and_numbers_like_them_pass(base: Path) -> None:
@@ -161,39 +158,38 @@ def test_aliases_and_merge_keys_pass(base: Path) -> None:
 
 
 HUGE = 10**30
-OUT_OF_RANGE: list[tuple[str, Any, str]] = [
-    ("model.hidden_size", HUGE, "at most 1,048,576 is needed (a square matrix"),
-    ("model.ffn_hidden_size", 2**63, "at most 1,048,576"),
-    ("model.head_dim", HUGE, "at most 1,048,576"),
-    ("model.num_layers", 2**63, "at most 4,096 is needed (every stage's part"),
-    ("model.mtp_depths", 2**63, "at most 4,096"),
-    ("model.vocab_size", 2**63, "at most 2,147,483,647 is needed (corpora hold tokens as 32-bit integers)"),
-    ("model.sliding_window", HUGE, "at most 64 bits"),
-    ("data.seq_length", 10**12, "at most 16,777,216 is needed (float32"),
-    ("data.prefetch_steps", 10**6, "at most 1,024 is needed (each is a whole global batch"),
-    ("train.global_batch_size", HUGE, "at most 16,777,216"),
-    ("train.num_steps", HUGE, "at most 2,147,483,647"),
-    ("train.seed", 2**64, "at most 18,446,744,073,709,551,615"),
-    ("train.process_group_timeout_s", 10**15, "at most 2,592,000 is needed (a month"),
-    ("checkpoint.save_timeout_s", 10**15, "at most 2,592,000"),
-    ("checkpoint.keep_last", HUGE, "at most 64 bits"),
-    ("valid.max_samples", 10**23, "at most 2,147,483,647"),
-    ("optimizer.lr", 1e39, "(the range of float32"),
-    ("optimizer.epsilon", 1e-46, "(the range of float32"),
-    ("optimizer.clip_grad", 1e300, "(the range of float32"),
-    ("model.norm_epsilon", 1e-50, "(the range of float32"),
-    ("data.split", [1e-300, 1e-300, 1e-300], "(the range of float32"),
-    ("train.initial_loss_scale", 0.5, "greater than or equal to 1"),
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("model.hidden_size", HUGE),
+    ("model.ffn_hidden_size", 2**63),
+    ("model.head_dim", HUGE),
+    ("model.num_layers", 2**63),
+    ("model.mtp_depths", 2**63),
+    ("model.vocab_size", 2**63),
+    ("model.sliding_window", HUGE),
+    ("data.seq_length", 10**12),
+    ("data.prefetch_steps", 10**6),
+    ("train.global_batch_size", HUGE),
+    ("train.num_steps", HUGE),
+    ("train.seed", 2**64),
+    ("train.process_group_timeout_s", 10**15),
+    ("checkpoint.save_timeout_s", 10**15),
+    ("checkpoint.keep_last", HUGE),
+    ("valid.max_samples", 10**23),
+    ("optimizer.lr", 1e39),
+    ("optimizer.epsilon", 1e-46),
+    ("optimizer.clip_grad", 1e300),
+    ("model.norm_epsilon", 1e-50),
+    ("data.split", [1e-300, 1e-300, 1e-300]),
+    ("train.initial_loss_scale", 0.5),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "words"), OUT_OF_RANGE, ids=[key for key, _, _ in OUT_OF_RANGE])
+@pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=[key for key, _ in OUT_OF_RANGE])
 @fault("numbers beyond any run: hidden_size=10^30, num_layers=2^63, lr=1e39", "refused with the largest and why")
-def test_a_number_beyond_any_run_is_refused(key: str, value: Any, words: str, base: Path, notice: Notice) -> None:
+def test_a_number_beyond_any_run_is_refused(key: str, value: Any, base: Path, notice: Notice) -> None:
     line = refusal([base], [f"{key}={value}"], notice)
     assert line.startswith(f"{key}: ")
-    assert words in line
-    assert "change it" in line
+    check_message(line)
 
 
 def test_the_largest_numbers_have_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,9 +218,7 @@ def test_the_largest_numbers_have_a_plan(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("changes", [["optimizer.lr=3e38"], ["optimizer.lr=1e30", "optimizer.weight_decay=1e10"]])
 @fault("a learning rate whose first update does not fit float32", "refused; 0.1.0 ended in a traceback of torch")
 def test_updates_beyond_float32_are_refused(changes: list[str], base: Path, notice: Notice) -> None:
-    line = refusal([base], changes, notice)
-    assert line.startswith("optimizer.lr=")
-    assert "lower it" in line
+    check_message(refusal([base], changes, notice), "optimizer.lr=")
 
 
 PATHS = ["run.dir", "model.hf", "data.tokenizer", "checkpoint.initialize_from", "data.train", "loss.teacher"]

@@ -12,54 +12,39 @@ from mtrain.config.renamed import RenamedKeyWarning
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice
-from tests.messages import refuses
+from tests.messages import check_message, refuses
 
 JSONL: dict[str, Any] = {"kind": "sft", "seq_length": 64, "train": [{"path": "x"}], "tokenizer": "t"}
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    "data",
     [
-        (
-            {"kind": "jsnl", "seq_length": 64},
-            "one of 'indexed', 'sft', 'mock' is needed, but 'jsnl' was given",
-        ),
-        (
-            {"kind": None, "seq_length": 64},
-            "one of 'indexed', 'sft', 'mock' is needed, but 'None' was given",
-        ),
-        (
-            {"kind": [1], "seq_length": 64},
-            "one of 'indexed', 'sft', 'mock' is needed, but '[1]' was given",
-        ),
-        (3, "data: a section with keys is needed, but 3 was given"),
-        (
-            {**INDEXED, "too_long": "drop"},
-            "data.too_long: this is no key of data.kind=indexed, but of sft; remove it or change the kind (in ",
-        ),
-        ({**JSONL, "isolate_documents": True}, "this is no key of data.kind=sft, but of indexed and mock;"),
-        ({**INDEXED, "kind": "mock"}, "data.train: this is no key of data.kind=mock, but of indexed and sft;"),
-        ({**JSONL, "to_long": 1}, "data.to_long: there is no such key; did you mean data.too_long?"),
-        (
-            {**JSONL, "train": [{"pth": 1, "path": "x"}]},
-            "data.train[0].pth: there is no such key; did you mean data.tr",
-        ),
-        ({"kind": "sft", "seq_length": 64, "tokenizer": "t"}, "data.train is empty, but kind=sft reads from files"),
-        ({"kind": "mock"}, "data.seq_length: no value is given; set it"),
-        (None, "data: a section with keys is needed, but nothing was given"),
+        {"kind": "jsnl", "seq_length": 64},
+        {"kind": None, "seq_length": 64},
+        {"kind": [1], "seq_length": 64},
+        3,
+        {**INDEXED, "too_long": "drop"},
+        {**JSONL, "isolate_documents": True},
+        {**INDEXED, "kind": "mock"},
+        {**JSONL, "to_long": 1},
+        {**JSONL, "train": [{"pth": 1, "path": "x"}]},
+        {"kind": "sft", "seq_length": 64, "tokenizer": "t"},
+        {"kind": "mock"},
+        None,
     ],
     ids=str,
 )
 @pytest.mark.fault(
     "input", "a kind of data that does not exist, or keys of another kind", happens="refused", exit_code=2
 )
-def test_a_wrong_kind_and_keys_of_another_are_named(data: Any, expected: str, tmp_path: Path, notice: Notice) -> None:
+def test_a_wrong_kind_and_keys_of_another_are_named(data: Any, tmp_path: Path, notice: Notice) -> None:
     path = write(tmp_path / "c.yaml", content(data=data))
     with notice, pytest.raises(ConfigError) as error:
         load_config([path], [])
     assert error.value.exit_code == notice.exit_code
     (line,) = str(error.value).splitlines()
-    assert expected in line
+    check_message(line)
 
 
 def test_a_missing_section_names_what_its_first_kind_needs(tmp_path: Path) -> None:

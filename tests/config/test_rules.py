@@ -8,6 +8,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
+from tests.messages import check_message
 
 
 def messages(tmp_path: Any, **changes: Any) -> list[str]:
@@ -23,91 +24,91 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"layout__sp": True}, "layout.sp=true needs tp > 1, but tp=1"),
-    ({"layout__vpp": 2}, "layout.vpp=2 needs pp > 1"),
-    ({"layout__first_stage_layers": 2}, "layout.first_stage_layers divides the layers over pipeline stages, but pp=1"),
+    ({"layout__sp": True}, "layout.sp=true"),
+    ({"layout__vpp": 2}, "layout.vpp=2"),
+    ({"layout__first_stage_layers": 2}, "layout.first_stage_layers"),
     (
         {"layout": {"pp": 2, "first_stage_layers": 2, "stage_layers": [2, 6]}},
-        "layout.stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is given",
+        "layout.stage_layers",
     ),
-    ({"layout": {"pp": 2, "stage_layers": [2, 3, 3]}}, "layout.stage_layers=[2, 3, 3] needs 2 numbers above 0"),
-    ({"layout": {"pp": 2, "stage_layers": [8, 0]}}, "layout.stage_layers=[8, 0] needs 2 numbers above 0"),
-    ({"layout__ep": 2}, "layout.ep=2 and layout.etp=1 need model.experts"),
-    ({"layout__etp": 2}, "layout.ep=1 and layout.etp=2 need model.experts"),
+    ({"layout": {"pp": 2, "stage_layers": [2, 3, 3]}}, "layout.stage_layers=[2,"),
+    ({"layout": {"pp": 2, "stage_layers": [8, 0]}}, "layout.stage_layers=[8,"),
+    ({"layout__ep": 2}, "layout.ep=2"),
+    ({"layout__etp": 2}, "layout.ep=1"),
     (
         {"layout__etp": 2, "model__experts": EXPERTS, "model__linear_bias": True},
-        "layout.etp=2 cannot divide experts with biases",
+        "layout.etp=2",
     ),
     (
         {"model__experts": {**EXPERTS, "shared_ffn_hidden_size": 8}, "model__linear_bias": True},
-        "model.experts.shared_ffn_hidden_size=8 and model.linear_bias=true",
+        "model.experts.shared_ffn_hidden_size=8",
     ),
     (
         {"model__rope": {"local_base": 100.0}},
-        "model.rope.local_base=100.0 has no effect without a window",
+        "model.rope.local_base=100.0",
     ),
     (
         {"model__post_norm": True, "model__sandwich_norm": True},
-        "model.post_norm=true leaves norms out that sandwich_norm=true asks for; turn one of them off",
+        "model.post_norm=true",
     ),
-    ({"model__qk_norm_width": "full"}, "model.qk_norm_width=full has no effect without a norm; set qk_norm=true"),
+    ({"model__qk_norm_width": "full"}, "model.qk_norm_width=full"),
     (
         {"model__qk_norm": True, "model__qk_norm_width": "full", "model__norm": "layernorm"},
-        "model.qk_norm_width=full needs norm=rmsnorm, but norm=layernorm; change one of them",
+        "model.qk_norm_width=full",
     ),
     (
         {"data": {**INDEXED, "packing": {}}},
-        "data.packing puts samples of different length into rows, but kind=indexed cuts running text into full rows",
+        "data.packing",
     ),
-    ({"data__packing": {}}, "data.packing keeps the samples of a row apart, but isolate_documents=false; set it to"),
-    ({"train__tokens_per_micro_batch": 64}, "train.tokens_per_micro_batch=64 is the width of packed rows, but"),
+    ({"data__packing": {}}, "data.packing"),
+    ({"train__tokens_per_micro_batch": 64}, "train.tokens_per_micro_batch=64"),
     (
         {**PACKED, "train__tokens_per_micro_batch": 63},
-        "train.tokens_per_micro_batch=63 must be at least data.seq_length=64",
+        "train.tokens_per_micro_batch=63",
     ),
     (
         {**PACKED, "train__tokens_per_micro_batch": 128, "train__micro_batch_size": 2},
-        "train.tokens_per_micro_batch=128 makes one row a microbatch, but train.micro_batch_size=2",
+        "train.tokens_per_micro_batch=128",
     ),
     (
         {**PACKED, "train__tokens_per_micro_batch": 130, "layout__cp": 2},
-        "train.tokens_per_micro_batch=130 must be a multiple of 4 = 2 x layout.cp",
+        "train.tokens_per_micro_batch=130",
     ),
     (
         {**PACKED, "model__backend": "te"},
-        "model.backend=te lets attention cross the documents of a row, but data.packing puts several into one",
+        "model.backend=te",
     ),
     (
         {"model__backend": "te", "train__precision": "fp32"},
-        "model.backend=te is not enough for train.precision=fp32: its products of float32 are made in TF32",
+        "model.backend=te",
     ),
     (
         {"model__backend": "te", "layout": {"tp": 2, "cp": 4, "cp_comm": "ulysses"}},
-        "model.backend=te is not enough for layout.cp_comm=ulysses: it exchanges whole key/value heads, but 2 of them",
+        "model.backend=te",
     ),
     (
         {"model__backend": "te", "train__compile": "layers"},
-        "model.backend=te is not enough for train.compile=layers, which compiles our layers alone",
+        "model.backend=te",
     ),
     (
         {"model__backend": "te", "train__offload_layers": 2},
-        "model.backend=te is not enough for train.offload_layers=2, which moves what our layers keep alone",
+        "model.backend=te",
     ),
     (
         {"train__compile": "layers", "train__offload_layers": 2},
-        "train.compile=layers does not go with train.offload_layers, as graphs hide what a layer keeps",
+        "train.compile=layers",
     ),
     (
         {"optimizer__kind": "muon", "train__offload_optimizer": True},
-        "train.offload_optimizer=true moves AdamW's moments, but under optimizer.kind=muon matrices have a momentum",
+        "train.offload_optimizer=true",
     ),
     (
         {"train__fp8": "hybrid", "train__offload_layers": 2},
-        "train.fp8=hybrid needs TransformerEngine's layers, which train.offload_layers=2 leaves out; remove one of the",
+        "train.fp8=hybrid",
     ),
     (
         {"model__hidden_dropout": 0.1, "train__compile": "layers"},
-        "train.compile=layers does not go with model.hidden_dropout, as a compiled layer draws other numbers",
+        "train.compile=layers",
     ),
     (
         {
@@ -116,59 +117,59 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
             "train__distributed_optimizer": True,
             "train__compile": "layers",
         },
-        "train.compile=layers does not go with train.overlap_param_gather=true, which waits for parameters inside of",
+        "train.compile=layers",
     ),
     (
         {"layout": {"cp": 2, "cp_comm": "ring"}, "model__sliding_window": 8},
-        "layout.cp_comm=ring does not know windows that end within a hop (model.sliding_window)",
+        "layout.cp_comm=ring",
     ),
     (
         {"layout": {"cp": 2, "cp_comm": "ring"}, "data__isolate_documents": True},
-        "layout.cp_comm=ring does not know documents that end within a hop (data.isolate_documents)",
+        "layout.cp_comm=ring",
     ),
     (
         {"layout": {"cp": 2, "cp_comm": "ring"}, "model__attention_sinks": True},
-        "layout.cp_comm=ring does not know a sink, which every hop would count (model.attention_sinks)",
+        "layout.cp_comm=ring",
     ),
     (
         {"layout": {"cp": 2, "cp_comm": "ring"}, "model__attention_dropout": 0.1},
-        "layout.cp_comm=ring does not know dropout (model.attention_dropout)",
+        "layout.cp_comm=ring",
     ),
-    ({"train__fp8_recipe": "mxfp8"}, "train.fp8_recipe=mxfp8 scales products in fp8, but train.fp8 is not set"),
+    ({"train__fp8_recipe": "mxfp8"}, "train.fp8_recipe=mxfp8"),
     (
         {"train__fp8": "hybrid", "train__fp8_recipe": "delayed"},
-        "train.fp8_recipe=delayed scales by the largest elements of earlier steps, which checkpoints do not hold",
+        "train.fp8_recipe=delayed",
     ),
-    ({"train__fp8": "hybrid", "train__device": "cpu"}, "train.fp8=hybrid needs a GPU, but train.device=cpu"),
+    ({"train__fp8": "hybrid", "train__device": "cpu"}, "train.fp8=hybrid"),
     (
         {"train__fp8": "hybrid", "model__backend": "torch"},
-        "train.fp8=hybrid needs TransformerEngine's layers, but model.backend=torch",
+        "train.fp8=hybrid",
     ),
     (
         {"train__fp8": "e4m3", "train__precision": "fp16"},
-        "train.fp8=e4m3 keeps everything but products in bf16, but train.precision=fp16",
+        "train.fp8=e4m3",
     ),
     (
         {"train__fp8": "e4m3", "train__compile": "layers"},
-        "train.fp8=e4m3 needs TransformerEngine's layers, which train.compile=layers leaves out",
+        "train.fp8=e4m3",
     ),
     (
         {"train__fp8": "e4m3", "model__ffn_hidden_size": 72},
-        "train.fp8=e4m3 needs model.ffn_hidden_size / layout.tp=72 to",
+        "train.fp8=e4m3",
     ),
     (
         {"train__fp8": "e4m3", "train__fp8_recipe": "blockwise", "data__seq_length": 64},
-        "train.fp8=e4m3 needs a multiple of 128 tokens in a rank's microbatch",
+        "train.fp8=e4m3",
     ),
-    ({"data__kind": "indexed"}, "data.train is empty, but kind=indexed reads from files"),
+    ({"data__kind": "indexed"}, "data.train"),
     (
         {"data": {**INDEXED, "split": [0.9, 0.1, 0], "valid": [{"path": "v"}]}},
-        "data.split already divides the train sources, but valid or test are given",
+        "data.split",
     ),
-    ({"data": {**INDEXED, "split": [0.9, 0.2, 0]}}, "data.split=[0.9, 0.2, 0.0] needs three shares"),
-    ({"data": {**INDEXED, "split": [1.1, -0.1, 0]}}, "data.split=[1.1, -0.1, 0.0] needs three shares"),
-    ({"data": {**INDEXED, "split": [0, 0.5, 0.5]}}, "data.split=[0.0, 0.5, 0.5] needs three shares"),
-    ({"data": {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer is not given"),
+    ({"data": {**INDEXED, "split": [0.9, 0.2, 0]}}, "data.split=[0.9,"),
+    ({"data": {**INDEXED, "split": [1.1, -0.1, 0]}}, "data.split=[1.1,"),
+    ({"data": {**INDEXED, "split": [0, 0.5, 0.5]}}, "data.split=[0.0,"),
+    ({"data": {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer"),
     (
         {
             "data": {
@@ -179,112 +180,110 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
                 "isolate_documents": 1,
             }
         },
-        "data.isolate_documents: this is no key of data.kind=sft, but of indexed and mock",
+        "data.isolate_documents:",
     ),
-    ({"model__mtp_depths": 1, "loss__denominator": "measured"}, "model.mtp_depths=1 adds terms that are scaled before"),
-    ({"model__mtp_depths": 64}, "model.mtp_depths=64 must be below data.seq_length=64"),
-    ({"loss__side_terms": {"mtp_2": {}}}, "loss.side_terms.mtp_2 takes the name of a depth of multi-token prediction"),
-    ({"loss__options": {"label_smoothing": 1}}, "loss.options.label_smoothing=1 must be a number from 0 to below 1"),
-    ({"loss__options": {"label_smoothing": "a lot"}}, "loss.options.label_smoothing='a lot' must be a number"),
+    ({"model__mtp_depths": 1, "loss__denominator": "measured"}, "model.mtp_depths=1"),
+    ({"model__mtp_depths": 64}, "model.mtp_depths=64"),
+    ({"loss__side_terms": {"mtp_2": {}}}, "loss.side_terms.mtp_2"),
+    ({"loss__options": {"label_smoothing": 1}}, "loss.options.label_smoothing=1"),
+    ({"loss__options": {"label_smoothing": "a lot"}}, "loss.options.label_smoothing='a"),
     (
         {"loss__side_terms": {"kl": {"function": "distillation", "options": {"temperature": 0}}}},
-        "loss.side_terms.kl.options.temperature=0 must be a number above 0",
+        "loss.side_terms.kl.options.temperature=0",
     ),
     (
         {"loss__side_terms": {"kl": {"function": "distillation", "options": {"direction": "up"}}}},
-        "loss.side_terms.kl.options.direction='up' must be forward or reverse",
+        "loss.side_terms.kl.options.direction='up'",
     ),
-    ({"loss__function": "mtrain.loss"}, "loss.function='mtrain.loss' is not known; choose next_token"),
-    ({"loss__function": "a.b:c.d"}, "loss.function='a.b:c.d' is not known; choose next_token"),
-    ({"loss__aggregation": "token-sum-norm"}, "loss.norm_length is not given, but aggregation=token-sum-norm"),
+    ({"loss__function": "mtrain.loss"}, "loss.function='mtrain.loss'"),
+    ({"loss__function": "a.b:c.d"}, "loss.function='a.b:c.d'"),
+    ({"loss__aggregation": "token-sum-norm"}, "loss.norm_length"),
     (
         {"loss__aggregation": "seq-mean-token-sum-norm"},
-        "loss.norm_length is not given, but aggregation=seq-mean-token-sum-norm",
+        "loss.norm_length",
     ),
-    ({"loss__norm_length": 7}, "loss.norm_length=7 is not used by aggregation=token-mean"),
+    ({"loss__norm_length": 7}, "loss.norm_length=7"),
     (
         {"loss__aggregation": "seq-mean-token-power"},
-        "loss.length_power is not given, but aggregation=seq-mean-token-power divides by the length to that power",
+        "loss.length_power",
     ),
-    ({"loss__length_power": 0.5}, "loss.length_power=0.5 is not used by aggregation=token-mean"),
+    ({"loss__length_power": 0.5}, "loss.length_power=0.5"),
     (
         {"loss__side_terms": {"z": {"aggregation": "token-sum-norm"}}},
-        "loss.side_terms.z.norm_length is not given",
+        "loss.side_terms.z.norm_length",
     ),
     (
         {"loss__side_terms": {"z": {}}, "loss__denominator": "measured"},
-        "loss.denominator=measured is known only after the forward pass",
+        "loss.denominator=measured",
     ),
-    ({"loss__side_terms": {"main": {}}}, "loss.side_terms.main takes the name of the main term"),
+    ({"loss__side_terms": {"main": {}}}, "loss.side_terms.main"),
     (
         {"train__overlap_param_gather": True},
-        "train.overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
-        "overlap_grad_reduce is false",
+        "train.overlap_param_gather=true",
     ),
     (
         {"train__overlap_param_gather": True, "train__distributed_optimizer": False},
-        "train.overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
-        "distributed_optimizer and overlap_grad_reduce are false",
+        "train.overlap_param_gather=true",
     ),
-    ({"optimizer__min_lr": 1.0}, "optimizer.min_lr=1.0 must not be above lr=0.001"),
+    ({"optimizer__min_lr": 1.0}, "optimizer.min_lr=1.0"),
     (
         {"optimizer__warmup_steps": 4, "optimizer__decay_steps": 4},
-        "optimizer.decay_steps=4 is the step at which min_lr",
+        "optimizer.decay_steps=4",
     ),
-    ({"optimizer__warmup_steps": 10}, "optimizer.warmup_steps=10 must be below train.num_steps=10"),
+    ({"optimizer__warmup_steps": 10}, "optimizer.warmup_steps=10"),
     (
         {"optimizer": {"lr": 1, "schedule": "wsd", "warmup_steps": 6, "decay_steps": 5}},
-        "optimizer.warmup_steps=6 and optimizer.decay_steps=5 do not fit",
+        "optimizer.warmup_steps=6",
     ),
-    ({"model__rope__factor": 2}, "model.rope.factor=2.0 has no effect with scaling=none"),
+    ({"model__rope__factor": 2}, "model.rope.factor=2.0"),
     (
         {"model__rope": {"scaling": "llama3", "low_freq_factor": 4}},
-        "model.rope.low_freq_factor=4.0 must be below high_freq_factor=4.0",
+        "model.rope.low_freq_factor=4.0",
     ),
-    ({"model__rope": {"scaling": "yarn", "beta_slow": 32}}, "model.rope.beta_slow=32.0 must be below beta_fast=32.0"),
-    ({"model__hidden_size": 68}, "model.hidden_size=68 is not a multiple of num_attention_heads=8"),
-    ({"model__head_dim": 7}, "model.head_dim=7 must be even"),
-    ({"model__num_query_groups": 3}, "model.num_query_groups=3 must divide num_attention_heads=8"),
+    ({"model__rope": {"scaling": "yarn", "beta_slow": 32}}, "model.rope.beta_slow=32.0"),
+    ({"model__hidden_size": 68}, "model.hidden_size=68"),
+    ({"model__head_dim": 7}, "model.head_dim=7"),
+    ({"model__num_query_groups": 3}, "model.num_query_groups=3"),
     (
         {"model__rope": {"scaling": "yarn", "factor": 4, "mscale": 1}},
-        "model.rope.mscale=1.0 and mscale_all_dim=None have no settled meaning with scaling=yarn; set both",
+        "model.rope.mscale=1.0",
     ),
-    ({"model__rope": {"mscale": 1, "mscale_all_dim": 1}}, "model.rope.mscale=1.0 and mscale_all_dim=1.0 have no"),
-    ({"model__rope__interleaved": True}, "model.rope.interleaved=true needs model.mla"),
-    (LATENT, "model.num_query_groups=4 does not go with model.mla (keys and values of all heads come from one latent)"),
-    (LATENT | {"model__qk_norm": True}, "model.qk_norm=true does not go with model.mla (its latents are normalised"),
-    (LATENT | {"model__sliding_window": 7}, "model.sliding_window=7 does not go with model.mla (it sees the whole"),
-    ({"model__mla": LATENT["model__mla"] | {"qk_rope_head_dim": 3}}, "model.mla.qk_rope_head_dim=3 must be even"),
-    ({"model__global_attention_every": 2}, "model.global_attention_every=2 has no effect without a window"),
+    ({"model__rope": {"mscale": 1, "mscale_all_dim": 1}}, "model.rope.mscale=1.0"),
+    ({"model__rope__interleaved": True}, "model.rope.interleaved=true"),
+    (LATENT, "model.num_query_groups=4"),
+    (LATENT | {"model__qk_norm": True}, "model.qk_norm=true"),
+    (LATENT | {"model__sliding_window": 7}, "model.sliding_window=7"),
+    ({"model__mla": LATENT["model__mla"] | {"qk_rope_head_dim": 3}}, "model.mla.qk_rope_head_dim=3"),
+    ({"model__global_attention_every": 2}, "model.global_attention_every=2"),
     (
         {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}]}},
-        "valid asks for validation, but there are no samples for it",
+        "valid",
     ),
     (
         {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}], "split": [0.9, 0, 0.1]}},
-        "valid asks for validation, but there are no samples for it",
+        "valid",
     ),
-    ({"layout__tp": 16}, "model.num_attention_heads=8 must be a multiple of layout.tp=16"),
-    ({"layout__tp": 8}, "model.num_query_groups=4 must be a multiple of layout.tp=8"),
-    ({"layout__tp": 4, "model__ffn_hidden_size": 130}, "model.ffn_hidden_size=130 must be a multiple of layout.tp=4"),
+    ({"layout__tp": 16}, "model.num_attention_heads=8"),
+    ({"layout__tp": 8}, "model.num_query_groups=4"),
+    ({"layout__tp": 4, "model__ffn_hidden_size": 130}, "model.ffn_hidden_size=130"),
     (
         {"layout": {"tp": 4, "cp": 4, "cp_comm": "ulysses"}},
-        "model.num_attention_heads=8 must be a multiple of layout.tp=4 x layout.cp=4 for layout.cp_comm=ulysses",
+        "model.num_attention_heads=8",
     ),
-    ({"layout__pp": 3}, "model.num_layers=8 must be a multiple of the layout.pp=3 x layout.vpp=1 stages"),
-    ({"layout": {"pp": 2, "vpp": 3}}, "model.num_layers=8 must be a multiple of the layout.pp=2 x layout.vpp=3 stages"),
-    ({"layout": {"pp": 2, "stage_layers": [4, 5]}}, "layout.stage_layers=[4, 5] adds up to 9, but model.num_layers=8"),
-    ({"layout": {"pp": 3, "first_stage_layers": 3}}, "layout.first_stage_layers=3 and layout.last_stage_layers=None"),
-    ({"layout": {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 4}}, "layout.first_stage_layers=3 and layout"),
-    ({"layout": {"pp": 2, "first_stage_layers": 8}}, "layout.first_stage_layers=8 and layout.last_stage_layers=None"),
-    ({"layout__cp": 2, "data__seq_length": 66}, "data.seq_length=66 must be a multiple of 4 = 2 x layout.cp"),
+    ({"layout__pp": 3}, "model.num_layers=8"),
+    ({"layout": {"pp": 2, "vpp": 3}}, "model.num_layers=8"),
+    ({"layout": {"pp": 2, "stage_layers": [4, 5]}}, "layout.stage_layers=[4,"),
+    ({"layout": {"pp": 3, "first_stage_layers": 3}}, "layout.first_stage_layers=3"),
+    ({"layout": {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 4}}, "layout.first_stage_layers=3"),
+    ({"layout": {"pp": 2, "first_stage_layers": 8}}, "layout.first_stage_layers=8"),
+    ({"layout__cp": 2, "data__seq_length": 66}, "data.seq_length=66"),
     (
         {"layout": {"tp": 4, "sp": True}, "data__seq_length": 66},
-        "data.seq_length=66 must be a multiple of 4 = layout.tp (layout.sp=true)",
+        "data.seq_length=66",
     ),
     (
         {"layout": {"tp": 4, "sp": True, "cp": 2}, "data__seq_length": 72},
-        "data.seq_length=72 must be a multiple of 16 = 2 x layout.cp x layout.tp (layout.sp=true)",
+        "data.seq_length=72",
     ),
 ]
 
@@ -292,53 +291,54 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
 BROKEN += [
     (
         {"model__experts": EXPERTS, "loss__router": {"microbatch_balance_coefficient": 0.1}},
-        "loss.router.microbatch_balance_coefficient is set, but its effect depends on the layout by definition",
+        "loss.router.microbatch_balance_coefficient",
     ),
     (
         {"model__experts": EXPERTS, "loss": {"router": {"z_coefficient": 0.1}, "denominator": "measured"}},
-        "loss.denominator=measured is known only after the forward pass, but side terms are scaled before the backward "
-        "pass (router_z)",
+        "loss.denominator=measured",
     ),
-    ({"loss__router": {"z_coefficient": 0.1}}, "loss.router.z_coefficient is set, but the model has no experts"),
-    ({"model__experts": EXPERTS | {"top_k": 5}}, "model.experts.top_k=5 must not be above num_experts=4"),
+    ({"loss__router": {"z_coefficient": 0.1}}, "loss.router.z_coefficient"),
+    ({"model__experts": EXPERTS | {"top_k": 5}}, "model.experts.top_k=5"),
     (
         {"model__experts": EXPERTS | {"num_groups": 2}},
-        "model.experts.num_groups=2 needs group_top_k, which is not given",
+        "model.experts.num_groups=2",
     ),
-    ({"model__experts": EXPERTS | {"group_top_k": 1}}, "model.experts.group_top_k=1 needs num_groups"),
-    ({"model__experts": EXPERTS | {"group_score_top_k": 2}}, "model.experts.group_score_top_k=2 needs num_groups"),
+    ({"model__experts": EXPERTS | {"group_top_k": 1}}, "model.experts.group_top_k=1"),
+    ({"model__experts": EXPERTS | {"group_score_top_k": 2}}, "model.experts.group_score_top_k=2"),
     (
         {"model__experts": EXPERTS | {"num_groups": 4, "group_top_k": 2, "group_score_top_k": 2}},
-        "model.experts.group_score_top_k=2 experts cannot rank a group of 1",
+        "model.experts.group_score_top_k=2",
     ),
     (
         {"model__experts": EXPERTS | {"num_groups": 2, "group_top_k": 2, "top_k": 3}},
-        "model.experts.group_top_k=2 must divide top_k=3 where group_score_top_k is not given",
+        "model.experts.group_top_k=2",
     ),
-    ({"model__experts": EXPERTS | {"top_k": 1}}, "model.experts.top_k=1 with a softmax over the chosen experts"),
-    ({"model__experts": EXPERTS, "layout__ep": 3}, "model.experts.num_experts=4 must be a multiple of layout.ep=3"),
+    ({"model__experts": EXPERTS | {"top_k": 1}}, "model.experts.top_k=1"),
+    ({"model__experts": EXPERTS, "layout__ep": 3}, "model.experts.num_experts=4"),
     (
         {"model__experts": EXPERTS, "layout__etp": 3},
-        "model.experts.ffn_hidden_size=32 must be a multiple of layout.etp",
+        "model.experts.ffn_hidden_size=32",
     ),
-    ({"model__experts": EXPERTS, "layout__tp": 2}, "model.experts with layout.tp=2 needs layout.sp=true"),
+    ({"model__experts": EXPERTS, "layout__tp": 2}, "model.experts"),
     (
         {"model__experts": EXPERTS | {"first_dense_layers": 8}},
-        "model.experts.first_dense_layers=8 leaves no layer of model.num_layers=8 for experts",
+        "model.experts.first_dense_layers=8",
     ),
     (
         {"model__experts": EXPERTS | {"capacity_factor": 1.0}},
-        "model.experts.capacity_factor is set, but its effect depends on the layout by definition",
+        "model.experts.capacity_factor",
     ),
-    ({"loss__side_terms": {"router_z": {}}}, "loss.side_terms.router_z takes a name of the losses of routers"),
+    ({"loss__side_terms": {"router_z": {}}}, "loss.side_terms.router_z"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "start"), BROKEN, ids=[start.partition(" ")[0] for _, start in BROKEN])
-def test_a_broken_rule_is_named(tmp_path: Any, changes: dict[str, Any], start: str) -> None:
-    found = [message for message in messages(tmp_path, **changes) if message.startswith(start)]
-    assert len(found) == 1
-    assert ";" in found[0], "the message must say what to change"
+@pytest.mark.parametrize(("changes", "fact"), BROKEN, ids=[fact for _, fact in BROKEN])
+def test_a_broken_rule_is_named(tmp_path: Any, changes: dict[str, Any], fact: str) -> None:
+    found = [message for message in messages(tmp_path, **changes) if message.startswith(f"{fact} ")]
+    assert found
+    for message in found:
+        check_message(message)
+        assert ";" in message, "the message must say what to change"
 
 
 KEPT: list[dict[str, Any]] = [

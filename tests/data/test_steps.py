@@ -12,6 +12,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.data.sources import Sources
 from mtrain.data.steps import known_until, windows_in
 from tests.data.step_contents import contents
+from tests.messages import refuses
 
 LETTERS = "abcdefghij"
 NUM_SAMPLES = 60
@@ -62,9 +63,9 @@ def test_what_data_are_called_tells_the_windows_of_the_past_from_those_to_come(
     assert known_until(later, 4) == known_until(later, 9) == called(later=[{"from_step": 3, "window": 12}])
     assert known_until(later, 10) == later
     for wrong in ([{"from_step": 3, "window": 12}] * 2, [{"from_step": 4, "window": 1}, {"from_step": 3, "window": 1}]):
-        with pytest.raises(ValueError, match=r"later begins at steps .*, which must ascend"):
+        with refuses(ValueError):
             config_of({**ROWS, "later": wrong})
-    with pytest.raises(ValueError, match=r"later names other windows, which batch=sequences does not have"):
+    with refuses(ValueError, "batch=sequences"):
         config_of({"batch": "sequences", "later": [{"from_step": 3, "window": 12}]})
 
 

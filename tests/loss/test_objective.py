@@ -14,6 +14,7 @@ from mtrain.loss.objective import Objective, power_of_two_near, side_term_factor
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs, TokenInputs
 from tests.loss import bad_losses
 from tests.loss.microbatches import term_inputs
+from tests.messages import refuses
 
 Z_LOSS = SideTermSection(function="z_loss", coefficient=0.25)
 SECTION = LossSection(side_terms={"z": Z_LOSS})
@@ -84,24 +85,23 @@ def test_the_nearest_power_of_two_is_exact_and_near(x: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    "function",
     [
-        ("mean", "returned a Tensor, but has to return a mtrain.loss.pair.LossPair"),
-        ("plain_tuple", "returned a tuple, but has to return a mtrain.loss.pair.LossPair"),
-        ("per_token", "returned a numerator that is a torch.float32 tensor of shape [2, 3]"),
-        ("low_precision", "returned a numerator that is a torch.bfloat16 tensor of shape []"),
-        ("counted_in_integers", "returned a denominator that is a torch.int64 tensor of shape []"),
-        ("python_number", "returned a denominator that is a float; it has to be a torch.float64 scalar tensor"),
-        ("differentiable_denominator", "returned a denominator with a graph; detach it"),
-        ("without_a_graph", "returned a numerator without a graph"),
+        "mean",
+        "plain_tuple",
+        "per_token",
+        "low_precision",
+        "counted_in_integers",
+        "python_number",
+        "differentiable_denominator",
+        "without_a_graph",
     ],
 )
-def test_a_bad_loss_function_is_named_with_its_mistake(function: str, message: str) -> None:
+def test_a_bad_loss_function_is_named_with_its_mistake(function: str) -> None:
     path = f"tests.loss.bad_losses:{function}"
     objective = Objective.from_config(LossSection(function=path))
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError) as caught:
         objective.pairs({MAIN_TERM: term_inputs(torch.ones(2, 3))})
-    assert message in str(caught.value)
     assert path in str(caught.value)
 
 
@@ -118,12 +118,12 @@ KL = SideTermSection(function="distillation")
 
 def test_a_term_that_compares_with_a_teacher_is_refused_without_one() -> None:
     assert Objective.from_config(LossSection(side_terms={"kl": KL}, teacher=TEACHER)).teacher_terms == ["kl"]
-    with pytest.raises(ConfigError, match=r"loss.teacher is not given, but distillation \(term 'kl'\)"):
+    with refuses(ConfigError, "loss.teacher", "'kl'"):
         Objective.from_config(LossSection(side_terms={"kl": KL}))
 
 
 def test_a_teacher_that_no_term_asks_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"runs/teacher.*no loss function asks for a teacher"):
+    with refuses(ConfigError, "runs/teacher"):
         Objective.from_config(LossSection(side_terms={"z": Z_LOSS}, teacher=TEACHER))
 
 
@@ -148,7 +148,7 @@ def test_a_function_without_the_mark_keeps_logits_whole_and_a_note_says_so() -> 
     assert objective.notes(own.model_copy(update={"chunk_tokens": "whole"})) == []
     marked = Objective.from_config(SECTION)
     assert (marked.whole_microbatch_terms, marked.notes(SECTION)) == ([], [])
-    with pytest.raises(ConfigError, match=r"chunk_tokens=8 shows a loss function a few tokens at a time, but .*main"):
+    with refuses(ConfigError, "chunk_tokens=8"):
         marked.with_main(bad_losses.without_a_graph, SECTION.model_copy(update={"chunk_tokens": 8}))
 
 
@@ -156,5 +156,5 @@ def test_a_few_tokens_know_nothing_of_their_sequences() -> None:
     whole = term_inputs(torch.ones(1, 3))
     few = TokenInputs(whole.logits, whole.labels, whole.weights, whole.denominator_weights, whole.tokens)
     for ask in (lambda: few.sequence_ids, lambda: few.sum_over_sequence(torch.ones(1, 3))):
-        with pytest.raises(ConfigError, match=r"per_token asks for sequences.*remove the mark"):
+        with refuses(ConfigError, "per_token"):
             ask()

@@ -11,6 +11,7 @@ from mtrain.base.errors import DataError, MachineError
 from mtrain.metrics.jsonl import JsonlSink
 from mtrain.metrics.plot import load_curves, plot_losses, running_mean
 from mtrain.metrics.record import Record
+from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record
 
 
@@ -52,16 +53,16 @@ def test_of_a_step_reported_twice_the_last_counts(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"metrics.jsonl is not there"):
+    with refuses(DataError, "metrics.jsonl"):
         plot_losses([tmp_path], tmp_path / "x.png")
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(DataError, match="holds no record"):
+    with refuses(DataError):
         plot_losses([tmp_path], tmp_path / "x.png")
 
 
 def test_a_picture_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run", step_record(1))
-    with pytest.raises(MachineError, match="could not write"):
+    with refuses(MachineError):
         plot_losses([path], path / "metrics.jsonl" / "x.png")
 
 

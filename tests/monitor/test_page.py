@@ -15,6 +15,7 @@ from mtrain.monitor.page import run_page, write_run_page
 from mtrain.runs.events import EventKind
 from tests.browser import Browser
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
+from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record, with_side_terms
 from tests.monitor.folders import append, beats, started
 from tests.verify.report.test_page import HOSTILE, LOWEST_CONTRAST, OVERFLOW, SMALLEST_PICTURE
@@ -154,7 +155,7 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {dir: x}\n")
-    with pytest.raises(DataError, match="has made at least one step"):
+    with refuses(DataError):
         read_history(tmp_path, 0.0)
 
 

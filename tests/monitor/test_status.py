@@ -23,6 +23,7 @@ from mtrain.runs.events import EventKind
 from mtrain.runs.failure import failure_of, record_failure, summary
 from mtrain.runs.starts import RunStart, new_number, write_start
 from tests.compatibility.test_runs_of_0_1_0 import ARCHIVE
+from tests.messages import refuses
 from tests.metrics.records import step_record
 from tests.monitor.folders import append, beats, started, timed
 from tests.warm import completed, program_environment
@@ -169,7 +170,7 @@ def test_runs_are_found_in_folders_and_by_patterns(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     assert find_runs(["x/b?"]) == [Path("x/b1"), Path("x/b2")]
     for nothing in ("x/empty", "x/c*", "nowhere"):
-        with pytest.raises(DataError, match="is no run folder and holds none"):
+        with refuses(DataError):
             find_runs([nothing])
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mtrain.base.errors import ConfigError
 from mtrain.plan.layout import Coordinate, Layout, broken_rules, microbatches_come_in, most_microbatches
 from tests.config.samples import config
+from tests.messages import refuses
 
 degrees = st.integers(1, 5)
 
@@ -117,38 +118,38 @@ def test_layouts_have_short_names(layout: Layout, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "world_size", "start"),
+    ("changes", "world_size", "fact"),
     [
         (
             {"layout": {"tp": 2, "cp": 2}},
             6,
-            "world size 6 must be a multiple of 4 = layout.tp=2 x layout.pp=1 x layout.cp=2",
+            "world size 6",
         ),
-        ({}, 0, "world size 0 must be a multiple of 1"),
-        ({}, 3, "train.global_batch_size=16 must be a multiple of 3 = dp=3 (world size 3) x train.micro_batch_size=1"),
-        ({"train__micro_batch_size": 3}, 2, "train.global_batch_size=16 must be a multiple of 6 = dp=2 (world size 2)"),
+        ({}, 0, "world size 0"),
+        ({}, 3, "train.global_batch_size=16"),
+        ({"train__micro_batch_size": 3}, 2, "train.global_batch_size=16"),
         (
             {"layout": {"pp": 4, "vpp": 2}},
             32,
-            "layout.vpp=2 passes microbatches on in groups of layout.pp=4, but there are 2",
+            "layout.vpp=2",
         ),
         (
             {"layout": {"pp": 4, "vpp": 2}, "train__micro_batch_size": 8, "train__global_batch_size": 48},
             4,
-            "layout.vpp=2 passes microbatches on in groups of layout.pp=4, but there are 6",
+            "layout.vpp=2",
         ),
         (
             {"layout": {"pp": 2, "vpp": 2}, "model__megatron": {"microbatch_group_size_per_vp_stage": 17}},
             2,
-            "layout.vpp=2 passes microbatches on in groups of model.megatron.microbatch_group_size_per_vp_stage=17",
+            "model.megatron.microbatch_group_size_per_vp_stage=17",
         ),
     ],
 )
-def test_what_does_not_fit_the_world_size_is_named(changes: dict[str, object], world_size: int, start: str) -> None:
+def test_what_does_not_fit_the_world_size_is_named(changes: dict[str, object], world_size: int, fact: str) -> None:
     (found,) = broken_rules(config(**changes), world_size)
-    assert found.startswith(start)
-    with pytest.raises(ConfigError, match="^" + start[:10]):
+    with refuses(ConfigError, fact) as refused:
         Layout.from_config(config(**changes), world_size)
+    assert str(refused.value) == found
 
 
 def test_experts_divide_the_ranks_of_a_stage() -> None:

@@ -13,6 +13,7 @@ from mtrain.config.load import load_config
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.paths import CONFIGS
 from tests.plan.memory_ranks import Measured, measured
 from tests.pool import Pool
@@ -128,15 +129,15 @@ def test_recomputed_experts_and_latents_change_no_bit(pool: Pool) -> None:
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"train__recompute_modules": ["mlp"]}, "recompute_modules=.* needs recompute=selective"),
-    ({"train__recompute": "full", "train__recompute_modules": ["mlp"]}, "needs recompute=selective"),
-    ({"train__recompute": "selective", "train__recompute_modules": []}, "must name at least one module"),
-    ({"train__recompute": "selective", "train__recompute_modules": ["mlp", "mlp"]}, "and each once"),
-    ({"train__recompute": "selective", "train__recompute_modules": ["moe"]}, "names moe, but the model has no experts"),
-    ({"train__recompute": "selective", "train__recompute_layers": 2}, "recompute_layers=2 needs recompute=full"),
+    ({"train__recompute_modules": ["mlp"]}, "recompute=selective"),
+    ({"train__recompute": "full", "train__recompute_modules": ["mlp"]}, "recompute=selective"),
+    ({"train__recompute": "selective", "train__recompute_modules": []}, "recompute_modules"),
+    ({"train__recompute": "selective", "train__recompute_modules": ["mlp", "mlp"]}, "recompute_modules"),
+    ({"train__recompute": "selective", "train__recompute_modules": ["moe"]}, "moe"),
+    ({"train__recompute": "selective", "train__recompute_layers": 2}, "recompute_layers=2"),
     (
         {"train__recompute": "full", "train__recompute_layers": 2, "model__experts": EXPERTS},
-        "recompute_layers=2 does not go with model.experts",
+        "recompute_layers=2",
     ),
     (
         {
@@ -144,7 +145,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
             "train__recompute_modules": ["moe", "shared_experts"],
             "model__experts": EXPERTS,
         },
-        "remove shared_experts",
+        "shared_experts",
     ),
     (
         {
@@ -160,7 +161,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
             "train__recompute_modules": ["mlp"],
             "model__experts": EXPERTS | {"first_dense_layers": 0},
         },
-        "every layer of the model has experts",
+        "mlp",
     ),
 ]
 
@@ -171,9 +172,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     happens="refused by the name of the key",
     exit_code=2,
 )
-@pytest.mark.parametrize(("changes", "words"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_cannot_be_recomputed_is_refused(changes: dict[str, Any], words: str, notice: Notice) -> None:
-    with notice, pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("changes", "fact"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_recomputed_is_refused(changes: dict[str, Any], fact: str, notice: Notice) -> None:
+    with notice, refuses(ValueError, fact):
         config(**changes)
     assert notice.exit_code == ConfigError.exit_code
 

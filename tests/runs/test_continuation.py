@@ -15,6 +15,7 @@ from mtrain.runs.changes import Change
 from mtrain.runs.continuation import allowed_changes, continued, kept_lines
 from tests.config.samples import config
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 FOLDER = Path("runs/first")
 
@@ -84,7 +85,7 @@ def test_a_new_run_begins_and_goes_on_as_megatron_counts() -> None:
 )
 def test_a_named_convention_does_not_turn_a_run_around(notice: Notice) -> None:
     wanted = config(optimizer__schedule_convention="megatron")
-    with notice, pytest.raises(RunFolderError, match=r"optimizer.schedule_convention had other values") as caught:
+    with notice, refuses(RunFolderError, "optimizer.schedule_convention") as caught:
         continued(wanted, of_old_version(), FOLDER, 3)
     assert caught.value.exit_code == notice.exit_code
 
@@ -95,7 +96,7 @@ def test_keys_of_named_sections_that_an_old_version_did_not_have_stand_at_their_
     del old["loss"]["side_terms"]["z"]["empty_sequences"]
     assert continued(given, yaml.safe_dump(old), FOLDER, 3) == given
     del old["loss"]["side_terms"]["z"]["coefficient"]
-    with pytest.raises(RunFolderError, match=r"loss.side_terms.z.coefficient had other"):
+    with refuses(RunFolderError, "loss.side_terms.z.coefficient"):
         continued(given, yaml.safe_dump(old), FOLDER, 3)
 
 
@@ -110,10 +111,10 @@ def test_keys_that_an_old_version_did_not_have_stand_at_their_default() -> None:
     del old["model"]["qk_norm"], old["optimizer"]["decay_norms_and_biases"], old["data"]["prefetch_steps"]
     del old["optimizer"]["kind"]  # 0.1.0 had AdamW only
     assert continued(config(), yaml.safe_dump(old), FOLDER, 3) == config()
-    with pytest.raises(RunFolderError, match=r"model.qk_norm had other"):
+    with refuses(RunFolderError, "model.qk_norm"):
         continued(config(model__qk_norm=True), yaml.safe_dump(old), FOLDER, 3)
     del old["model"]["num_layers"]
-    with pytest.raises(RunFolderError, match=r"model.num_layers had other"):
+    with refuses(RunFolderError, "model.num_layers"):
         continued(config(), yaml.safe_dump(old), FOLDER, 3)
 
 
@@ -133,8 +134,7 @@ def test_another_length_does_not_rewrite_the_schedule(
 ) -> None:
     saved = config_yaml(config(optimizer__schedule=schedule))
     longer = config(optimizer__schedule=schedule, train__num_steps=num_steps)
-    words = rf"train.num_steps={num_steps} was 10 .* set optimizer.decay_steps={decay} to keep"
-    with notice, pytest.raises(RunFolderError, match=words) as caught:
+    with notice, refuses(RunFolderError, f"train.num_steps={num_steps}", f"optimizer.decay_steps={decay}") as caught:
         continued(longer, saved, FOLDER, 3)
     assert caught.value.exit_code == notice.exit_code
 
@@ -150,7 +150,7 @@ def test_the_decay_that_the_message_names_keeps_the_rates_so_far(schedule: str, 
     ]
     assert rates[0] == rates[1]
     assert continued(longer, config_yaml(kept), FOLDER, 12) == longer
-    with pytest.raises(RunFolderError, match=f"train.num_steps=30 was 20 .*decay_steps={decay} to keep"):
+    with refuses(RunFolderError, "train.num_steps=30", f"optimizer.decay_steps={decay}"):
         continued(config(optimizer__schedule=schedule, train__num_steps=30), config_yaml(kept), FOLDER, 12)
 
 
@@ -160,7 +160,7 @@ def test_a_constant_rate_takes_any_length() -> None:
 
 
 def test_another_decay_is_another_run() -> None:
-    with pytest.raises(RunFolderError, match=r"optimizer.decay_steps had other values"):
+    with refuses(RunFolderError, "optimizer.decay_steps"):
         continued(config(optimizer__decay_steps=5), config_yaml(config()), FOLDER, 3)
 
 
@@ -175,14 +175,14 @@ def test_a_final_decay_that_has_begun_is_not_moved(num_steps: int, notice: Notic
     keys = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 4}
     saved, moved = config_yaml(config(**keys)), config(**keys, train__num_steps=num_steps)
     assert continued(moved, saved, FOLDER, 6) == moved, "still stable in both"
-    with notice, pytest.raises(RunFolderError, match=r"step 8 lies in the final decay") as caught:
+    with notice, refuses(RunFolderError, "step 8") as caught:
         continued(moved, saved, FOLDER, 8)
     assert caught.value.exit_code == notice.exit_code
 
 
 def test_a_damaged_count_is_named() -> None:
     saved = config_yaml(config()).replace("num_steps: 10", "num_steps: ten")
-    with pytest.raises(RunFolderError, match=r"runs/first has train.num_steps='ten', but a number is needed"):
+    with refuses(RunFolderError, "runs/first", "train.num_steps='ten'"):
         continued(config(), saved, FOLDER, 3)
 
 
@@ -209,8 +209,7 @@ def test_what_was_allowed_changes_and_is_named_with_both_values() -> None:
 )
 def test_consent_to_one_key_is_none_to_another(notice: Notice) -> None:
     given = allowing("optimizer.lr", optimizer__lr=2e-3, optimizer__clip_grad=2.0, train__seed=5)
-    words = r"whose optimizer.clip_grad, train.seed had other values.*\(train.seed cannot change in a run\)"
-    with notice, pytest.raises(RunFolderError, match=words) as caught:
+    with notice, refuses(RunFolderError, "optimizer.clip_grad, train.seed") as caught:
         continued(given, config_yaml(config()), FOLDER, 3)
     assert caught.value.exit_code == notice.exit_code
 
@@ -224,7 +223,7 @@ def test_a_schedule_is_rewritten_with_consent_only(schedule: str, decay: int) ->
         Change("optimizer.decay_steps", str(decay), str(new), is_neutral=False),
         Change("train.num_steps", "10", "30", is_neutral=False),
     ]
-    with pytest.raises(RunFolderError, match=r"checkpoint.allow_changed=\[optimizer.decay_steps\]"):
+    with refuses(RunFolderError, "checkpoint.allow_changed=[optimizer.decay_steps]"):
         allowed_changes(allowing("optimizer.lr", optimizer__schedule=schedule, train__num_steps=30), saved, FOLDER, 3)
 
 
@@ -242,8 +241,8 @@ def test_data_are_known_by_what_they_are_and_not_by_where_they_lie() -> None:
     saved = config_yaml(config(data=of_files("old/corpus", tokenizer="old.model", valid=[{"path": "old/valid"}])))
     moved = config(data=of_files("new/place", tokenizer="new.model"))
     assert continued(moved, saved, FOLDER, 3) == moved
-    with pytest.raises(RunFolderError, match=r"whose data.train had other values"):
+    with refuses(RunFolderError, "data.train"):
         continued(config(data=of_files("new/place", weight=2.0)), saved, FOLDER, 3)
     blended = of_files("old/corpus", train=[{"path": "old/corpus"}, {"path": "more"}])
-    with pytest.raises(RunFolderError, match=r"whose data.train had other values"):
+    with refuses(RunFolderError, "data.train"):
         continued(config(data=blended), saved, FOLDER, 3)

@@ -14,6 +14,7 @@ from mtrain import ConfigError, DataError, Datum, LossFunction, NumericError
 from mtrain.data.datum import sample_of
 from mtrain.loss.functions.load import extras_of
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.parity.batches import SEQ, VOCAB
 from tests.parity.cases import SINGLE, Case, case
 from tests.parity.compare import relative
@@ -102,7 +103,7 @@ def test_an_option_may_ask_for_an_extra() -> None:
 
 def test_what_is_not_a_number_is_refused() -> None:
     datum = Datum([1, 2, 3], extras={"reward": "high"})  # type: ignore[dict-item]
-    with pytest.raises(DataError, match="sample 3: extra 'reward' is 'high', but must be a number"):
+    with refuses(DataError, "sample 3", "'reward'", "'high'"):
         sample_of(datum, "sample 3", SINGLE.config())
 
 

@@ -19,6 +19,7 @@ from mtrain.verify.core.worker import own_objective
 from mtrain.verify.parity.run import refuse_without_reference
 from tests.config.samples import config
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.pool import Pool
 from tests.training.extras_ranks import steps_of_config
 from tests.training.one_process import train_fresh
@@ -137,8 +138,7 @@ def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path)
     (steps,) = pool.run(steps_of_config, Layout(), alone, data, STEPS, seed=alone.train.seed)
     assert losses == pytest.approx([step.loss for step in steps], rel=1e-5)
     assert losses[1] < losses[0]
-    message = r"lacks topk_ids:4, topk_logprobs:4, but .* set data\.extras=\[topk_ids:4,topk_logprobs:4\] with"
-    with pytest.raises(ConfigError, match=message):
+    with refuses(ConfigError, "data.extras=[topk_ids:4,topk_logprobs:4]"):
         pool.run(
             train_fresh,
             Layout(),
@@ -154,8 +154,7 @@ def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path)
 )
 def test_what_a_loss_reads_has_to_be_named(pool: Pool, folder: Path, notice: Notice) -> None:
     lacking = small(folder, data__extras=["advantages"], run__dir=str(folder / "refused"))
-    message = r"data\.extras=\['advantages'\] lacks old_logprobs, ref_logprobs, .* set data\.extras=\[advantages,"
-    with notice, pytest.raises(ConfigError, match=message) as refused:
+    with notice, refuses(ConfigError, "old_logprobs", "ref_logprobs", "data.extras=[advantages,") as refused:
         pool.run(train_fresh, Layout(), lacking)
     assert refused.value.exit_code == notice.exit_code
 
@@ -169,7 +168,5 @@ def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
 def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
     """Ranks refuse it, and `verify resume` and `hf` do before they start any, instead of reporting a failed run."""
     for refuse in (own_objective, refuse_without_reference):
-        with pytest.raises(
-            ConfigError, match=r"verify draws samples of its own, which have no advantages, old_logprobs"
-        ):
+        with refuses(ConfigError, "old_logprobs"):
             refuse(small(folder))

@@ -20,6 +20,7 @@ from mtrain.plan.layout import Layout
 from tests.convert.test_round_trips import names
 from tests.hf import hf_ranks
 from tests.hf.folders import save
+from tests.messages import refuses
 from tests.pool import Pool
 from tests.warm import completed
 
@@ -140,21 +141,20 @@ def test_the_resolved_configuration_says_the_architecture_and_repeats_itself(tmp
 
 
 @pytest.mark.parametrize(
-    ("override", "reported"),
+    ("override", "fact"),
     [
-        ("model.num_layers=5", "model.num_layers=5 does not agree with"),
-        ("model.rope.base=1", "model.rope.base=1.0 does not agree with"),
+        ("model.num_layers=5", "model.num_layers=5"),
+        ("model.rope.base=1", "model.rope.base=1.0"),
         ("model.num_layer=5", "model.num_layer"),
-        ("model.mtp_depths=1", "model.mtp_depths=1 does not agree"),
-        ("checkpoint.initialize_from=elsewhere", "both give the weights"),
-        ("model.hf=elsewhere", "model.hf=elsewhere holds no config.json"),
+        ("model.mtp_depths=1", "model.mtp_depths=1"),
+        ("checkpoint.initialize_from=elsewhere", "checkpoint.initialize_from"),
+        ("model.hf=elsewhere", "model.hf=elsewhere"),
     ],
 )
-def test_what_does_not_agree_with_the_folder_is_refused_by_name(tmp_path: Path, override: str, reported: str) -> None:
+def test_what_does_not_agree_with_the_folder_is_refused_by_name(tmp_path: Path, override: str, fact: str) -> None:
     save("llama", tmp_path / "hf")
-    with pytest.raises(ConfigError) as refused:
+    with refuses(ConfigError, fact):
         configured(tmp_path, override)
-    assert reported in str(refused.value)
 
 
 def test_a_folder_that_changed_meanwhile_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
@@ -162,5 +162,5 @@ def test_a_folder_that_changed_meanwhile_is_refused_on_every_rank(pool: Pool, tm
     config = configured(tmp_path, "layout.tp=2")
     said = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**said, "rope_parameters": {"rope_theta": 7.0}}))
-    with pytest.raises(DataError, match=r"holds another model \(model\.rope"):
+    with refuses(DataError, "model.rope"):
         pool.run(hf_ranks.started_weights, Layout.from_config(config, 2), config)

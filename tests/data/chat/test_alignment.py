@@ -14,6 +14,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.chat.alignment import gaps
 from tests.data.chat.cases import assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
+from tests.messages import refuses
 
 PAIRS = [
     *(
@@ -126,6 +127,6 @@ def test_a_thought_that_a_template_empties_is_refused(encoder_of_text: MakeEncod
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     messages = [user("a"), assistant("b", reasoning_content="so"), user("c"), assistant("d", reasoning_content="oh")]
-    with pytest.raises(DataError, match=r"changes the answer messages\[1\]"):
+    with refuses(DataError, "messages[1]"):
         encoder_of_text(text).encode({"messages": messages})
     encoder_of_text(text, loss_on="last_answer").encode({"messages": messages})

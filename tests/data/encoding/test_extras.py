@@ -18,6 +18,7 @@ from mtrain.config import Config
 from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 NAMES = ("advantages", "old_logprobs")
 GOOD: dict[str, Any] = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "advantages": 1.5}
@@ -99,13 +100,11 @@ def test_a_number_that_is_none_ends_the_run(configured: Callable[..., Config], n
     ill = TOKENS | {"old_logprobs": [0.0, 1e39, 0.0, 0.0]}
     with (
         notice,
-        pytest.raises(
-            NumericError, match=r"jsonl line 2: has an extra 'old_logprobs' that is inf at token 1;"
-        ) as raised,
+        refuses(NumericError, "line 2", "'old_logprobs'") as raised,
     ):
         StepLoader(configured([PREDICTED, ill, TOKENS]), 0, 1)
     assert raised.value.exit_code == notice.exit_code
-    with pytest.raises(DataError, match=r"jsonl line 1: not JSON \(NaN is no number\)"):  # JSON has no word for it
+    with refuses(DataError, "line 1"):  # JSON has no word for it
         StepLoader(configured([TOKENS | {"advantages": float("nan")}]), 0, 1)
 
 
@@ -114,31 +113,29 @@ def test_not_a_number_in_parquet_is_named(configured: Callable[..., Config], tmp
     path = tmp_path / "teacher.parquet"
     rows = [TEACHER, TEACHER | {"topk_logprobs": [[0, 0], [-1, -2], [-1, float("nan")], [-1, -1]]}]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    with pytest.raises(
-        NumericError, match=r"parquet row 2: has an extra 'topk_logprobs\[1\]' that is nan at token 2;"
-    ) as raised:
+    with refuses(NumericError, "row 2", "'topk_logprobs[1]'") as raised:
         StepLoader(configured([], TOP_K, train=[{"path": str(path)}]), 0, 1)
     assert raised.value.exit_code == 4
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "fact"),
     [
-        ({"old_logprobs": None}, r"has no 'old_logprobs', which data.extras names"),
-        ({"old_logprobs": [0.5] * 7}, r"'old_logprobs' has 7 numbers, but the sample has 4 tokens; give .* or 3"),
-        ({"advantages": True}, r"'advantages' is not made of numbers"),
-        ({"rewards": 1}, r"has the key 'rewards', which is not read"),
+        ({"old_logprobs": None}, "'old_logprobs'"),
+        ({"old_logprobs": [0.5] * 7}, "'old_logprobs'"),
+        ({"advantages": True}, "'advantages'"),
+        ({"rewards": 1}, "'rewards'"),
     ],
 )
 def test_records_of_another_form_are_refused(
-    configured: Callable[..., Config], change: dict[str, Any], message: str
+    configured: Callable[..., Config], change: dict[str, Any], fact: str
 ) -> None:
-    with pytest.raises(DataError, match=rf"jsonl line 1: {message}"):
+    with refuses(DataError, fact):
         StepLoader(configured([TOKENS | change]), 0, 1)
 
 
 def test_a_record_without_them_is_refused(configured: Callable[..., Config]) -> None:
-    with pytest.raises(DataError, match=r"line 1: has no 'old_logprobs', which data\.extras names; give one number"):
+    with refuses(DataError, "line 1", "'old_logprobs'", "data.extras"):
         StepLoader(configured([GOOD]), 0, 1)
 
 
@@ -176,49 +173,43 @@ def test_several_numbers_a_token_are_columns(configured: Callable[..., Config]) 
 
 
 BAD_TEACHERS = [
-    ({"topk_ids": [[0, 0], [0, 0.5], [3, 4], [9, 2]]}, r"has, at token 1, topk_ids that are no token ids: whole num"),
+    ({"topk_ids": [[0, 0], [0, 0.5], [3, 4], [9, 2]]}, "topk_ids"),
     (
         {"topk_ids": [[0, 0], [0, 0], [3, 4], [9, 1000]]},
-        r"has, at token 3, topk_ids that are no token ids: .* 0 to 999",
+        "topk_ids",
     ),
-    ({"topk_ids": [[0, 0], [0, 0], [3, 3], [9, 2]]}, r"has, at token 2, the same token twice in topk_ids; give each"),
+    ({"topk_ids": [[0, 0], [0, 0], [3, 3], [9, 2]]}, "topk_ids"),
     (
         {"topk_logprobs": [[0, 0], [0, 0], [-0.5, 3.5], [-1, -1]]},
-        r"has, at token 2, topk_logprobs whose .* more than 1",
+        "topk_logprobs",
     ),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_TEACHERS)
-def test_what_no_teacher_says_is_refused(
-    configured: Callable[..., Config], change: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("change", "fact"), BAD_TEACHERS)
+def test_what_no_teacher_says_is_refused(configured: Callable[..., Config], change: dict[str, Any], fact: str) -> None:
     """Both files and programs are checked."""
     config = configured([TEACHER, TEACHER | change], TOP_K)
-    with pytest.raises(DataError, match=rf"jsonl line 2: {message}"):
+    with refuses(DataError, fact):
         StepLoader(config, 0, 1)
     record = TEACHER | change
     extras = {name: record[name] for name in ("topk_ids", "topk_logprobs")}
     datum = Datum(record["input_ids"], record["loss_mask"], extras=extras)
-    with pytest.raises(DataError, match=r"sample 3 has, at predicted token \d, .*topk_"):
+    with refuses(DataError, "sample 3"):
         sample_of(datum, "sample 3", config)
 
 
 def test_several_numbers_have_to_be_so_many(configured: Callable[..., Config]) -> None:
     for bad in (1.0, [[0, 0], [-1, -2], [-1], [-1, -1]], [-1, -2, -1, -1]):
-        with pytest.raises(
-            DataError, match=r"line 1: 'topk_logprobs' is not made of lists of 2 numbers .* names topk_l"
-        ):
+        with refuses(DataError, "line 1", "'topk_logprobs'"):
             StepLoader(configured([TEACHER | {"topk_logprobs": bad}], TOP_K), 0, 1)
     with pytest.raises(ValidationError, match=r"extras names 'topk_ids:x', but behind a colon needs the numbers"):
         configured([TEACHER], ("topk_ids:x",))
     with pytest.raises(ValidationError, match="extras names 'topk_ids' twice"):
         configured([TEACHER], ("topk_ids:2", "topk_ids:3"))
     datum = Datum([5, 6, 7], extras={"topk_logprobs": [[-1.0, -2.0], [-1.0, float("nan")], [-1.0, -1.0]]})
-    with pytest.raises(NumericError, match=r"an extra 'topk_logprobs' that is nan at place 1, 1; every number"):
+    with refuses(NumericError, "'topk_logprobs'"):
         sample_of(datum, "sample 0", configured([TEACHER], TOP_K))
     lacking = Datum([5, 6], extras={"topk_logprobs": [[-1.0, -2.0]]})
-    with pytest.raises(
-        DataError, match=r"has the extras topk_logprobs:2, but the loss functions need a, topk_logprobs:3; "
-    ):
+    with refuses(DataError, "topk_logprobs"):
         sample_of(lacking, "0", configured([TEACHER], TOP_K), ["a", *(f"topk_logprobs[{each}]" for each in range(3))])

@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from mtrain.base.errors import DataError
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, same_fingerprint
+from tests.messages import refuses
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
@@ -71,64 +72,64 @@ def _edit(path: Path, position: int, content: bytes) -> None:
 def test_a_missing_file_is_named(write_corpus: WriteCorpus, ending: str) -> None:
     prefix = write_corpus("a", DOCUMENTS)
     Path(f"{prefix}.{ending}").unlink()
-    with pytest.raises(DataError, match=rf"a\.{ending} does not exist \(a\.\w+ exists\); .*prefix"):
+    with refuses(DataError, f"a.{ending}"):
         Corpus(prefix, 1000)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "fact"),
     [
-        (lambda idx, bin_: _edit(idx, 0, b"GARBAGE"), r"a\.idx begins with b'GARBAGE\\x00\\x00' and version 1"),
-        (lambda idx, bin_: _edit(idx, 9, struct.pack("<Q", 2)), r"a\.idx begins with .* version 2, but .* version 1"),
-        (lambda idx, bin_: _edit(idx, 17, b"\x07"), r"a\.idx says that elements have type code 7"),
-        (lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:20]), r"a\.idx has 20 bytes, .* needs 34"),
+        (lambda idx, bin_: _edit(idx, 0, b"GARBAGE"), "a.idx"),
+        (lambda idx, bin_: _edit(idx, 9, struct.pack("<Q", 2)), "a.idx"),
+        (lambda idx, bin_: _edit(idx, 17, b"\x07"), "a.idx"),
+        (lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:20]), "a.idx"),
         (
             lambda idx, bin_: idx.write_bytes(idx.read_bytes()[:-8]),
-            r"a\.idx has 114 bytes.* are 122 bytes: .* truncated",
+            "a.idx",
         ),
         (
             lambda idx, bin_: idx.write_bytes(idx.read_bytes() + b"x"),
-            r"a\.idx has 123 bytes.* are 122 bytes: .* damaged",
+            "a.idx",
         ),
-        (lambda idx, bin_: idx.write_bytes(idx.read_bytes() + b"xxxx"), r"a\.idx is a multimodal index"),
-        (lambda idx, bin_: _edit(idx, 34, struct.pack("<i", 2)), r"a\.idx: its byte offsets do not follow"),
-        (lambda idx, bin_: _edit(idx, 34 + 48, struct.pack("<q", 1)), r"a\.idx: its document edges run from 1 to 4"),
-        (lambda idx, bin_: bin_.write_bytes(bin_.read_bytes()[:-2]), r"a\.bin has 14 bytes, .* which are 16"),
-        (lambda idx, bin_: bin_.write_bytes(b""), r"a\.bin is empty"),
+        (lambda idx, bin_: idx.write_bytes(idx.read_bytes() + b"xxxx"), "a.idx"),
+        (lambda idx, bin_: _edit(idx, 34, struct.pack("<i", 2)), "a.idx"),
+        (lambda idx, bin_: _edit(idx, 34 + 48, struct.pack("<q", 1)), "a.idx"),
+        (lambda idx, bin_: bin_.write_bytes(bin_.read_bytes()[:-2]), "a.bin"),
+        (lambda idx, bin_: bin_.write_bytes(b""), "a.bin"),
     ],
 )
 def test_damage_is_reported_with_what_was_found_and_expected(
-    write_corpus: WriteCorpus, damage: Callable[[Path, Path], object], message: str
+    write_corpus: WriteCorpus, damage: Callable[[Path, Path], object], fact: str
 ) -> None:
     prefix = write_corpus("a", DOCUMENTS)
     damage(Path(f"{prefix}.idx"), Path(f"{prefix}.bin"))
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, fact):
         Corpus(prefix, 1000)
 
 
 def test_the_bin_of_another_corpus_is_refused(write_corpus: WriteCorpus) -> None:
     prefix, other = write_corpus("a", DOCUMENTS), write_corpus("b", [[1, 2]])
     Path(f"{other}.bin").replace(f"{prefix}.bin")
-    with pytest.raises(DataError, match=r"a\.bin has 4 bytes, but a\.idx promises 8 tokens .* do not belong together"):
+    with refuses(DataError, "a.bin", "a.idx"):
         Corpus(prefix, 1000)
 
 
 def test_a_corpus_without_documents_is_refused(write_corpus: WriteCorpus) -> None:
-    with pytest.raises(DataError, match=r"a\.idx holds no documents"):
+    with refuses(DataError, "a.idx"):
         Corpus(write_corpus("a", []), 1000)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_when_it_is_read(write_corpus: WriteCorpus) -> None:
     corpus = Corpus(write_corpus("a", [[1, 2], [3, 77, 4]]), vocab_size=77)
     assert corpus.read(1, 2, 1).tolist() == [4]
-    with pytest.raises(DataError, match=r"a\.bin: document 1 holds token 77, but model.vocab_size is 77"):
+    with refuses(DataError, "document 1", "a.bin", "model.vocab_size"):
         corpus.read(1, 0, 3)
 
 
 def test_a_negative_token_is_refused(tmp_path: Path) -> None:
     with writing_corpus(str(tmp_path / "a"), 10**6) as writer:
         writer.add(np.array([-1, 2]))
-    with pytest.raises(DataError, match="document 0 holds token -1"):
+    with refuses(DataError, "document 0"):
         Corpus(str(tmp_path / "a"), 10**6).read(0, 0, 2)
 
 

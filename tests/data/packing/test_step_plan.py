@@ -11,6 +11,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.packing.step_plan import FILLER, StepPlan, StepShape, plan_step
 from tests.config.samples import config
 from tests.fault_table import Notice
+from tests.messages import refuses
 
 WIDTH = 32
 LENGTHS = st.lists(st.integers(0, WIDTH), max_size=60)
@@ -101,8 +102,7 @@ def cost(length: int, shape: StepShape) -> int:
     exit_code=3,
 )
 def test_a_sample_longer_than_a_row_is_refused(notice: Notice) -> None:
-    words = r"sample 1 of the step takes 33 positions, but a packed row has 32; .*raise"
-    with notice, pytest.raises(DataError, match=words):
+    with notice, refuses(DataError, "sample 1", "33", "32"):
         plan([1, 33], StepShape(WIDTH, 1, 1, 8))
 
 

@@ -12,6 +12,7 @@ from mtrain.data.preparation.tokenize import tokenize_corpus
 from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
 from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.tokenizer import load_tokenizer
+from tests.messages import refuses
 
 SOURCE = Path(json.__file__).with_name("decoder.py")
 TEXTS = ["naïve 日本 🙂 12345", "a <|im_start|>user<|endoftext|> b", "  x = 1\n\n\ty", ""]
@@ -44,7 +45,7 @@ def test_both_libraries_write_the_same_bytes(bpe: Path, tmp_path: Path) -> None:
 
 def test_other_tokens_are_refused_before_the_first_text(bpe: Path, tmp_path: Path) -> None:
     """One library leaves merges out as the file asks for, the other does not."""
-    with pytest.raises(DataError, match=r"gigatoken encodes .* not as .*tokenizer\.json does.*leave --fast out"):
+    with refuses(DataError, "tokenizer.json", "--fast"):
         CheckedEncoding(load_tokenizer(changed(bpe, tmp_path, dropout=1.0)))
 
 
@@ -53,7 +54,7 @@ def test_other_tokens_are_noticed_in_any_chunk(bpe: Path, tmp_path: Path) -> Non
     assert encoding.encode(["def"]) == [load_tokenizer(bpe).encode("def")]
     # as if the two had agreed on all texts until now
     encoding._tokenizer = load_tokenizer(changed(bpe, tmp_path, dropout=1.0))  # type: ignore[assignment]
-    with pytest.raises(DataError, match="gigatoken encodes 'def self' not as"):
+    with refuses(DataError, "'def self'"):
         encoding.encode(["a", "def self"])
 
 
@@ -64,5 +65,5 @@ def test_what_it_cannot_read_is_refused(bpe: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gigatoken cannot encode with .*Unsupported normalizer.*leave --fast out"):
         CheckedEncoding(load_tokenizer(tmp_path))
     train_tokenizer([SOURCE], tmp_path / "m.model", 400)
-    with pytest.raises(DataError, match=r"--fast needs a byte-level tokenizer\.json"):
+    with refuses(DataError, "--fast", "tokenizer.json"):
         CheckedEncoding(load_tokenizer(tmp_path / "m.model"))

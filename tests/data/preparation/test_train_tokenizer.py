@@ -8,6 +8,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.data.preparation.train_tokenizer import train_tokenizer
 from mtrain.tokenizer import load_tokenizer
+from tests.messages import refuses
 
 WORDS = ["value", "weight", "index", "length", "colour", "height", "parent", "child", "reader", "writer"]
 
@@ -39,7 +40,7 @@ def test_control_tokens_are_where_they_were_asked_for(text: Path, tmp_path: Path
 
 
 def test_a_size_that_the_text_cannot_give_is_reported(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer of 90000 tokens can be trained on this text: .*90000"):
+    with pytest.raises(DataError, match="90000"):
         train_tokenizer([text], tmp_path / "a.model", vocab_size=90000)
     assert not (tmp_path / "a.model").exists()
 
@@ -47,7 +48,7 @@ def test_a_size_that_the_text_cannot_give_is_reported(text: Path, tmp_path: Path
 def test_an_existing_model_is_replaced_only_if_asked(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "a.model"
     output.write_text("precious")
-    with pytest.raises(DataError, match=r"a\.model exists; .* --overwrite"):
+    with refuses(DataError, "a.model", "--overwrite"):
         train_tokenizer([text], output, vocab_size=300)
     assert output.read_text() == "precious"
     train_tokenizer([text], output, vocab_size=300, overwrite=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
@@ -16,6 +15,7 @@ from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.sources import Sources
 from mtrain.loss.preference.member import GroupMember
 from tests.config.samples import content
+from tests.messages import refuses
 
 
 def config(folder: Path, tokenizer: Path, kind: str, records: list[dict[str, Any]], **changes: Any) -> Config:
@@ -62,9 +62,9 @@ def test_a_pair_is_dropped_whole_cut_or_refused(tmp_path: Path, word_tokenizer: 
     assert dropped.sample(0, 5).member == GroupMember(2, "rejected")
     late = dataset(config(tmp_path, word_tokenizer, "dpo", PAIRS, data__too_long="start"))
     assert answers(late, 5) == [7, 7, 7, 7, 2]
-    with pytest.raises(DataError, match=r"line 3: has 8 tokens in a sequence, but data.seq_length=5 takes 6 \(1 of 4"):
+    with refuses(DataError, "line 3", "data.seq_length=5"):
         dataset(config(tmp_path, word_tokenizer, "dpo", PAIRS, data__too_long="refuse"))
-    with pytest.raises(ValueError, match=r"data.too_long=split makes pieces that cannot be compared"):
+    with refuses(ValueError, "data.too_long=split"):
         config(tmp_path, word_tokenizer, "dpo", PAIRS, data__too_long="split")
 
 
@@ -92,9 +92,9 @@ def test_the_two_of_a_pair_are_in_the_same_step_and_no_other_loss_reads_pairs(
         ]
         groups = sorted(member.group for member in members if member is not None)
         assert groups == [2 * step, 2 * step, 2 * step + 1, 2 * step + 1]
-    with pytest.raises(DataError, match="has no 'response'"):
+    with refuses(DataError, "'response'"):
         StepLoader(config(tmp_path, word_tokenizer, "next_token", PAIRS), 0, 1)
-    with pytest.raises(ValueError, match=r"data.format=preference is for losses that compare answers, .* dpo or ipo"):
+    with refuses(ValueError, "data.format=preference"):
         config(tmp_path, word_tokenizer, "next_token", PAIRS, data__format="preference")
-    with pytest.raises(ConfigError, match=r"loss.function=simpo compares answers, but data.kind=mock has none"):
+    with refuses(ConfigError, "loss.function=simpo", "data.kind=mock"):
         StepLoader(Config.model_validate(content(loss__function="simpo")), 0, 1)

@@ -9,6 +9,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.data.formats.megatron_indexed import Corpus
 from mtrain.data.samples.pretrain import PretrainDataset
+from tests.messages import refuses
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]
 DOCUMENTS = [[10, 11, 12], [], [20, 21], [30, 31, 32, 33, 34, 35], [40]]
@@ -100,7 +101,7 @@ def test_a_part_of_the_documents_is_read_alone(write_corpus: WriteCorpus) -> Non
 def test_too_little_text_is_refused(write_corpus: WriteCorpus) -> None:
     prefix = write_corpus("a", DOCUMENTS)
     assert len(windows(prefix, seq_length=11, key=(1, 0))) == 1
-    with pytest.raises(DataError, match=r"a\.bin: its 5 documents from number 0 on hold 12 tokens, .* needs 13"):
+    with refuses(DataError, "a.bin"):
         windows(prefix, seq_length=12, key=(1, 0))
-    with pytest.raises(DataError, match=r"from number 4 on hold 1 tokens, but one sample needs 2"):
+    with refuses(DataError):
         windows(prefix, seq_length=12, part=range(4, 5))

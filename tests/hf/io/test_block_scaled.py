@@ -19,6 +19,7 @@ from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.deepseek import save_published
 from tests.hf.folders import save
+from tests.messages import refuses
 from tests.pool import Pool
 
 SCALE = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"
@@ -66,12 +67,7 @@ def test_missing_scales_and_false_copies_are_refused(tmp_path: Path, fault: str)
     else:
         tensors["model.layers.3.shared_head.head.weight"][5, 5] += 1
     save_file(tensors, path)
-    expected = {
-        "missing": rf"needs {SCALE} of shape \[2, 2\], but there is none",
-        "misshaped": rf"needs {SCALE} of shape \[2, 2\], but there is \[3, 3\]",
-        "copy": "shared_head.head.weight differs from lm_head.weight, of which it must be a copy",
-    }[fault]
-    with pytest.raises(DataError, match=expected):
+    with refuses(DataError, "shared_head.head.weight" if fault == "copy" else SCALE):
         import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
 
 
@@ -79,7 +75,7 @@ def test_another_quantisation_is_refused(tmp_path: Path) -> None:
     save_published(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(DataError, match=r"weights in 'awq' .* are not read"):
+    with refuses(DataError, "'awq'"):
         import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
 
 
@@ -94,7 +90,7 @@ def test_another_format_is_one_message(tmp_path: Path, said: Any) -> None:
     save_published(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
-    with pytest.raises(DataError, match=r"weights in .* are not read; take weights in bfloat16") as caught:
+    with refuses(DataError) as caught:
         import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
     assert caught.value.exit_code == 3
     assert "\n" not in str(caught.value)

@@ -12,6 +12,7 @@ from mtrain import DataError, receive_hf_tensors
 from mtrain.base.background import started
 from mtrain.hf.io.broadcast import NamedKind, send_tensors
 from mtrain.hf.io.buckets import TensorKind
+from tests.messages import refuses
 from tests.training.engine_parts.hf_ranks import group_pair
 
 TENSORS = {
@@ -50,5 +51,5 @@ def test_a_sender_of_another_version_is_refused() -> None:
         for each in (torch.tensor([len(text)]), text):
             group.broadcast(each, 0).wait()
 
-    with pytest.raises(DataError, match="describes tensors in version 9, but 1 is needed"):
+    with refuses(DataError):
         received(send)

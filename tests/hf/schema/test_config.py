@@ -10,6 +10,7 @@ from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family
 from tests.hf.folders import CONFIGS
+from tests.messages import refuses
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -79,23 +80,23 @@ def test_gemma_with_one_base_of_each_kind_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "fact"),
     [
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supp"),
-        ({"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"attention_bias": True}, "attention_bias=True"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types must have a",
+            "layer_types",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"num_attention_heads": 5}, "hidden_size=64 is not a multiple of num_attention_heads=5"),
+        ({"num_attention_heads": 5}, "hidden_size=64"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], fact: str) -> None:
     config = {**LLAMA, **changes}
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, fact):
         family_of(config).model(config)
 
 
@@ -103,9 +104,9 @@ def test_a_family_that_cannot_describe_a_model_says_what() -> None:
     model = ModelSection(
         num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, vocab_size=50, qk_norm=True
     )
-    with pytest.raises(DataError, match=r"a llama model cannot say: model\.qk_norm=True would be False"):
+    with refuses(DataError, "model.qk_norm=True"):
         FAMILIES["llama"].config(model, LLAMA)
     assert fitting_family(model).model_type == "qwen3"
     odd = model.model_copy(update={"norm": "layernorm"})
-    with pytest.raises(DataError, match="no family of Hugging Face describes this model"):
+    with refuses(DataError):
         fitting_family(odd)

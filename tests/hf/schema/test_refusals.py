@@ -22,6 +22,7 @@ from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf
 from tests.fault_table import Notice
 from tests.hf.folders import save
+from tests.messages import refuses
 from tests.paths import ROOT
 from tests.warm import completed
 
@@ -88,68 +89,41 @@ def pipe_for(path: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.layers.0.input_layernorm.weight"
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "unknown family": (lambda f: edit_json(f / "config.json", model_type="mamba"), "model_type='mamba' is not supp"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "unsupported rope": (
-        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
-        "rope_type=longrope is not supported",
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "unknown family": lambda f: edit_json(f / "config.json", model_type="mamba"),
+    "no config": lambda f: (f / "config.json").unlink(),
+    "unsupported rope": lambda f: edit_json(
+        f / "config.json", rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}
     ),
-    "unsupported activation": (lambda f: edit_json(f / "config.json", hidden_act="relu"), "hidden_act='relu'"),
-    "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), f"lacks {NORM}"),
-    "unexpected tensor": (
-        lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.zeros(2)})),
-        "holds unexpected model.extra",
+    "unsupported activation": lambda f: edit_json(f / "config.json", hidden_act="relu"),
+    "missing tensor": lambda f: edit_tensors(f, lambda t: t.pop(NORM)),
+    "unexpected tensor": lambda f: edit_tensors(f, lambda t: t.update({"model.extra": torch.zeros(2)})),
+    "one layer too many": lambda f: edit_json(f / "config.json", num_hidden_layers=2),
+    "mistyped number of layers": lambda f: edit_json(f / "config.json", num_hidden_layers=4000),
+    "codes instead of numbers": lambda f: edit_tensors(
+        f, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})
     ),
-    "one layer too many": (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "unexpected model.layers.2."),
-    "mistyped number of layers": (
-        lambda f: edit_json(f / "config.json", num_hidden_layers=4000),
-        "says 4000 layers: it holds only",
+    "other shape": lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(31, dtype=torch.bfloat16)})),
+    "mixed dtypes": lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(32)})),
+    "parent folder": point_to("../x.safetensors"),
+    "absolute path": point_to("/etc/passwd"),
+    "link to elsewhere": link_out,
+    "file missing": lambda f: (f / FIRST).unlink(),
+    "cut header": cut_file,
+    "overlapping tensors": overlap,
+    "index of another file": lambda f: edit_map(
+        f, lambda places: places.update({NORM: "model-00002-of-00003.safetensors"})
     ),
-    "codes instead of numbers": (
-        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
-        f"{NORM} is torch.int8, but weights have to be plain floating-point numbers",
-    ),
-    "other shape": (
-        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(31, dtype=torch.bfloat16)})),
-        rf"{NORM} has shape \[31\] instead of \[32\]",
-    ),
-    "mixed dtypes": (
-        lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.zeros(32)})),
-        "layer_norm_weight are torch.float32; choose one with --dtype",
-    ),
-    "parent folder": (point_to("../x.safetensors"), r"names the file '\.\./x\.safetensors'"),
-    "absolute path": (point_to("/etc/passwd"), "names the file '/etc/passwd'"),
-    "link to elsewhere": (link_out, "is a link to .* outside of the folder"),
-    "file missing": (lambda f: (f / FIRST).unlink(), f"{FIRST} cannot be read"),
-    "cut header": (cut_file, f"{FIRST} is damaged: its header should have"),
-    "overlapping tensors": (overlap, "model.embed_tokens.weight of shape"),
-    "index of another file": (
-        lambda f: edit_map(f, lambda places: places.update({NORM: "model-00002-of-00003.safetensors"})),
-        f"lacks {NORM}, which model.safetensors.index.json places there",
-    ),
-    "deep config": (
-        lambda f: (f / "config.json").write_bytes(b"[" * 10**6),
-        "config.json is not JSON: it is nested too",
-    ),
-    "number of 5,000 digits": (
-        lambda f: (f / "config.json").write_text('{"hidden_size": ' + "1" * 5000 + "}"),
-        "config.json is not JSON: .* digits",
-    ),
-    "key twice": (lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'), "config.json is not JSON: 'a' stands"),
-    "pipe as config": (lambda f: pipe_for(f / "config.json"), "config.json cannot be read: it is a device or a pipe"),
-    "deep index": (lambda f: (f / INDEX).write_bytes(b'{"weight_map":' * 10**6), f"{INDEX} is not JSON: it is nested"),
-    "index of 40 GiB": (lambda f: os.truncate(f / INDEX, 40 * 2**30), f"{INDEX} cannot be read: it has 42949672960"),
-    "NUL in the name of a file": (point_to("a\0b"), r"names the file 'a\\x00b'"),
-    "endless name of a file": (point_to("x" * 5000), "names the file 'xxx"),
-    "NUL in the name of a tensor": (
-        lambda f: edit_map(f, lambda places: places.update({"a\0b": FIRST})),
-        "has no weight_map of names",
-    ),
-    "index without map": (
-        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
-        "has no weight_map of names to files",
-    ),
+    "deep config": lambda f: (f / "config.json").write_bytes(b"[" * 10**6),
+    "number of 5,000 digits": lambda f: (f / "config.json").write_text('{"hidden_size": ' + "1" * 5000 + "}"),
+    "key twice": lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'),
+    "pipe as config": lambda f: pipe_for(f / "config.json"),
+    "deep index": lambda f: (f / INDEX).write_bytes(b'{"weight_map":' * 10**6),
+    "index of 40 GiB": lambda f: os.truncate(f / INDEX, 40 * 2**30),
+    "NUL in the name of a file": point_to("a\0b"),
+    "endless name of a file": point_to("x" * 5000),
+    "NUL in the name of a tensor": lambda f: edit_map(f, lambda places: places.update({"a\0b": FIRST})),
+    "index without map": lambda f: (f / "model.safetensors.index.json").write_text("{}"),
 }
 
 
@@ -165,9 +139,8 @@ def test_a_faulty_folder_is_refused_by_name_and_nothing_is_left(
 ) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(good, folder)
-    plant, message = FAULTS[fault]
-    plant(folder)
-    with notice, pytest.raises(DataError, match=message) as error:
+    FAULTS[fault](folder)
+    with notice, refuses(DataError) as error:
         import_hf(folder, tmp_path / "out", None, num_workers=1)
     assert error.value.exit_code == notice.exit_code
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == []
@@ -221,7 +194,7 @@ def test_verification_names_the_tensor_that_differs(good: Path, tmp_path: Path) 
     shutil.copytree(good, folder)
     import_hf(good, tmp_path / "ours", None, num_workers=1)
     edit_tensors(folder, lambda tensors: tensors[NORM].view(torch.int16).bitwise_xor_(1))
-    with pytest.raises(DataError, match=rf"1 of 30 tensors differ .* {NORM}"):
+    with refuses(DataError, NORM):
         verify_hf(tmp_path / "ours", folder, num_workers=1)
 
 
@@ -232,7 +205,7 @@ def test_a_damaged_checkpoint_is_not_exported(good: Path, tmp_path: Path) -> Non
     with (tmp_path / "ours" / saved.file).open("r+b") as file:
         file.seek(saved.start_bytes + 10)
         file.write(b"\0" * 60)
-    with pytest.raises(DataError, match=r"was saved with other bytes \(BLAKE3 differs\)"):
+    with refuses(DataError):
         export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
-    with pytest.raises(DataError, match=r"output_layer.weight at byte \d+ is damaged"):
+    with refuses(DataError, "output_layer.weight"):
         CheckpointTensors(tmp_path / "ours").read("output_layer.weight", saved.at)

@@ -9,6 +9,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.functions.load import load_loss_function
 from tests.loss.microbatches import term_inputs
+from tests.messages import refuses
 
 
 def test_a_function_is_loaded_and_its_options_are_bound() -> None:
@@ -20,26 +21,25 @@ def test_a_function_is_loaded_and_its_options_are_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "options", "message"),
+    ("path", "options", "fact"),
     [
-        ("next_tokens", {}, "choose next_token, z_loss, entropy, distillation"),
-        ("mtrain.loss.functions.likelihood:", {}, "a function of your own as package.module:name"),
-        (":next_token_loss", {}, "a function of your own as package.module:name"),
-        ("no_such_package.losses:mine", {}, "no module 'no_such_package' on the import path"),
-        ("mtrain.loss.nowhere:mine", {}, "no module 'mtrain.loss.nowhere' on the import path"),
-        ("mtrain.loss.functions.likelihood:next_token_los", {}, "did you mean next_token_loss"),
-        ("tests.loss.bad_losses:zzz", {}, "it has counted_in_integers, differentiable_denominator"),
-        ("tests.loss.bad_losses:not_a_function", {}, "is a int, but has to be a function"),
-        ("tests.loss.bad_losses:scaled", {}, "missing a required argument: 'factor'; change loss.options"),
-        ("tests.loss.bad_losses:scaled", {"factor": 1, "size": 2}, "unexpected keyword argument 'size'"),
-        ("tests.loss.bad_losses:mean", {"inputs": 1}, "multiple values for argument 'inputs'"),
-        ("builtins:max", {}, "no Python signature"),
+        ("next_tokens", {}, "next_token"),
+        ("mtrain.loss.functions.likelihood:", {}, "package.module:name"),
+        (":next_token_loss", {}, "package.module:name"),
+        ("no_such_package.losses:mine", {}, "'no_such_package'"),
+        ("mtrain.loss.nowhere:mine", {}, "'mtrain.loss.nowhere'"),
+        ("mtrain.loss.functions.likelihood:next_token_los", {}, "next_token_loss"),
+        ("tests.loss.bad_losses:zzz", {}, "counted_in_integers"),
+        ("tests.loss.bad_losses:not_a_function", {}, "not_a_function"),
+        ("tests.loss.bad_losses:scaled", {}, "'factor'"),
+        ("tests.loss.bad_losses:scaled", {"factor": 1, "size": 2}, "'size'"),
+        ("tests.loss.bad_losses:mean", {"inputs": 1}, "'inputs'"),
+        ("builtins:max", {}, "builtins:max"),
     ],
 )
-def test_a_wrong_name_or_option_is_one_message(path: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"loss\.function=") as caught:
+def test_a_wrong_name_or_option_is_one_message(path: str, options: dict[str, object], fact: str) -> None:
+    with refuses(ConfigError, "loss.function", fact) as caught:
         load_loss_function(path, options)
-    assert message in str(caught.value)
     assert path in str(caught.value)
 
 

@@ -25,6 +25,7 @@ from mtrain.loss.objective import Objective
 from mtrain.loss.pair import MAIN_TERM, Extras, LossPair, TermInputs
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.loss.microbatches import term_inputs
+from tests.messages import refuses
 
 VOCAB, SEQ = 5, 6
 LOSSES: dict[str, Callable[[TermInputs], LossPair]] = {
@@ -145,19 +146,19 @@ def forgetful(inputs: TermInputs) -> LossPair:
 
 def test_a_function_that_reports_something_else_than_it_says_is_refused() -> None:
     objective = Objective.from_config(LossSection(function="tests.loss.functions.test_policy:forgetful"))
-    with pytest.raises(ConfigError, match=r"diagnostics {'margins': \(2,\)}, but is marked for {'margin': \(2,\)}"):
+    with refuses(ConfigError, "'margins'", "'margin'"):
         objective.pairs({MAIN_TERM: term_inputs(torch.ones(1, 3))})
 
 
 @pytest.mark.parametrize(
-    ("function", "options", "message"),
+    ("function", "options", "fact"),
     [
-        ("ppo", {"clip_low": 1.5}, r"clip_low=1.5 must be a number from 0 to 1"),
-        ("ppo", {"dual_clip": 1.0}, r"dual_clip=1.0 must be a number above 1, or null"),
-        ("cispo", {"rollout_cap": 0}, r"rollout_cap=0 must be a number above 0, or null"),
-        ("kl", {"estimator": "k4"}, r"estimator='k4' must be k1, k2 or k3"),
+        ("ppo", {"clip_low": 1.5}, "clip_low=1.5"),
+        ("ppo", {"dual_clip": 1.0}, "dual_clip=1.0"),
+        ("cispo", {"rollout_cap": 0}, "rollout_cap=0"),
+        ("kl", {"estimator": "k4"}, "estimator='k4'"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(function: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_that_mean_nothing_are_refused(function: str, options: dict[str, Any], fact: str) -> None:
+    with refuses(ValueError, fact):
         LossSection(function=function, options=options)

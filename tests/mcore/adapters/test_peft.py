@@ -27,6 +27,7 @@ from tests.config.samples import content
 from tests.fault_table import Notice
 from tests.hf.folders import save
 from tests.mcore.adapters import peft_ranks
+from tests.messages import refuses
 from tests.pool import Pool
 from tests.training.engine_parts.hf_ranks import bits_of
 
@@ -136,7 +137,7 @@ def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(po
     assert np.abs(ours - plain.numpy()).max() > 1e-2 * float(plain.abs().max()), "the adapter does something"
     export_adapter(tmp_path / "run", tmp_path / "adapter", None)
     assert_close(ours, logits_of(peft.PeftModel.from_pretrained(loaded(hf), tmp_path / "adapter"), tokens))
-    with pytest.raises(ConfigError, match="targets=embedding cannot be merged: with model"):
+    with refuses(ConfigError, "targets=embedding"):
         export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
     again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
     back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)

@@ -19,6 +19,7 @@ from mtrain.mcore.distributed.party import Purpose
 from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
+from tests.messages import refuses
 from tests.pool import Pool
 
 ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
@@ -41,14 +42,14 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", 0) == torch.device("cpu")
     assert choose_device("cpu", 0) == torch.device("cpu")
-    with pytest.raises(MachineError, match=r"train\.device=cuda needs a GPU"):
+    with refuses(MachineError, "train.device=cuda"):
         choose_device("cuda", 0)
 
 
 def test_each_rank_takes_a_gpu_of_its_own() -> None:
     assert [gpu_index(rank, 8, {}) for rank in range(8)] == list(range(8))
     assert gpu_index(3, 1, {"SLURM_GPUS_PER_TASK": "1"}) == 0, "it sees no other"
-    with pytest.raises(MachineError, match="local rank 1 needs a GPU of its own, but torch sees 1"):
+    with refuses(MachineError, "rank 1"):
         gpu_index(1, 1, {})
 
 
@@ -72,7 +73,7 @@ LOST = {
 @pytest.mark.parametrize("error", LOST.values(), ids=LOST.keys())
 def test_a_lost_rank_is_recognised_whatever_the_backend(error: RuntimeError) -> None:
     with (
-        pytest.raises(RankLostError, match="rank 0 lost the connection") as caught,
+        refuses(RankLostError, "rank 0") as caught,
         init_distributed(ALONE, "auto", 10, PURPOSE),
     ):
         raise error

@@ -7,6 +7,7 @@ from torch import Tensor
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.mcore.state.gather import assemble
+from tests.messages import refuses
 
 
 def shard(values: Tensor, offset: int = 0, size: int = 2) -> Shard:
@@ -26,10 +27,10 @@ def test_the_same_nan_on_two_ranks_is_no_difference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("other", [[0.0, 1.0], [-0.0, 2.0], [float("nan"), 1.0]], ids=["sign of 0", "value", "nan"])
 def test_replicas_differ_by_a_bit(other: list[float]) -> None:
-    with pytest.raises(ValueError, match="differ between ranks"):
+    with refuses(ValueError):
         assemble([shard(torch.tensor([-0.0, 1.0])), shard(torch.tensor(other))])
 
 
 def test_a_gap_is_named() -> None:
-    with pytest.raises(ValueError, match="no rank holds all of weight"):
+    with refuses(ValueError):
         assemble([shard(torch.tensor([1.0]))])

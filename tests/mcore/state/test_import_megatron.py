@@ -21,6 +21,7 @@ from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.state import megatron_0_19
 from tests.mcore.state.megatron_ranks import foreign_weights, loss_from_foreign_weights, save_like_megatron_lm
+from tests.messages import refuses
 from tests.parity.expert_models import MIXTRAL, QWEN
 from tests.pool import Pool
 
@@ -123,10 +124,10 @@ def test_common_files_are_never_read_and_bridges_configuration_is_compared(
     assert loss(pool, folder, 1) == expected
     assert not (tmp_path / "ran").exists()
     (folder / "run_config.yaml").write_text("model: {num_layers: 2, rotary_base: 500000}\n")
-    with pytest.raises(DataError, match=r"rotary_base=500000, but model.rope.base=10000"):
+    with refuses(DataError, "rotary_base=500000", "model.rope.base=10000"):
         loss(pool, folder, 1)
     (folder / "run_config.yaml").write_text("model: !!python/object/apply:os.abort []\n")
-    with pytest.raises(DataError, match="cannot be understood"):
+    with refuses(DataError):
         loss(pool, folder, 1)
 
 

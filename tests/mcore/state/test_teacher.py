@@ -9,6 +9,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.load import config_yaml
 from mtrain.mcore.state.teacher import teacher_config
 from tests.config.samples import config
+from tests.messages import refuses
 
 
 def saved(folder: Path, **changes: Any) -> Path:
@@ -53,10 +54,10 @@ def test_an_import_says_its_model_itself(tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(config_yaml(config(model__hidden_size=96)))
     assert teacher_config(config(), tmp_path).model.hidden_size == 96
     (tmp_path / "model.yaml").write_text("model: {num_layers: many}")
-    with pytest.raises(DataError, match=r"model.yaml cannot be understood.*import the weights again"):
+    with refuses(DataError, "model.yaml"):
         teacher_config(config(), tmp_path)
 
 
 def test_a_checkpoint_outside_a_run_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.yaml is not there.*name a run folder"):
+    with refuses(ConfigError, "config.yaml"):
         teacher_config(config(), tmp_path / "checkpoints" / "step_00000010")

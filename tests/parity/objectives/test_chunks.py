@@ -12,6 +12,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection
 from mtrain.loss.objective import Objective
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.parity import teacher_ranks
 from tests.parity.batches import documents_steps, three_steps, weighted_steps
 from tests.parity.cases import Case, case, lean
@@ -130,7 +131,7 @@ def test_a_function_that_needs_whole_logits_is_refused_under_a_number(notice: No
     section = LossSection(function=UNMARKED, options={"slope": 0.1}, chunk_tokens=64)
     with (
         notice,
-        pytest.raises(ConfigError, match=r"preference \(term 'main'\) is not marked with .*per_token") as refused,
+        refuses(ConfigError, "'main'", "per_token") as refused,
     ):
         Objective.from_config(section)
     assert refused.value.exit_code == notice.exit_code

@@ -12,6 +12,7 @@ from mtrain.base.errors import NumericError
 from mtrain.mcore.engine.optimizer import check_norm
 from mtrain.training.totals import check_denominator, check_factors
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.parity import ranks
 from tests.parity.batches import GlobalBatch, padded_steps, three_steps
 from tests.parity.cases import Case, case, lean
@@ -109,7 +110,7 @@ def test_a_factor_that_float32_does_not_carry_is_refused(pool: Pool) -> None:
     (message,) = refusals(pool, case(4), weighted(three_steps()[0], SMALL), **changes)
     assert "loss term 'z' enters with the factor 5.3" in message
     for factor in (2.0**127, 2.0**-127):
-        with pytest.raises(NumericError, match="loss term 'z' enters with the factor"):
+        with refuses(NumericError, "'z'"):
             check_factors({"main": 1.0, "z": 1e10}, {"main": factor, "z": 1e10})
     check_factors({"main": 1.0, "z": 1e10, "none": 1.0}, {"main": 2.0**126, "z": 1e10, "none": 0.0})
 
@@ -134,10 +135,10 @@ def test_limits_are_where_float32_ends() -> None:
     for good in (0.0, 2.0**-100, 1.0, 2.0**126):
         check_denominator("main", good)
     for bad in (2.0**-100.001, 5e-324, 2.0**126.001):
-        with pytest.raises(NumericError, match="multiply all sample weights"):
+        with refuses(NumericError):
             check_denominator("main", bad)
     check_norm(1e19, 0.0)
     check_norm(1e37, 1.0)
     for norm, clip in ((2e19, 0.0), (4e38, 1.0), (1e38, 1.0), (1e30, 1e-9), (math.inf, 1.0), (math.nan, 0.0)):
-        with pytest.raises(NumericError, match="gradient norm"):
+        with refuses(NumericError):
             check_norm(norm, clip)

@@ -11,6 +11,7 @@ from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.pair import TermInputs, weigh_sequences
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.fault_table import Notice
+from tests.messages import refuses
 from tests.oracle.loss import SEQUENCE_LOSSES, Sequence
 from tests.parity.batches import documents_steps, padded_steps, two_steps, weighted_steps
 from tests.parity.cases import Case, case, lean
@@ -119,7 +120,7 @@ SUMS = ["sum", "token-sum-norm"]
 def test_an_aggregation_without_shares_of_sequences_is_refused(aggregation: str, notice: Notice) -> None:
     length = {"loss__norm_length": 8} if aggregation == "token-sum-norm" else {}
     config = case(4).config(**JUDGED | {"loss__aggregation": aggregation} | length)
-    with notice, pytest.raises(ConfigError, match=r"set loss\.aggregation=seq-mean-token-sum") as refused:
+    with notice, refuses(ConfigError, "loss.aggregation=seq-mean-token-sum") as refused:
         weigh_sequences(torch.zeros(2), inputs_of(config.loss.aggregation))
     assert refused.value.exit_code == notice.exit_code
 

@@ -19,6 +19,7 @@ from mtrain.plan.search.report import nothing_fits
 from mtrain.plan.search.search import heaviest, recomputations, search, with_layout
 from mtrain.plan.search.verdict import smallest_change, verdict, with_keys
 from tests.config.samples import config
+from tests.messages import refuses
 from tests.paths import CONFIGS
 
 H100 = Cluster(GPUS["h100"])
@@ -154,7 +155,7 @@ def test_a_batch_that_no_layout_divides_says_which_would() -> None:
 def test_the_smallest_change_makes_it_fit(changes: dict[str, Any], ranks: int, memory: float, reported: str) -> None:
     given = with_keys(of("llama3_8b", "data.seq_length=8192", "train.overlap_param_gather=false"), changes)
     assert given is not None
-    with pytest.raises(ConfigError, match="does not fit: the heaviest rank needs") as refused:
+    with refuses(ConfigError) as refused:
         verdict(given, ranks, H100, int(memory * GIB))
     assert reported in str(refused.value)
     change = smallest_change(given, ranks, H100, int(memory * GIB))
@@ -166,5 +167,5 @@ def test_the_smallest_change_makes_it_fit(changes: dict[str, Any], ranks: int, m
 
 def test_where_two_keys_are_not_enough_a_layout_is_named() -> None:
     given = of("llama3_8b", "train.global_batch_size=32", "data.seq_length=131072")
-    with pytest.raises(ConfigError, match=r"no change of two keys is enough; tp.* needs .* GiB"):
+    with refuses(ConfigError):
         verdict(given, 32, H100, 15 * GIB)

@@ -19,6 +19,7 @@ from mtrain.training.export import Exporter
 from mtrain.training.run_folder import claim
 from tests.config.samples import config
 from tests.hf.folders import save
+from tests.messages import refuses
 from tests.training.test_start_from_hf import command, configured
 
 
@@ -84,7 +85,7 @@ def test_an_export_that_fails_is_reported_and_leaves_nothing(
     text = run.config.read_text()
     run.config.write_text(re.sub(r"(?m)^  hf: .*", "  hf: null", text).replace("num_layers: 3", "num_layers: 4"))
     exporter = Exporter(run, 1)
-    with pytest.raises(DataError, match=r"step 2 is not exported: .* has shape"):
+    with refuses(DataError, "step 2"):
         exporter.finish()
     assert "training goes on" in capsys.readouterr().err
     assert not run.exports.exists()
@@ -93,7 +94,7 @@ def test_an_export_that_fails_is_reported_and_leaves_nothing(
 
 def test_exports_need_checkpoints(tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
-    with pytest.raises(ConfigError, match=r"export_hf_every_steps=3 must be a multiple of interval_steps=2"):
+    with refuses(ConfigError, "export_hf_every_steps=3", "interval_steps=2"):
         configured(tmp_path, "checkpoint.interval_steps=2", "checkpoint.export_hf_every_steps=3")
 
 

@@ -12,6 +12,7 @@ from mtrain.checkpoint.format.training_state import RecentUpdates
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory
 from mtrain.config.schema.train import TrainSection
 from mtrain.training.faults.guard import Guard, Verdict, highest
+from tests.messages import refuses
 
 
 def section(**values: Any) -> TrainSection:
@@ -38,9 +39,9 @@ def test_only_what_is_above_a_full_window_is_a_spike() -> None:
     guard = guard_after([5.0] * 8)
     guard.judge(5.59, 1.0)
     guard.judge(0.0, 0.0)
-    with pytest.raises(SpikeError, match=r"the loss is 5.61, above 5.6: the median of the 8 updates before is 5 "):
+    with refuses(SpikeError, "5.61"):
         guard.judge(5.61, 1.0)
-    with pytest.raises(SpikeError, match=r"the gradient norm is 1.6, above 1.5"):
+    with refuses(SpikeError, "1.6", "1.5"):
         guard.judge(5.0, 1.6)
     guard_after([5.0] * 8, loss_deviations=None).judge(1e9, 1.0)
 
@@ -71,10 +72,10 @@ def test_more_bad_steps_than_the_budget_end_the_run() -> None:
     guard = Guard(section(on_nonfinite="skip", max_bad_steps=2), NO_BAD_STEPS)
     for step in (10, 500, 1011):
         assert guard.refuse(step, NonFiniteError("nan")) is Verdict.SKIP
-    with pytest.raises(NumericError, match=r"3 of the latest 1000 steps were bad, more than train.max_bad_steps=2"):
+    with refuses(NumericError, "1000", "train.max_bad_steps=2"):
         guard.refuse(1012, NonFiniteError("nan"))
     again = Guard(section(on_nonfinite="skip", max_bad_steps=2), guard.history)
-    with pytest.raises(NumericError, match="4 of the latest 1000"):
+    with refuses(NumericError, "1000"):
         again.refuse(1013, NonFiniteError("nan"))
 
 
@@ -84,7 +85,7 @@ def test_a_spoiled_state_is_never_skipped_and_gone_back_from_once() -> None:
     guard = Guard(section(on_nonfinite="rollback"), NO_BAD_STEPS)
     assert guard.refuse(7, SpoiledStateError("nan")) is Verdict.ROLL_BACK
     assert guard.left_out(7) is None
-    with pytest.raises(NumericError, match="a second time at this step"):
+    with refuses(NumericError):
         guard.refuse(7, SpoiledStateError("nan"))
 
 

@@ -13,6 +13,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
 from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import StepRecord
+from tests.messages import refuses
 from tests.training.test_trainer import BASE
 from tests.warm import completed
 
@@ -52,5 +53,5 @@ def test_steps_that_the_run_does_not_reach_cut_the_profile_off(tmp_path: Path) -
 
 def test_steps_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(BASE)
-    with pytest.raises(ConfigError, match=r"profile_steps=\[4, 3\] must name the first and the last step"):
+    with refuses(ConfigError, "profile_steps=[4, 3]"):
         load_config([tmp_path / "base.yaml"], ["run.dir=x", "metrics.profile_steps=[4,3]"])

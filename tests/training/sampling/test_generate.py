@@ -19,6 +19,7 @@ from mtrain.training.sampling.prompts import questions_of, read_prompts, shown
 from tests.config.samples import config
 from tests.config.yaml_files import write
 from tests.hf.folders import save
+from tests.messages import refuses
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 
@@ -60,7 +61,7 @@ def test_a_prompt_may_be_a_question_in_the_chat_template_of_the_run(tokenizer: P
 
 def test_a_run_without_a_chat_template_asks_nothing(tokenizer: Path) -> None:
     for run in (finetuning(tokenizer), finetuning(tokenizer, chat_template="plain"), config()):
-        with pytest.raises(ConfigError, match="the run has no chat template"):
+        with refuses(ConfigError):
             questions_of(run, load_tokenizer(tokenizer), ["a"], as_chat=True)
 
 
@@ -109,16 +110,16 @@ def test_prompts_come_from_lines_or_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("", "holds no prompt"),
-        ("{", "line 1.*is no JSON"),
-        ('{"text": "a"}', 'line 1: needs an object with "prompt"'),
-        ('{"prompt": "a", "messages": []}', "one of the two"),
-        ('{"messages": []}', "the value is"),
+        "",
+        "{",
+        '{"text": "a"}',
+        '{"prompt": "a", "messages": []}',
+        '{"messages": []}',
     ],
 )
-def test_a_file_of_prompts_that_cannot_be_understood_is_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_a_file_of_prompts_that_cannot_be_understood_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(line)
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError):
         read_prompts(tmp_path / "prompts.jsonl")

@@ -10,6 +10,7 @@ from mtrain.plan.layout import broken_rules
 from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config
+from tests.messages import refuses
 from tests.paths import ROOT
 from tests.verify.parity.checks import expert_config
 
@@ -148,7 +149,7 @@ def test_layers_that_know_no_float32_give_way() -> None:
 
 @pytest.mark.parametrize("key", ["attention_dropout", "hidden_dropout"])
 def test_dropout_is_refused_with_the_override_that_turns_it_off(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"add model.{key}=0 to the command"):
+    with refuses(ConfigError, f"model.{key}=0"):
         shrink(config(**{f"model__{key}": 0.1}), ONE)
 
 
@@ -180,7 +181,7 @@ def test_groups_of_a_score_of_their_own_keep_another_one_than_the_default(top_k:
 def test_what_no_two_layouts_share_is_refused() -> None:
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
     loss = {"router": {"global_balance_coefficient": 0.1}, "allow_layout_dependent": True}
-    with pytest.raises(ConfigError, match=r"loss\.router\.global_balance_coefficient changes with the layout"):
+    with refuses(ConfigError, "loss.router.global_balance_coefficient"):
         shrink(config(model__experts=experts, loss=loss), ONE)
 
 

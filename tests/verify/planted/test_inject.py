@@ -10,6 +10,7 @@ from mtrain.verify.core.result import Diagnosis
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT
 from mtrain.verify.planted.faults import PLANTS
 from mtrain.verify.planted.inject import FAULTS, LAYOUT_FAULTS, NAMES, chosen
+from tests.messages import refuses
 from tests.verify.parity.checks import check, expert_config, rich_config
 
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -102,29 +103,26 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "axes", "reason"),
+    ("name", "changes", "axes", "fact"),
     [
-        ("dp-mean", {}, ["dp"], "did you mean dp-means?"),
-        ("cp-scaled-loss", {}, ["tp", "microbatches"], "a layout that uses cp"),
-        ("hops-left-out", {}, ["cp", "cp_comm"], "a layout that uses ring"),
+        ("dp-mean", {}, ["dp"], "dp-means"),
+        ("cp-scaled-loss", {}, ["tp", "microbatches"], "cp"),
+        ("hops-left-out", {}, ["cp", "cp_comm"], "ring"),
         ("tied-gradient-missed", {"model__tied_embeddings": False}, ["pp"], "model.tied_embeddings=true"),
         ("document-boundary-crossed", {"data__isolate_documents": False}, [], "data.isolate_documents=true"),
-        ("clip-before-normalisation", {"optimizer__clip_grad": 0.0}, [], "optimizer.clip_grad > 0"),
-        ("norms-decayed", {"optimizer__weight_decay": 0.0}, [], "optimizer.weight_decay > 0"),
-        ("local-side-term-denominators", {"loss__side_terms": {}}, ["dp"], "another aggregation"),
-        ("vocabulary-padding-in-softmax", {"model__vocab_size": 1024}, [], "not a multiple"),
-        ("router-losses-shared-out", {}, ["cp"], "a coefficient of loss.router"),
-        ("expert-loads-per-rank", {}, ["dp"], "model.experts.bias_update_rate > 0"),
-        ("experts-left-out-of-norm", {}, ["dp"], "a layout that uses ep"),
-        ("depths-divided-by-main", {}, [], "model.mtp_depths > 0"),
+        ("clip-before-normalisation", {"optimizer__clip_grad": 0.0}, [], "optimizer.clip_grad"),
+        ("norms-decayed", {"optimizer__weight_decay": 0.0}, [], "optimizer.weight_decay"),
+        ("local-side-term-denominators", {"loss__side_terms": {}}, ["dp"], "aggregation"),
+        ("vocabulary-padding-in-softmax", {"model__vocab_size": 1024}, [], "model.vocab_size"),
+        ("router-losses-shared-out", {}, ["cp"], "loss.router"),
+        ("expert-loads-per-rank", {}, ["dp"], "model.experts.bias_update_rate"),
+        ("experts-left-out-of-norm", {}, ["dp"], "ep"),
+        ("depths-divided-by-main", {}, [], "model.mtp_depths"),
         ("matrices-fused", {}, [], "optimizer.kind=muon"),
         ("full-width-norm-by-tp-rank", {}, ["tp"], "model.qk_norm_width=full"),
     ],
 )
-def test_a_fault_that_cannot_show_is_refused(
-    name: str, changes: dict[str, object], axes: list[str], reason: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_fault_that_cannot_show_is_refused(name: str, changes: dict[str, object], axes: list[str], fact: str) -> None:
+    with refuses(ConfigError, fact) as caught:
         chosen(name, rich_config(**changes), axes)
-    assert reason in str(caught.value)
     assert f"--inject {name}" in str(caught.value)

@@ -18,6 +18,7 @@ from mtrain.verify.core.weights import EMBEDDING, OUTPUT
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
+from tests.messages import refuses
 from tests.verify.parity.checks import NUM_SAMPLES, check, expert_config, rich_config
 
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -127,22 +128,22 @@ def test_every_shared_fault_has_a_plant_and_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "fact"),
     [
         ("square-root-left-out", "aggregation=seq-mean-token-sqrt"),
         ("norm-length-off", "norm_length"),
         ("window-off-by-one", "model.sliding_window"),
-        ("sample-read-twice", "data from files"),
-        ("tokens-ahead-across-documents", "model.mtp_depths > 0"),
-        ("smoothing-with-padding", "label_smoothing > 0"),
-        ("router-losses-times-top-k", "sequence_balance_coefficient > 0"),
-        ("expert-scaling-ignored", "scaling_factor other than 1"),
-        ("warmup-off-by-one", "optimizer.warmup_steps > 0"),
+        ("sample-read-twice", "data"),
+        ("tokens-ahead-across-documents", "model.mtp_depths"),
+        ("smoothing-with-padding", "label_smoothing"),
+        ("router-losses-times-top-k", "sequence_balance_coefficient"),
+        ("expert-scaling-ignored", "scaling_factor"),
+        ("warmup-off-by-one", "optimizer.warmup_steps"),
         ("row-counted-as-sequence", "data.packing"),
         ("label-of-the-next-sample", "data.packing"),
         ("router-balance-by-row", "data.packing"),
     ],
 )
-def test_a_shared_fault_that_cannot_show_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_a_shared_fault_that_cannot_show_is_refused(name: str, fact: str) -> None:
+    with refuses(ConfigError, fact):
         chosen(name, rich_config(optimizer__schedule="constant"), [])

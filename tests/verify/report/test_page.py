@@ -19,6 +19,7 @@ from mtrain.verify.core.result import KINDS, Deviation, LayoutResult, ParityRepo
 from mtrain.verify.report.page import report_page
 from tests.browser import Browser, Visit
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
+from tests.messages import refuses
 from tests.verify.reports import TENSORS, layout_result, report
 
 HOSTILE = "</pre></title></style><script>window.hit=1</script><img src=x onerror='window.hit=1'>\"&amp;"
@@ -232,7 +233,7 @@ def test_a_page_is_the_same_every_time() -> None:
 
 def test_a_page_that_cannot_be_written_is_a_machine_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match="could not write"):
+    with refuses(MachineError):
         write_page(tmp_path / "file" / "parity.html", report_page(report()))
     write_page(tmp_path / "new" / "parity.html", report_page(report()))
     assert (tmp_path / "new" / "parity.html").read_text().startswith("<!DOCTYPE html>")
