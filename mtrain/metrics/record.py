@@ -5,8 +5,6 @@ cannot express non-finite numbers, so they are written as the strings "NaN", "In
 reads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
