@@ -36,7 +36,7 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
         assert torch.equal(file.tensor(name), values)
 
 
-DAMAGES: dict[str, tuple[bytes, str]] = {
+DAMAGES: dict[str, bytes] = {
     "empty": b"",
     "header beyond the file": joined({"a": ENTRY})[:20],
     "header of 2^64 bytes": b"\xff" * 8 + b"{}",
