@@ -215,7 +215,7 @@ CONFINED = (
         "model.mla",
         _attributes_called("mla"),
         r"mtrain/config/(schema/model|known_issues)\.py|mtrain/plan/features/mla\.py|mtrain/mcore/model/layer_parts\.py"
-        r"|mtrain/hf/schema/(sameness|families/deepseek)\.py|mtrain/verify/reference/model/latent_attention\.py",
+        r"|mtrain/hf/schema/(config|families/deepseek)\.py|mtrain/verify/reference/model/latent_attention\.py",
         "rank = model.mla.kv_lora_rank",
     ),
     Confined("transformers", _imports_of("transformers"), r"mtrain/hf/.*", "from transformers import AutoConfig"),

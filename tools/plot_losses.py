@@ -2,7 +2,7 @@
 
 import typer
 
-from mtrain.cli.plot import plot
+from mtrain.cli.pages import plot
 
 if __name__ == "__main__":
     typer.run(plot)

@@ -2,7 +2,7 @@
 
 import typer
 
-from mtrain.cli.data.stdlib_corpus import stdlib_corpus
+from mtrain.cli.text import stdlib_corpus
 
 if __name__ == "__main__":
     typer.run(stdlib_corpus)

@@ -2,7 +2,7 @@
 
 import typer
 
-from mtrain.cli.data.tokenize import tokenize
+from mtrain.cli.text import tokenize
 
 if __name__ == "__main__":
     typer.run(tokenize)

@@ -2,7 +2,7 @@
 
 import typer
 
-from mtrain.cli.data.train_tokenizer import train_tokenizer
+from mtrain.cli.text import train_tokenizer
 
 if __name__ == "__main__":
     typer.run(train_tokenizer)

@@ -1,12 +1,13 @@
-"""Arguments that several verbs take: the configuration of a run, and text files."""
+"""Arguments that several verbs take, the configuration of a run and text files, and their sections on a help page."""
 
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from mtrain.config import Config
@@ -56,3 +57,20 @@ def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = (), 
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr, flush=True)
     return config
+
+
+class SectionedCommand(TyperCommand):
+    """Command that lists options by their `rich_help_panel`, in plain lines; those without one come first."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the sections of options for `--help`."""
+        sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)  # None where it is hidden
+            title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record is not None:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

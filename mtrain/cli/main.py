@@ -1,4 +1,4 @@
-"""Command line with its verbs. Each is a file that is only imported, with all it needs, when it is called: help is
+"""Command line with its verbs. The file of each is only imported, with all it needs, when it is called: help is
 fast."""
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from mtrain.cli.sections import SectionedCommand
+from mtrain.cli.arguments import SectionedCommand
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ VERBS = {
         "train": Verb("train:train", "Trains as one rank: under torchrun, under srun, or alone."),
         "launch": Verb("launch.app:launch_app", "Starts the ranks of a run: here, on Slurm or on Kubernetes."),
         "status": Verb("status:status", "Shows how runs are doing while they go on."),
-        "report": Verb("report:report", "Writes one HTML file on a run."),
-        "plot": Verb("plot:plot", "Draws losses and the gradient norm over steps."),
+        "report": Verb("pages:report", "Writes one HTML file on a run."),
+        "plot": Verb("pages:plot", "Draws losses and the gradient norm over steps."),
     },
     "Checks": {
-        "compare": Verb("compare:compare", "Says what differs between runs, and from which step on."),
+        "compare": Verb("pages:compare", "Says what differs between runs, and from which step on."),
         "verify": Verb("verify:verify_app", "Checks the promise on your own configuration."),
-        "show-batch": Verb("data.show_batch:show_batch", "Shows the samples of a step: what is trained."),
+        "show-batch": Verb("show_batch:show_batch", "Shows the samples of a step: what is trained."),
     },
     "Text": {
-        "stdlib-corpus": Verb("data.stdlib_corpus:stdlib_corpus", "Builds a small corpus, to try training on."),
-        "train-tokenizer": Verb("data.train_tokenizer:train_tokenizer", "Trains a tokenizer that spells every text."),
-        "tokenize": Verb("data.tokenize:tokenize", "Writes Megatron's .bin/.idx pair from text."),
+        "stdlib-corpus": Verb("text:stdlib_corpus", "Builds a small corpus, to try training on."),
+        "train-tokenizer": Verb("text:train_tokenizer", "Trains a tokenizer that spells every text."),
+        "tokenize": Verb("text:tokenize", "Writes Megatron's .bin/.idx pair from text."),
     },
     "Weights": {
-        "convert": Verb("checkpoints.convert:convert_app", "Converts between Hugging Face and checkpoints."),
-        "inspect": Verb("checkpoints.inspect:inspect_app", "Looks into checkpoints; compares and verifies them."),
+        "convert": Verb("convert:convert_app", "Converts between Hugging Face and checkpoints."),
+        "inspect": Verb("inspect:inspect_app", "Looks into checkpoints; compares and verifies them."),
         "generate": Verb("generate:generate", "Continues prompts, or answers them."),
     },
 }

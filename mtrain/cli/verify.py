@@ -27,7 +27,7 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
     if not wanted:
         return
     from mtrain.verify.planted.inject import NAMES
-    from mtrain.verify.preempt.inject import PREEMPT_FAULTS
+    from mtrain.verify.preempt.start import PREEMPT_FAULTS
     from mtrain.verify.resume.inject import RESUME_NAMES
 
     of_verbs = {resume.__name__: RESUME_NAMES, preempt.__name__: tuple(fault.name for fault in PREEMPT_FAULTS)}
@@ -99,7 +99,7 @@ def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.parity.run import Request, verify_parity  # loads torch
+        from mtrain.verify.parity import Request, verify_parity  # loads torch
 
         return verify_parity(config, Request(**options.request()), _show)
 
@@ -129,7 +129,7 @@ def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Starts a small copy of the run for real and stops it by signals in every phase; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.parity.run import Request  # loads torch
+        from mtrain.verify.parity import Request  # loads torch
         from mtrain.verify.preempt.run import verify_preempt
 
         return verify_preempt(config, Request(**options.request()), _show)
@@ -149,8 +149,8 @@ def hf(
     """Trains the whole model in transformers and here from the same weights; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.hf.run import verify_hf  # loads torch
-        from mtrain.verify.parity.run import Request
+        from mtrain.verify.hf import verify_hf  # loads torch
+        from mtrain.verify.parity import Request
 
         return verify_hf(config, Request(**options.request()), _show)
 

@@ -29,7 +29,7 @@ from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.io.peft import to_peft
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.schema import peft
-from mtrain.hf.schema.exportable import family_of_run
+from mtrain.hf.schema.registry import family_of_run
 
 _MAIN = "optimizer.state.param."
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -15,8 +15,7 @@ from mtrain.base.files import write_atomically
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, chosen_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
-from mtrain.hf.schema.files import read_json
-from mtrain.hf.schema.generation import EOS_KEY, GENERATION_NAME, as_declared, declared_ends
+from mtrain.hf.schema.files import EOS_KEY, GENERATION_NAME, as_declared, declared_ends, read_json
 from mtrain.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 _ANY_DATE = "2026-01-01"

@@ -27,8 +27,7 @@ from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
 from mtrain.hf.io.safetensors import header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, read_json
-from mtrain.hf.schema.generation import EOS_KEY, as_declared
+from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 
 _SHARD_BYTES = 5_000_000_000

@@ -28,8 +28,8 @@ from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import Dequantised, plain_config
 from mtrain.hf.io.source import HfSource, open_source
-from mtrain.hf.schema.exportable import ORIGIN, SHARDS_NAME
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
+from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
 
 _FILE_BYTES = 1 << 29

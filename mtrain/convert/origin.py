@@ -16,8 +16,8 @@ from mtrain.config.load import load_config
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
-from mtrain.hf.schema.exportable import ORIGIN
 from mtrain.hf.schema.files import CONFIG_NAME, side_files
+from mtrain.hf.schema.registry import ORIGIN
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import HF_TOKENIZER_FILE
 

@@ -17,11 +17,9 @@ from mtrain.convert.adapters import open_adapter
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
 from mtrain.hf.io.block_scaled import plain_config
-from mtrain.hf.schema.exportable import SHARDS_NAME
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_json
-from mtrain.hf.schema.header import read_header
-from mtrain.hf.schema.registry import family_of, fitting_family
+from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_header, read_json
+from mtrain.hf.schema.registry import SHARDS_NAME, family_of, fitting_family
 from mtrain.hf.schema.table import FilledSlice, Table
 
 _MAIN = "optimizer.state.param."

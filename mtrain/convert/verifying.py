@@ -17,8 +17,8 @@ from mtrain.convert.origin import source_of
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
 from mtrain.data.batch import Microbatch
-from mtrain.hf.io.logits import transformers_logits
 from mtrain.hf.io.source import open_source
+from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import init_distributed

@@ -3,13 +3,17 @@ denominator.
 
 A row is a list of samples, laid one after the other; what is left of its width is padding. Everything that a loss reads
 is made for each sample by itself before it is laid down, so a sample counts the same wherever it lies.
+
+The depths of multi-token prediction look further ahead than the next token: depth k of a position gets the token k
+positions ahead and predicts the token after that, both inside the document. Rows are whole here; the later cut for
+context parallelism needs no neighbour any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +23,6 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
 from mtrain.data.batch import Microbatch, MtpTargets
-from mtrain.data.samples.mtp import moved, mtp_sample
 from mtrain.data.samples.sample import Sample
 from mtrain.loss.aggregation import TokenTerms, aggregate
 from mtrain.loss.pair import MAIN_TERM
@@ -256,3 +259,30 @@ def _laid(rows: Sequence[Sequence[NDArray[Any]]], width: int, dtype: type[np.gen
             joined = np.concatenate(parts)
             row[: len(joined)] = joined
     return torch.from_numpy(whole)
+
+
+Value = TypeVar("Value", np.int64, np.float64, np.bool_)
+
+
+def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -> Sample:
+    """Moves tokens, labels and mask of a whole row as `moved` does."""
+    return Sample(
+        tokens=moved(sample.tokens, document_starts, depth),
+        labels=moved(sample.labels, document_starts, depth),
+        mask=moved(sample.mask, document_starts, depth),
+        weight=sample.weight,
+    )
+
+
+def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
+    """Returns the values `depth` positions further in the same document; 0 where document or row end before.
+
+    Args:
+        values: [seq] values of a whole row.
+        document_starts: [seq]: index in the row of the first token of each token's document.
+        depth: Depth of multi-token prediction, at least 1.
+    """
+    found = np.zeros_like(values)
+    # the same start is the same document: nothing is predicted across an edge
+    found[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
+    return found

@@ -14,9 +14,8 @@ from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
 from mtrain.config.extras import as_configured, column
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
-from mtrain.data.numbers import real_numbers, token_ids, whole_number
+from mtrain.data.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
 from mtrain.data.samples.sample import Sample, shifted
-from mtrain.data.samples.top_k import TOP_K_IDS, TOP_K_LOGPROBS, top_k_fault
 from mtrain.loss.preference.member import ROLES, GroupMember
 
 

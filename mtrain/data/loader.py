@@ -24,14 +24,13 @@ from mtrain.config.derived import data_phases
 from mtrain.data.batch import Microbatch, PlacedMember
 from mtrain.data.collate import Collate, Place, RowForm, collate
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
-from mtrain.data.opened import REFERENCES, OpenedData
 from mtrain.data.order import SamplePosition, slots
 from mtrain.data.packing.best_fit import PackedRows
 from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
 from mtrain.data.prefetch import Prefetch
 from mtrain.data.samples.sample import Sample
 from mtrain.data.shown import ShownStep, shown_step
-from mtrain.data.sources import HeldOut, MockHeldOut, SampleStream
+from mtrain.data.sources import REFERENCES, HeldOut, MockHeldOut, OpenedData, SampleStream
 
 
 class Slots(Protocol):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.hf.schema.exportable import ORIGIN
+from mtrain.hf.schema.registry import ORIGIN
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 

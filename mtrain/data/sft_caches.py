@@ -16,8 +16,8 @@ from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
 from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.samples.tokenized import SampleEncoder
-from mtrain.data.samples.top_k import top_k_fault
+from mtrain.data.numbers import top_k_fault
+from mtrain.data.samples.sample import SampleEncoder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 
 _NOT_OF_RECORDS = frozenset(

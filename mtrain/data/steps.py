@@ -3,18 +3,105 @@
 A step that counts sequences holds the next global_batch_size of them. One that counts packed rows
 (`data.packing.batch: rows`) holds the next global_batch_size rows of windows of the order. Either is a pure function of
 the configuration, the lengths of the samples and the step.
+
+The order of samples is cut into windows of equally many samples; the number may change at given steps. Each window is
+packed separately and its rows are shuffled. The rows of the run are the rows of all windows one after the other, and
+step k holds rows k x num_rows to (k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any
+number of ranks.
 """
 
+import bisect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.data.packing.best_fit import PackedRows
-from mtrain.data.packing.windows import Widths, WindowedRows, WindowShape
+from mtrain.data.order import key_of, permutation
+from mtrain.data.packing.best_fit import PackedRows, packed
+
+Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""[n]: positions that each of [n] samples of the order takes, at least 1."""
+
+_ROW_ORDER = 2
+"""Part of the key that separates the permutation of rows from those of samples and documents, which have the same
+seed."""
+_WINDOWS_KEPT = 4
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """Sizes that decide which samples a step holds."""
+
+    window: int
+    """Number of samples that are packed together."""
+    row_width: int
+    """Positions of a row."""
+    num_rows: int
+    """Number of rows in a step, over all ranks."""
+    seed: int
+    """Seed of the run."""
+    later: tuple[tuple[int, int], ...] = ()
+    """(updates completed, window): windows that begin in this step or a later one have this size; ascending."""
+
+    def window_from(self, row: int) -> int:
+        """Returns the number of samples in the window whose first row has this number in the run."""
+        sizes = [window for step, window in self.later if step <= row // self.num_rows]
+        return sizes[-1] if sizes else self.window
+
+
+class WindowedRows:
+    """The endless sequence of rows, cut into steps."""
+
+    def __init__(self, widths: Widths, shape: WindowShape) -> None:
+        """
+        Args:
+            widths: Function that gives the positions of samples, in their order.
+            shape: Sizes of windows and steps.
+        """
+        self._widths, self._shape = widths, shape
+        self._ends: list[int] = []
+        """Total number of rows up to the end of each window."""
+        self._starts = [0]
+        """Number of the first sample of each window, and of the next window."""
+        # the thread that reads ahead and a caller may both be the first to ask for a window
+        self._growing = Lock()
+        self._rows = lru_cache(_WINDOWS_KEPT)(self._packed)
+
+    def step(self, step: int) -> PackedRows:
+        """Returns the rows of the step after `step` completed updates; `samples` are numbers of the order.
+
+        The first call packs all windows before the step, as their numbers of rows are not known otherwise.
+        """
+        first, stop = step * self._shape.num_rows, (step + 1) * self._shape.num_rows
+        self._count_rows(stop)
+        parts: list[NDArray[np.int64]] = []
+        window = bisect.bisect_right(self._ends, first)
+        while first < stop:
+            before = self._ends[window - 1] if window else 0
+            rows, until = self._rows(window), min(stop, self._ends[window])
+            parts += [rows.of(number) for number in range(first - before, until - before)]
+            first, window = until, window + 1
+        return PackedRows(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
+
+    def _count_rows(self, needed: int) -> None:
+        with self._growing:
+            while (rows := self._ends[-1] if self._ends else 0) < needed:
+                self._starts.append(self._starts[-1] + self._shape.window_from(rows))
+                self._ends.append(rows + len(self._rows(len(self._ends)).ends))
+
+    def _packed(self, window: int) -> PackedRows:
+        """Packs one window and shuffles its rows: best-fit-decreasing leaves the rows of long samples at the front."""
+        start, end = self._starts[window : window + 2]
+        rows = packed(self._widths(np.arange(start, end)), self._shape.row_width)
+        order = permutation(len(rows.ends), key_of(self._shape.seed, _ROW_ORDER, window))
+        parts = [rows.of(number) for number in order.tolist()]
+        return PackedRows(np.concatenate(parts) + start, np.cumsum([len(part) for part in parts]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
 from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.config.schema.root import Config
-from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.hf.schema.registry import refuse_unexportable
 from mtrain.plan.layout import Layout
 
 

@@ -24,7 +24,7 @@ def print_plan(config: Config, world_size: int) -> None:
     summary = _Summary(config, Layout.from_config(config, world_size))
     notes = list(known_issues.notes(config))
     if config.checkpoint.export_hf_every_steps:
-        from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which other runs do without
+        from mtrain.hf.schema.registry import refuse_unexportable  # all families, which other runs do without
 
         refuse_unexportable(config)
     if config.model.hf is not None:

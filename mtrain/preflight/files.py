@@ -12,7 +12,7 @@ from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.data.own_tokenizer import check_own_tokenizer
-from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.plan.parameters import padded_vocab_size
 from mtrain.preflight.findings import Findings
 from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer

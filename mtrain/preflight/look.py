@@ -25,7 +25,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import refuse_if_held
 
 if TYPE_CHECKING:
-    from mtrain.data.opened import OpenedData
+    from mtrain.data.sources import OpenedData
 
 _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
 """Size of records, and of a checkpoint, up to which a check reads them; more would take too long."""
@@ -41,7 +41,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
     folder = RunFolder(Path(config.run.dir))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
-            from mtrain.hf.schema.exportable import refuse_unexportable  # all families, which others do not need
+            from mtrain.hf.schema.registry import refuse_unexportable  # all families, which others do not need
 
             refuse_unexportable(config)
     with findings.looking():
@@ -62,7 +62,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
     data = None
     if len(findings.faults) == known and start.is_soon_opened():
         with findings.looking():
-            from mtrain.data.opened import OpenedData
+            from mtrain.data.sources import OpenedData
 
             data = OpenedData(config)
             for note in data.notes:
@@ -148,7 +148,7 @@ class _Start:
         assert config.adapter is not None, "asked of runs with adapters"
         if config.adapter.path is not None:
             from mtrain.hf.io.peft import PeftFolder
-            from mtrain.hf.schema.exportable import family_of_run
+            from mtrain.hf.schema.registry import family_of_run
 
             PeftFolder(Path(config.adapter.path), family_of_run(config), config.model, config.adapter)
             self.findings.fact(name, config.adapter.path)

@@ -18,7 +18,7 @@ from mtrain.config.consent import is_permitted
 from mtrain.config.schema.run import CheckpointSection
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
-from mtrain.data.opened import REFERENCES
+from mtrain.data.sources import REFERENCES
 from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.metrics.record import ChangeRecord
 from mtrain.runs.changes import Change

@@ -18,8 +18,7 @@ from mtrain.convert.adapters import peft_tensor
 from mtrain.convert.merged import Merging, dtype_outside, slice_of, stacked_places
 from mtrain.convert.origin import source_of_run
 from mtrain.convert.target import exported_family
-from mtrain.hf.io.broadcast import NamedKind, send_tensors
-from mtrain.hf.io.buckets import TensorKind, buffer_bytes
+from mtrain.hf.io.broadcast import NamedKind, TensorKind, buffer_bytes, send_tensors
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.peft import PeftTensor

@@ -25,7 +25,7 @@ from mtrain.config import Config
 from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
-from mtrain.hf.schema.exportable import refuse_unexportable
+from mtrain.hf.schema.registry import refuse_unexportable
 from mtrain.mcore.distributed import patience
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import (

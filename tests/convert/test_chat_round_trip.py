@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.convert.exporting import export_hf
-from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
+from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
 from mtrain.training.sampling.prompts import questions_of

@@ -23,7 +23,7 @@ from mtrain.convert.endings import put_ending
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates, put_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
-from mtrain.hf.schema.generation import declared_ends
+from mtrain.hf.schema.files import declared_ends
 from mtrain.tokenizer import load_tokenizer
 
 WORDS = ["<unk>", "user", "assistant", "system", "a", "b", "c", "<eos>", "<end>", "<eom>", "\n", "###"]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mtrain.base.tensor_slice import slices_of_run
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from mtrain.checkpoint.store.diff import contents_of, differences
-from mtrain.cli.checkpoints.inspect import inspect_app
+from mtrain.cli.inspect import inspect_app
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.state.checkpoint_ranks import save

@@ -16,7 +16,7 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens, verify_hf
 from mtrain.hf.io.folder import HfFolder
-from mtrain.hf.io.logits import transformers_logits
+from mtrain.hf.io.training import transformers_logits
 from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 from tests.hf import hf_ranks

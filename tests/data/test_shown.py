@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.cli.data.show_batch import coloured, styles_of
+from mtrain.cli.show_batch import coloured, styles_of
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.shown import as_text, headline

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from mtrain.hf.io.safetensors import SafetensorsFile, raw_bytes
-from mtrain.hf.schema.header import read_header
+from mtrain.hf.schema.files import read_header
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.target import Target
 

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from mtrain.data.samples.mtp import moved
+from mtrain.data.collate import moved
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
 from tests.known_issues.plain import PlainStep, plain_step

@@ -16,7 +16,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.worker import own_objective
-from mtrain.verify.parity.run import refuse_without_reference
+from mtrain.verify.parity import refuse_without_reference
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.messages import refuses

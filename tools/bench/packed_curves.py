@@ -25,7 +25,7 @@ from mtrain.cli.messages import one_message
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
-from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
+from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer

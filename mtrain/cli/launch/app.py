@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 from mtrain.base.ground import require_ground
-from mtrain.cli.arguments import ConfigArguments, split_arguments
+from mtrain.cli.arguments import ConfigArguments, SectionedCommand, split_arguments
 from mtrain.cli.launch.kubernetes import kubernetes, torchrun
 from mtrain.cli.launch.slurm import slurm
 from mtrain.cli.messages import one_message
-from mtrain.cli.sections import SectionedCommand
 
 launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
 

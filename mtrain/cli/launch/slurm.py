@@ -58,8 +58,7 @@ def slurm(
 ) -> None:
     """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch."""
     with one_message():
-        from mtrain.launch.slurm.environment import with_defaults
-        from mtrain.launch.slurm.options import SlurmOptions, runtime_named
+        from mtrain.launch.slurm.options import SlurmOptions, runtime_named, with_defaults
         from mtrain.launch.slurm.submit import SCRIPT, prepare, submit
 
         places = (partition, account, qos, time, name)

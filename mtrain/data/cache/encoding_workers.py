@@ -25,7 +25,7 @@ from mtrain.base.signals import ignore_stop_signals, leave_if_stopped
 from mtrain.data.cache.arrays import EncodedChunk, encoded
 from mtrain.data.formats.record_files import RecordFile
 from mtrain.data.formats.records import Chunk, chunks
-from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 
 TOKENISING = "the data were tokenised"
 _POLL_S = 0.5

@@ -1,27 +1,92 @@
-"""Conversations under a chat template -> token ids and what each of them counts."""
+"""Conversations under a chat template -> token ids and what each of them counts.
+
+Special tokens in the texts of a conversation are text, and only what the template writes is a token: private characters
+mark them before the conversation is rendered, so the rendering says where they come from.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.data.chat.conversation import ANSWERS, Conversation, LossOn, conversation_of
-from mtrain.data.chat.provenance import PRIVATE, holds, literal_places, with_marks
-from mtrain.data.chat.rendering import Rendering, Weighed, found_answers, marked_answers
+from mtrain.data.chat.marks import RenderOther, marks_of
 from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered, RenderLimits, Sandbox
 from mtrain.data.chat.shown import check_shown
-from mtrain.data.chat.spans import refused, special_texts
+from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts, refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
-from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.data.samples.sample import TokenizedSample
 from mtrain.tokenizer import EncodedText, Tokenizer
+
+
+class Weighed(NamedTuple):
+    """Characters that count in the loss."""
+
+    start: int
+    end: int
+    weight: float
+    """Weight of each token."""
+
+
+class Rendering(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    weighed: list[Weighed]
+    """Characters in the loss, in ascending order."""
+    places: Mapping[int, tuple[int, int]]
+    """Number of each message in the loss -> first character and end of its place in the text."""
+    open_weight: float | None
+    """Weight of an end token that has to follow, as the last answer is in the loss and has none; None where no token
+    has to follow."""
+
+
+def found_answers(conversation: Conversation, compare: Compare, special: SpecialTexts) -> Rendering:
+    """Renders a conversation under a template that does not mark answers.
+
+    Raises:
+        DataError: An answer cannot be found, or the template refuses the conversation.
+    """
+    messages, weights = conversation.messages, conversation.answer_weights
+    finder = AnswerFinder(len(messages), compare, special)
+    spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
+    weighed = [Weighed(span.start, span.end, weights[span.message]) for span in spans]
+    is_open = spans[-1].message == len(messages) - 1 and not spans[-1].is_ended
+    places = {span.message: (span.start, span.end) for span in spans}
+    return Rendering(finder.full, weighed, places, weighed[-1].weight if is_open else None)
+
+
+def marked_answers(conversation: Conversation, compare: Compare, render_other: RenderOther) -> Rendering:
+    """Renders a conversation under a template that marks answers by `{% generation %}`.
+
+    Raises:
+        DataError: An answer is not marked, or it is not clear which answer a mark belongs to.
+    """
+    messages, weights = conversation.messages, conversation.answer_weights
+    answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+    full, spans = marks_of(messages, answers, compare, render_other)
+    for answer in weights:
+        if not spans[answer]:
+            raise DataError(f"the template marks nothing of messages[{answer}] by {{% generation %}}; correct it")
+    weighed = [Weighed(start, end, weight) for answer, weight in weights.items() for start, end in spans[answer]]
+    places = {answer: (spans[answer][0][0], spans[answer][-1][1]) for answer in weights}
+    return Rendering(full, weighed, places, None)
+
+
+def _own_words(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the texts of an answer that are no markup of the template."""
+    yield from (message[key] for key in ("reasoning_content", "content") if key in message)
+    for call in message.get("tool_calls", ()):
+        yield call.get("function", call)["name"]
+
 
 _VERSION = 3
 """Number of the version of this package's output; raised when the same record gives other ids or weights, or another
@@ -270,3 +335,55 @@ def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[n
             raise DataError("the tokenizer makes no token of an answer; remove the line")
         weights[near][inside] = np.maximum(weights[near][inside], np.float32(weight))
     return weights
+
+
+PRIVATE = re.compile("[\U000f0000-\U000f000f]")
+"""Pattern of the characters that mark places in renderings; no text of a conversation may hold them."""
+_LITERAL = "\U000f0001"
+
+
+def holds(value: object, pattern: re.Pattern[str]) -> bool:
+    """Says whether any text or key in the value has a match."""
+    if isinstance(value, str):
+        return pattern.search(value) is not None
+    if isinstance(value, dict):
+        return any(holds(key, pattern) or holds(each, pattern) for key, each in value.items())
+    return isinstance(value, list) and any(holds(each, pattern) for each in value)
+
+
+def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Puts a mark into each match of a value, after its first character.
+
+    Raises:
+        DataError: A key has a match.
+    """
+    if isinstance(value, str):
+        return pattern.sub(lambda match: match.group()[0] + _LITERAL + match.group()[1:], value)
+    if isinstance(value, dict):
+        if any(isinstance(key, str) and pattern.search(key) for key in value):
+            raise DataError("a key holds the text of a special token; rename it")
+        return {key: with_marks(each, pattern) for key, each in value.items()}
+    return [with_marks(each, pattern) for each in value] if isinstance(value, list) else value
+
+
+def literal_places(full: str, marked: str) -> frozenset[int]:
+    """Returns the places in the rendering at which special tokens from the conversation's texts begin.
+
+    Args:
+        full: Rendering of the conversation.
+        marked: Rendering of the conversation `with_marks`.
+
+    Raises:
+        DataError: The template does more with these texts than to print them.
+    """
+    pieces = marked.split(_LITERAL)
+    if "".join(pieces) != full:
+        raise DataError(
+            "a text holds that of a special token, and the template does more with it than to print it; remove it, or "
+            "set data.special_tokens_in_text=true to let it be the token"
+        )
+    places, position = [], 0
+    for piece in pieces[:-1]:
+        position += len(piece)
+        places.append(position - 1)
+    return frozenset(places)

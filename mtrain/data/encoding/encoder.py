@@ -18,7 +18,7 @@ from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages,
 from mtrain.data.encoding.judged import LabelEncoder
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, joined, pair_parts, text_parts, tokenized
 from mtrain.data.encoding.preferences import PreferenceEncoder
-from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"

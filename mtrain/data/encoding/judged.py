@@ -14,7 +14,7 @@ import numpy as np
 
 from mtrain.base.errors import DataError
 from mtrain.data.encoding.checks import check_keys
-from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.data.samples.sample import TokenizedSample
 
 _TOKENS_KEYS = frozenset({"input_ids", "weight"})
 _VERSION = 2

@@ -21,7 +21,7 @@ import numpy as np
 from mtrain.base.errors import DataError
 from mtrain.data.chat.conversation import ANSWERS, LossOn, answers_in_loss
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
-from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.data.samples.sample import TokenizedSample
 from mtrain.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (

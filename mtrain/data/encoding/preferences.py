@@ -20,7 +20,7 @@ import numpy as np
 from mtrain.base.errors import DataError
 from mtrain.data.encoding.checks import check_keys, check_text
 from mtrain.data.encoding.judged import judged
-from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.data.samples.sample import TokenizedSample
 
 _SHARED_KEYS = frozenset({"weight", "tools", "chat_template_kwargs"})
 _PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS

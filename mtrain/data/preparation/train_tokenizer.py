@@ -1,11 +1,18 @@
-"""Training of a sentencepiece tokenizer that can spell every text."""
+"""Training of a tokenizer that can spell every text.
+
+It is a sentencepiece model, or a byte-level BPE in the form of Hugging Face: tokenizer.json, its settings and a chat
+template. Of the two kinds, only the latter has special tokens that a chat template can write.
+"""
+
+from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.data.formats.documents import documents, find_files
 
@@ -98,3 +105,106 @@ def _write(output: Path, content: bytes) -> None:
 def _lines(files: Sequence[Path], text_key: str) -> Iterator[str]:
     for document in documents(files, text_key):
         yield from (line for line in document.text.split("\n") if line.strip())
+
+
+END = "<|endoftext|>"
+"""Token that ends a document, and fills rows."""
+CHATML = "chatml"
+"""Name of the template that is provided."""
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+# Words with the space or sign before them, single digits, signs, line breaks, white space. Source: Qwen2's tokenizer.
+_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_hf_tokenizer(
+    inputs: Sequence[Path],
+    output: Path,
+    vocab_size: int,
+    *,
+    special_tokens: Sequence[str] = (),
+    chat_template: str | None = None,
+    pattern: str = "**/*.txt",
+    text_key: str = "text",
+    overwrite: bool = False,
+) -> None:
+    """Writes a folder whose tokenizer spells every text in bytes: decode(encode(text)) is the text.
+
+    The end of a document has id 0; special tokens follow it. The same inputs give the same files.
+
+    Args:
+        inputs: Paths of text files, JSONL files and folders.
+        output: Folder of the files: tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja.
+        vocab_size: Number of tokens, 256 bytes and special tokens included.
+        special_tokens: Texts that a chat template, and nothing else, writes as one token each.
+        chat_template: Template `chatml`, which brings its special tokens, or the path of a .jinja file.
+        pattern: Pattern of the files that are read of a folder.
+        text_key: Key of the text in JSONL.
+        overwrite: Whether existing files are replaced.
+
+    Raises:
+        ConfigError: The vocabulary is too small for the bytes and the special tokens.
+        DataError: An input is bad, the text yields fewer tokens, or the output exists.
+        MachineError: The output cannot be written.
+    """
+    template = None if chat_template is None else _template(chat_template)
+    names = [END, *(_CHATML_TOKENS if chat_template == CHATML else ()), *special_tokens]
+    specials = list(dict.fromkeys(names))
+    if vocab_size < (least := 256 + len(specials)):
+        raise ConfigError(
+            f"--vocab-size={vocab_size} does not hold 256 bytes and {len(specials)} special tokens; give at least "
+            f"{least}"
+        )
+    files = {"tokenizer.json": "", "tokenizer_config.json": json.dumps(_settings(specials), indent=2) + "\n"}
+    if template is not None:
+        files["chat_template.jinja"] = template
+    for name in files:
+        _refuse_existing(output / name, overwrite)
+    texts = (document.text for document in documents(find_files(inputs, pattern), text_key))
+    files["tokenizer.json"] = _trained(texts, vocab_size, specials)
+    with disk_faults(f"write the tokenizer {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            with replacing(output / name) as new:
+                new.write_text(content, encoding="utf-8")
+
+
+def _template(name: str) -> str:
+    path = Path(__file__).with_name("templates") / "chatml.jinja" if name == CHATML else Path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise DataError(
+            f"{path} cannot be read as a chat template ({fault}); give {CHATML} or a .jinja file"
+        ) from fault
+
+
+def _settings(specials: Sequence[str]) -> dict[str, Any]:
+    more = list(specials[1:])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": END, "pad_token": END}
+    return {**settings, "clean_up_tokenization_spaces": False, "additional_special_tokens": more}
+
+
+def _trained(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) -> str:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(specials),
+        # every byte, also bytes that do not occur in the text
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
+        raise DataError(
+            f"no tokenizer of {vocab_size} tokens can be trained on this text, which gives {found}; change the number "
+            "of tokens or give more text"
+        )
+    return str(tokenizer.to_str(pretty=True))

@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.samples.learnable import why_nothing
-from mtrain.data.samples.sample import Sample, shifted
-from mtrain.data.samples.tokenized import with_label
-from mtrain.data.samples.too_long import Pieces, TooLong
+from mtrain.data.samples.sample import Sample, shifted, with_label
+from mtrain.data.samples.too_long import Pieces, TooLong, why_nothing
 from mtrain.loss.preference.member import GroupMember, Role
 
 

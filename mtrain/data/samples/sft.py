@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
-from mtrain.data.samples.learnable import why_nothing
-from mtrain.data.samples.sample import Sample, shifted
-from mtrain.data.samples.tokenized import TokenizedSample, with_label
-from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of
+from mtrain.data.samples.sample import Sample, TokenizedSample, shifted, with_label
+from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of, why_nothing
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
 

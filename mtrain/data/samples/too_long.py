@@ -1,4 +1,4 @@
-"""Treatment of conversations that are longer than a row, and counts of what is lost."""
+"""Treatment of conversations that are longer than a row, and counts of what is lost and of what can be learned."""
 
 from __future__ import annotations
 
@@ -111,3 +111,26 @@ def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: i
 
 def _num_empty(cache: TokenCache, pieces: Pieces) -> int:
     return int((num_trained(cache, pieces) == 0).sum())
+
+
+def why_nothing(cache: TokenCache, pieces: Pieces, is_judged: bool = False) -> str | None:
+    """Explains, with counts, why no piece has a token to learn; returns None where a piece has one.
+
+    A record without a token to learn is no sample, so a piece can lose all of them only to its record's weight or to a
+    cut.
+
+    Args:
+        cache: Cache of the samples.
+        pieces: Parts of the samples that are trained.
+        is_judged: Whether a label that counts follows the last token, which no cut takes away.
+    """
+    weighs: NDArray[np.bool_] = cache.weights[pieces.samples] != 0
+    is_whole: NDArray[np.bool_] = pieces.sizes == cache.lengths[pieces.samples]
+    if (weighs & (is_whole | is_judged)).any():
+        return None
+    cut = pieces.only(weighs)
+    if len(cut) and num_trained(cache, cut).any():
+        return None
+    reasons = {"count 0 by their weight": len(pieces) - len(cut), "lose all that is in the loss by a cut": len(cut)}
+    parts = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+    return f"of {len(pieces):,} sequences {' and '.join(parts)}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import open_plain_file, read_ahead
 from mtrain.base.tensor_slice import Sizes
-from mtrain.hf.schema.header import METADATA, PREFIX_BYTES, Header, read_header
+from mtrain.hf.schema.files import METADATA, PREFIX_BYTES, Header, read_header
 
 _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63

@@ -1,4 +1,4 @@
-"""Training steps by transformers and torch: one process, no part of Megatron-Core.
+"""Logits and training steps by transformers and torch: one process, no part of Megatron-Core.
 
 The model computes in float32, the loss and its gradient by the logits in float64: float32 rounds the sum over a large
 vocabulary, and the losses of likely tokens, by more than is compared.
@@ -14,8 +14,44 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.base.errors import MachineError
 from mtrain.config.schema.train import AdamWSection
-from mtrain.hf.io.logits import open_model
+
+
+@torch.no_grad()
+def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Computes logits [batch, seq, vocab_size] in float32 on the CPU.
+
+    Args:
+        folder: Path of a folder with config.json and safetensors; no code of the folder runs.
+        tokens: [batch, seq] int64 token ids.
+
+    Raises:
+        MachineError: transformers is not installed.
+    """
+    logits: Tensor = open_model(folder)(tokens).logits
+    return logits.float()
+
+
+def open_model(folder: Path) -> Any:
+    """Opens the model of a folder in transformers: float32, on the CPU, without dropout; no code of the folder runs.
+
+    Raises:
+        MachineError: transformers is not installed.
+    """
+    try:
+        # here, since it takes seconds and most commands do not need it
+        import transformers
+    except ModuleNotFoundError:
+        raise MachineError(
+            "this needs transformers, which is not installed; pip install 'transformers>=5,<6'"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    # eager: fused attention rounds otherwise and differs by version; local files only: missing ones would be fetched
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+    ).eval()
+
 
 _MOST_WIDE = 2**24
 """Largest number of logits that are held in float64 at once: 128 MiB, and as much again for each step of the

@@ -11,12 +11,10 @@ from pydantic import ValidationError
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import DEPTHS
+from mtrain.hf.schema.config import DEPTHS, differences
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, inside, read_json
-from mtrain.hf.schema.header import read_header
+from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, inside, read_header, read_json
 from mtrain.hf.schema.registry import family_of, fields_nobody_knows
-from mtrain.hf.schema.sameness import differences
 from mtrain.hf.schema.values import shown_name
 
 _SHOWN_FIELDS = 8

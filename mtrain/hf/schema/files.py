@@ -1,6 +1,9 @@
 """Files of a folder in Hugging Face's layout, by name; no name leads out of the folder.
 
 A model's description can be read here without loading torch.
+
+A safetensors file begins with eight bytes with the length of a JSON object; the object and the tensors follow
+(https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -9,10 +12,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.base.plain_files import open_plain_file, parsed_json, read_plain_file
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -166,3 +169,89 @@ def _roots(folder: Path) -> list[Path]:
     # models--owner--name/snapshots/COMMIT/file is a link to models--owner--name/blobs/HASH
     blobs = real.parent.parent / "blobs"
     return [real, blobs] if real.parent.name == "snapshots" and blobs.is_dir() else [real]
+
+
+PREFIX_BYTES = 8
+METADATA = "__metadata__"
+_LONGEST_BYTES = 100_000_000
+"""Largest length of a header in the format."""
+
+
+class Header(NamedTuple):
+    """Content of a header; places and shapes are not checked here."""
+
+    metadata: dict[str, str]
+    """Free text, by name."""
+    tensors: dict[str, Any]
+    """Name -> unchecked description of a tensor."""
+    end: int
+    """Number of the first byte after the header; places count from here."""
+    size_bytes: int
+    """Size of the file."""
+
+
+def read_header(path: Path) -> Header:
+    """Reads only the header.
+
+    Raises:
+        DataError: The file cannot be read or is damaged.
+    """
+    try:
+        with open_plain_file(path) as file:
+            size = os.fstat(file.fileno()).st_size  # size of the open file: the path may name another file by now
+            length = int.from_bytes(file.read(PREFIX_BYTES), "little")
+            # checked before the header is read: the length comes from the file and decides how much memory is taken; {}
+            # has 2 bytes
+            if not 2 <= length <= min(_LONGEST_BYTES, size - PREFIX_BYTES):
+                raise ValueError(f"its header should have {length} bytes, but the file has {size}")
+            content = parsed_json(file.read(length))
+        if not isinstance(content, dict):
+            raise ValueError("its header is no JSON object")
+        metadata = content.pop(METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError(f"{METADATA} is not an object of texts")
+        for name in content:
+            if not is_tensor_name(name):
+                raise ValueError(f"{name[:100]!r} is not the name of a tensor")
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; download it again") from fault
+    except ValueError as fault:
+        raise DataError(f"{path} is damaged: {fault}; download it again") from fault
+    return Header(metadata, content, PREFIX_BYTES + length, size)
+
+
+GENERATION_NAME = "generation_config.json"
+EOS_KEY = "eos_token_id"
+
+
+def declared_ends(folder: Path | None) -> list[int]:
+    """Returns the ids that end an answer for transformers and vLLM, in the order of the file; empty where no file names
+    any.
+
+    Args:
+        folder: Folder of a model; None where there is none.
+
+    Raises:
+        DataError: A file is damaged, or names something else than ids.
+
+    Source: transformers 5.24, generation/utils.py, adjust_generation_fn: config.json is read where there is no other.
+    """
+    for path in [] if folder is None else [folder / GENERATION_NAME, folder / CONFIG_NAME]:
+        if path.is_file():
+            return _ids(path, read_json(path))
+    return []
+
+
+def as_declared(ids: list[int]) -> int | list[int]:
+    """Returns the value of `EOS_KEY`: a list where there are several ids."""
+    return ids[0] if len(ids) == 1 else ids
+
+
+def _ids(path: Path, content: dict[str, Any]) -> list[int]:
+    found = content.get(EOS_KEY)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise DataError(
+            f"{path} has {EOS_KEY}={str(found)[:60]}, but a token id or a list of them is needed; correct it"
+        )
+    return ids

@@ -17,7 +17,7 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
 from mtrain.config import Config
 from mtrain.config.schema.model import HeadOutput
-from mtrain.hf.schema.exportable import family_of_run
+from mtrain.hf.schema.registry import family_of_run
 from mtrain.hf.schema.table import Table
 from mtrain.mcore.state.load import Naming, check_entry
 from mtrain.mcore.state.reader import check_keys, check_shapes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.writer import Shard
-from mtrain.hf.io.buckets import TensorKind, buffer_bytes, views
+from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, views
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors

@@ -23,7 +23,7 @@ from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.hf.io.peft import PeftFolder
 from mtrain.hf.io.source import FolderTensors, source_for
-from mtrain.hf.schema.exportable import family_of_run
+from mtrain.hf.schema.registry import family_of_run
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.adapters.adapter import is_adapter_key

@@ -26,8 +26,8 @@ from mtrain.config.messages import readable
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.hf.io.peft import adapter_of
 from mtrain.hf.schema import peft
-from mtrain.hf.schema.exportable import family_of_run
 from mtrain.hf.schema.files import CONFIG_NAME
+from mtrain.hf.schema.registry import family_of_run
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import Optimizer

@@ -20,8 +20,8 @@ from mtrain.config import Config
 from mtrain.config.load import Given, load_config
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.convert.origin import source_of_run
-from mtrain.hf.schema.exportable import ORIGIN
-from mtrain.hf.schema.generation import declared_ends
+from mtrain.hf.schema.files import declared_ends
+from mtrain.hf.schema.registry import ORIGIN
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
 from mtrain.mcore.distributed.party import purpose_of

@@ -16,7 +16,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.config import Config
 from mtrain.convert.origin import source_of_run
-from mtrain.hf.schema.generation import declared_ends
+from mtrain.hf.schema.files import declared_ends
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.generation import refuse_uncachable
 from mtrain.metrics.appended import AppendedFile

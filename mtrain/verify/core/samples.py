@@ -19,8 +19,7 @@ from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.order import key_of
-from mtrain.data.samples.sample import Sample, shifted
-from mtrain.data.samples.tokenized import TokenizedSample
+from mtrain.data.samples.sample import Sample, TokenizedSample, shifted
 from mtrain.loss.functions.load import extras_of, load_loss_function
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.planted.collaborators import SOUND, Collaborators

@@ -14,9 +14,8 @@ from mtrain.config import Config
 from mtrain.data.collate import Collate, collate
 from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
-from mtrain.data.samples.sample import Sample
+from mtrain.data.samples.sample import Sample, TokenizedSample
 from mtrain.data.samples.sft import sample_of_record
-from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.plan.lr import LearningRate, learning_rate

@@ -26,9 +26,8 @@ from mtrain.data.collate import Collate, Place, RowForm, collate
 from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
 from mtrain.data.order import SampleOrder, SamplePosition
-from mtrain.data.samples.sample import Sample
+from mtrain.data.samples.sample import Sample, TokenizedSample
 from mtrain.data.samples.sft import sample_of_record
-from mtrain.data.samples.tokenized import TokenizedSample
 from mtrain.data.sources import Blended
 from mtrain.loss import router as losses
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk

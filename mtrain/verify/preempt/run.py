@@ -27,15 +27,16 @@ from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials,
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, small, small_schedule
-from mtrain.verify.parity.run import Progress, Request, device_for
+from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.planted.inject import chosen
-from mtrain.verify.preempt.inject import PREEMPT_FAULTS, plant
 from mtrain.verify.preempt.start import (
+    PREEMPT_FAULTS,
     Program,
     Stop,
     StopFailedError,
     launcher,
     new_process,
+    plant,
     run_to_end,
     run_until_stopped,
 )

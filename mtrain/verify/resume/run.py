@@ -35,7 +35,7 @@ from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
-from mtrain.verify.parity.run import Progress, Request, device_for, refuse_without_reference
+from mtrain.verify.parity import Progress, Request, device_for, refuse_without_reference
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.resume.compare import (
     exact_deviations,

@@ -17,7 +17,7 @@ from mtrain.data.cache.content import content_of
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.samples.tokenized import SampleEncoder
+from mtrain.data.samples.sample import SampleEncoder
 from tests.data.cache.byte_encoder import COUNT_FILE, ByteEncoder, EndlessEncoder
 from tests.data.cache.test_cache import write
 from tests.messages import refuses

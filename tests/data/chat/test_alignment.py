@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.alignment import gaps
+from mtrain.data.chat.spans import gaps
 from tests.data.chat.cases import assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
 from tests.messages import refuses

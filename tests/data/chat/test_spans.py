@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.encoder import ChatEncoder, token_weights
-from mtrain.data.chat.rendering import Weighed
+from mtrain.data.chat.encoder import ChatEncoder, Weighed, token_weights
 from mtrain.tokenizer import EncodedText
 from tests.data.chat.cases import TOOL, assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder

@@ -12,7 +12,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import source_encoder
-from mtrain.data.samples.tokenized import SampleEncoder, TokenizedSample
+from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses

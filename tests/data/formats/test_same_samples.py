@@ -20,7 +20,7 @@ from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import encoder_of
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.formats.records import chunks
-from mtrain.data.samples.tokenized import SampleEncoder
+from mtrain.data.samples.sample import SampleEncoder
 from mtrain.tokenizer import load_tokenizer
 
 datasets.disable_progress_bars()

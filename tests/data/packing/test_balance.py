@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mtrain.data.packing.balance import costs, dealt
-from mtrain.data.packing.step_plan import StepShape, plan_step
+from mtrain.data.packing.step_plan import StepShape, costs, dealt, plan_step
 
 COSTS = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 NUM_RANKS, ROWS_A_RANK = 64, 8

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mtrain.data.packing.windows import WindowedRows, WindowShape
+from mtrain.data.steps import WindowedRows, WindowShape
 from tests.data.packing.oracle import best_fit_decreasing
 
 WIDTH = 24

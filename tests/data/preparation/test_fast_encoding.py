@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.preparation.fast_encoding import CheckedEncoding
-from mtrain.data.preparation.tokenize import tokenize_corpus
-from mtrain.data.preparation.train_hf_tokenizer import train_hf_tokenizer
-from mtrain.data.preparation.train_tokenizer import train_tokenizer
+from mtrain.data.preparation.tokenize import CheckedEncoding, tokenize_corpus
+from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer, train_tokenizer
 from mtrain.tokenizer import load_tokenizer
 from tests.messages import refuses
 

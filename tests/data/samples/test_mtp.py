@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.schema.loss import LossSection, depth_term
-from mtrain.data.collate import Place, RowForm, collate, loss_terms
-from mtrain.data.samples.mtp import moved, mtp_sample
+from mtrain.data.collate import Place, RowForm, collate, loss_terms, moved, mtp_sample
 from mtrain.data.samples.sample import Sample, shifted
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from mtrain import DataError, receive_hf_tensors
 from mtrain.base.background import started
-from mtrain.hf.io.broadcast import NamedKind, send_tensors
-from mtrain.hf.io.buckets import TensorKind
+from mtrain.hf.io.broadcast import NamedKind, TensorKind, send_tensors
 from tests.messages import refuses
 from tests.training.engine_parts.hf_ranks import group_pair
 

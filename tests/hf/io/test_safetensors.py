@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from mtrain.base.errors import DataError
 from mtrain.hf.io.safetensors import SafetensorsFile
-from mtrain.hf.schema.header import read_header
+from mtrain.hf.schema.files import read_header
 from tests.fault_table import Notice
 from tests.messages import refuses
 

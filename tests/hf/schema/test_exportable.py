@@ -16,10 +16,9 @@ from mtrain.config.load import config_yaml, load_config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens, verify_hf
-from mtrain.hf.io.logits import transformers_logits
+from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
-from mtrain.hf.schema.exportable import refuse_unexportable
-from mtrain.hf.schema.registry import FAMILIES
+from mtrain.hf.schema.registry import FAMILIES, refuse_unexportable
 from mtrain.plan.layout import Layout
 from mtrain.runs.continuation import continued
 from tests.fault_table import Notice

@@ -17,8 +17,7 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.known import CHANGES_THE_FUNCTION, INERT
-from mtrain.hf.schema.registry import FAMILIES, family_of, fields_nobody_knows
+from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, fields_nobody_knows
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS
 from tests.oracle.huggingface import from_huggingface

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.cli.checkpoints.convert import convert_app
+from mtrain.cli.convert import convert_app
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf

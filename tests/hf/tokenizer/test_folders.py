@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
 from mtrain.base.errors import DataError
-from mtrain.hf.tokenizer import classes, known
+from mtrain.hf.tokenizer import classes
 from mtrain.tokenizer import load_tokenizer
 from tests.hf.tokenizer.folders import NAMES, folders, written
 
@@ -137,6 +137,6 @@ def test_a_vocabulary_and_merges_are_read_for_classes_that_read_them(name: str) 
 def test_the_tables_of_classes_are_those_of_transformers() -> None:
     mapping = {model: name for model, name in tokenization_auto.TOKENIZER_MAPPING_NAMES.items() if name is not None}
     theirs = {model: name.removesuffix("Fast") for model, name in mapping.items() if model != "EvollaModel"}
-    assert theirs == known.CLASS_OF_MODEL
-    assert known.WRONG_CLASS == tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-    assert {*theirs.values()} - {"TokenizersBackend"} <= known.CLASSES
+    assert theirs == classes.CLASS_OF_MODEL
+    assert classes.WRONG_CLASS == tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    assert {*theirs.values()} - {"TokenizersBackend"} <= classes.CLASSES

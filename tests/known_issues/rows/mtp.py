@@ -60,7 +60,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Tokens, labels and weights of every depth are cut from whole rows, inside each document.",
-        ("mtrain/data/samples/mtp.py",),
+        ("mtrain/data/collate.py",),
         (
             f"{_FAULTS}::test_rolling_takes_tokens_of_other_places",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -75,7 +75,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "The weights of the depths come with the batch, from the mask of the token that each predicts.",
-        ("mtrain/data/samples/mtp.py",),
+        ("mtrain/data/collate.py",),
         (
             f"{_FAULTS}::test_without_a_mask_prompts_are_in_the_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",

@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
-from mtrain.launch.slurm.identity import main_path
 from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
-from mtrain.launch.slurm.readback import differences
-from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, render
-from mtrain.launch.slurm.submit import prepare, signal_seconds
+from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, main_path, render
+from mtrain.launch.slurm.submit import differences, prepare, signal_seconds
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.paths import ROOT

@@ -21,7 +21,7 @@ from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.verifying import random_tokens
 from mtrain.hf.io.peft import PeftFolder
-from mtrain.hf.schema.exportable import family_of_run
+from mtrain.hf.schema.registry import family_of_run
 from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.fault_table import Notice

@@ -19,7 +19,7 @@ from mtrain.config.schema.section import Section
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import shrink
-from mtrain.verify.parity.run import Request
+from mtrain.verify.parity import Request
 from mtrain.verify.preempt.run import small_run
 from mtrain.verify.resume.run import ResumeRequest, planned
 from tests.config.samples import content

@@ -18,8 +18,8 @@ from mtrain.plan.layout import Layout
 from mtrain.verify.core.result import HfReport
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.texts import texts_of
-from mtrain.verify.hf.run import comparable, verify_hf
-from mtrain.verify.parity.run import Request
+from mtrain.verify.hf import comparable, verify_hf
+from mtrain.verify.parity import Request
 from tests.hf.folders import save
 from tests.messages import refuses
 from tests.pool import Pool

@@ -10,7 +10,7 @@ from unittest import mock
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.verify.hf import worker
+from mtrain.verify import hf
 from mtrain.verify.planted.collaborators import Collaborators
 
 
@@ -32,9 +32,9 @@ def num_open(groups: Groups, config: Config, folder: str) -> int:
     def stop(*_: object, **__: object) -> None:
         raise _Built
 
-    with mock.patch.object(worker, "SOUND", Collaborators(loader=Late)), mock.patch.object(worker, "build_model", stop):
+    with mock.patch.object(hf, "SOUND", Collaborators(loader=Late)), mock.patch.object(hf, "build_model", stop):
         try:
-            worker.run_from_hf(groups, config, 1, None)
+            hf.run_from_hf(groups, config, 1, None)
         except _Built:
             return len(list(Path(folder).iterdir()))
     raise AssertionError("no model was built")

@@ -7,7 +7,7 @@ from typing import Any
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import ParityReport
-from mtrain.verify.parity.run import Request, verify_parity
+from mtrain.verify.parity import Request, verify_parity
 from tests.config.samples import config
 
 NUM_SAMPLES = 8

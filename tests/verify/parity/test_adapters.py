@@ -10,7 +10,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import ParityReport
-from mtrain.verify.planted.adapter_faults import ADAPTER_PLANTS
+from mtrain.verify.planted.faults import ADAPTER_PLANTS
 from mtrain.verify.planted.inject import ADAPTER_FAULTS, chosen
 from tests.messages import refuses
 from tests.verify.parity.checks import check, expert_config, rich_config

@@ -25,7 +25,7 @@ from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.core.shrink import BATCH_SIZE, shrink
 from mtrain.verify.core.tolerances import Sizes, forward_tolerance
 from mtrain.verify.core.worker import Job, pieces_of, run_layout
-from mtrain.verify.parity.run import refuse_without_reference
+from mtrain.verify.parity import refuse_without_reference
 from tests.cli.command_line import blocking
 from tests.config.samples import config, content
 from tests.config.yaml_files import write

@@ -9,7 +9,7 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
 from mtrain.verify.core.ranks import Pool
-from mtrain.verify.parity.run import refuse_without_reference
+from mtrain.verify.parity import refuse_without_reference
 from tests.messages import refuses
 from tests.paths import CONFIGS
 from tests.recipes import NAMES, shipped

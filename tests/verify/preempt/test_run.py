@@ -19,10 +19,18 @@ from mtrain.config.load import load_config
 from mtrain.metrics.jsonl import JsonlSink
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.result import PreemptReport
-from mtrain.verify.parity.run import Request
-from mtrain.verify.preempt.inject import PREEMPT_FAULTS, plant
+from mtrain.verify.parity import Request
 from mtrain.verify.preempt.run import verify_preempt
-from mtrain.verify.preempt.start import Process, Program, Stop, StopFailedError, run_to_end, run_until_stopped
+from mtrain.verify.preempt.start import (
+    PREEMPT_FAULTS,
+    Process,
+    Program,
+    Stop,
+    StopFailedError,
+    plant,
+    run_to_end,
+    run_until_stopped,
+)
 from tests.messages import refuses
 from tests.metrics.records import step_record
 from tests.paths import ROOT

@@ -22,8 +22,8 @@ import typer
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
+from mtrain.data.samples.sample import TokenizedSample
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.tokenized import TokenizedSample
 
 _SEQ_LENGTH = 512
 

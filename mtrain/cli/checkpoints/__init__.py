@@ -1,1 +1,0 @@
-"""Verbs that work on checkpoints, without a model and without ranks."""

@@ -1,0 +1,185 @@
+"""`mtrain stdlib-corpus`, `tokenize` and `train-tokenizer`: from text to a corpus and its tokenizer."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtrain.base.errors import ConfigError
+from mtrain.cli.arguments import GlobOption, TextInputs, TextKeyOption
+from mtrain.cli.messages import one_message
+
+
+def stdlib_corpus(
+    output: Annotated[Path, typer.Option(help="Folder for the JSONL files.", show_default=False)],
+) -> None:
+    """Builds a small corpus from the sources of this Python's standard library, to try training on.
+
+    Writes text-train, text-valid (sources), qa-train, qa-valid (signature -> docstring), chat-train and chat-valid (the
+    same as conversations), all .jsonl.
+    """
+    with one_message():
+        from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
+
+        written = [
+            *build_stdlib_corpus("text", output),
+            *build_stdlib_corpus("qa", output),
+            *build_stdlib_corpus("chat", output),
+        ]
+    for file in written:
+        typer.echo(f"{file.path}: {file.num_documents} lines")
+
+
+def tokenize(
+    inputs: TextInputs,
+    tokenizer: Annotated[
+        Path, typer.Option(help="A sentencepiece .model, a tokenizer.json, or their folder.", show_default=False)
+    ],
+    output_prefix: Annotated[
+        str, typer.Option(help="Where the pair is written, without .bin and .idx.", show_default=False)
+    ],
+    glob: GlobOption = "**/*.txt",
+    text_key: TextKeyOption = "text",
+    workers: Annotated[int, typer.Option(min=1, help="Processes; the output does not depend on it.")] = 1,
+    append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Encode by gigatoken, compared on the way; byte-level tokenizer.json only.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
+) -> None:
+    """Writes Megatron's .bin/.idx pair: one document for each text file and for each line of JSONL."""
+    with one_message():
+        from mtrain.data.formats.documents import PACKED_SUFFIXES, find_files
+        from mtrain.data.preparation.tokenize import tokenize_corpus
+        from mtrain.tokenizer import PARALLELISM
+
+        # this process does nothing else, and `--workers` says how many threads there are
+        os.environ.setdefault(PARALLELISM, "false")
+        files = find_files(inputs, glob)
+        is_packed = any(path.suffix in PACKED_SUFFIXES for path in files)
+        # the amount of text in a packed file is only known at its end
+        with _progress(None if is_packed else sum(path.stat().st_size for path in files)) as progress:
+            summary = tokenize_corpus(
+                inputs,
+                tokenizer,
+                output_prefix,
+                pattern=glob,
+                text_key=text_key,
+                num_workers=workers,
+                append_eos=append_eos,
+                overwrite=overwrite,
+                is_fast=fast,
+                progress=progress,
+            )
+    empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""
+    typer.echo(
+        f"{output_prefix}: {summary.num_documents} documents{empty}, {summary.num_tokens} tokens from "
+        f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
+    )
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows on a terminal how many of `total` bytes are done; elsewhere it imports and shows nothing."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+class Algorithm(Enum):
+    """Algorithm that finds the vocabulary."""
+
+    BPE = "bpe"
+    UNIGRAM = "unigram"
+
+
+class TokenizerKind(Enum):
+    """Format of the tokenizer that is written."""
+
+    SENTENCEPIECE = "sentencepiece"
+    HF = "hf"
+
+
+AlgorithmOption = Annotated[
+    Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
+]
+SpecialTokenOption = Annotated[
+    list[str], typer.Option(help="hf: a text that is one token where a chat template writes it; may be given again.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")
+]
+BosOption = Annotated[int | None, typer.Option(min=-1, help="sentencepiece: begins a sample; -1 for none; default 1.")]
+EosOption = Annotated[int | None, typer.Option(min=0, help="sentencepiece: ends a document; default 2.")]
+PadOption = Annotated[int | None, typer.Option(min=-1, help="sentencepiece: fills rows; -1 for none; default 3.")]
+
+
+def train_tokenizer(
+    inputs: TextInputs,
+    output: Annotated[Path, typer.Option(help="The .model to write; with --kind hf a folder.", show_default=False)],
+    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens, bytes and control tokens included.")],
+    kind: Annotated[
+        TokenizerKind, typer.Option(help="hf: byte-level BPE as tokenizer.json, which chat templates need.")
+    ] = TokenizerKind.SENTENCEPIECE,
+    algorithm: AlgorithmOption = None,
+    special_token: SpecialTokenOption = [],  # noqa: B006 - typer copies it
+    chat_template: TemplateOption = None,
+    glob: GlobOption = "**/*.txt",
+    text_key: TextKeyOption = "text",
+    bos_id: BosOption = None,
+    eos_id: EosOption = None,
+    pad_id: PadOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Trains a tokenizer that spells every text: what the vocabulary lacks is written in bytes."""
+    with one_message():
+        if kind is TokenizerKind.HF:
+            of_sentencepiece = {"--algorithm": algorithm, "--bos-id": bos_id, "--eos-id": eos_id, "--pad-id": pad_id}
+            _refuse([name for name, value in of_sentencepiece.items() if value is not None], "sentencepiece")
+            from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
+
+            train_hf_tokenizer(
+                inputs,
+                output,
+                vocab_size,
+                special_tokens=special_token,
+                chat_template=chat_template,
+                pattern=glob,
+                text_key=text_key,
+                overwrite=overwrite,
+            )
+        else:
+            of_hf = {"--special-token": special_token or None, "--chat-template": chat_template}
+            _refuse([name for name, value in of_hf.items() if value is not None], "hf")
+            from mtrain.data.preparation.train_tokenizer import train_tokenizer as train_model
+
+            train_model(
+                inputs,
+                output,
+                vocab_size,
+                kind=(algorithm or Algorithm.BPE).value,
+                pattern=glob,
+                text_key=text_key,
+                bos_id=1 if bos_id is None else bos_id,
+                eos_id=2 if eos_id is None else eos_id,
+                pad_id=3 if pad_id is None else pad_id,
+                overwrite=overwrite,
+            )
+    typer.echo(f"{output}: {vocab_size} tokens")
+
+
+def _refuse(names: list[str], kind: str) -> None:
+    if names:
+        raise ConfigError(f"{', '.join(names)} belongs to --kind {kind}; remove it, or set --kind {kind}")

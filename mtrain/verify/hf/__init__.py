@@ -1,1 +1,0 @@
-"""Check `mtrain verify hf`: compares steps with the same steps in transformers."""

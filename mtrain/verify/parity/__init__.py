@@ -1,1 +1,0 @@
-"""Check `mtrain verify parity`: compares layouts with one process in float64."""
