@@ -65,24 +65,24 @@ def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, An
     """
     current, notes = _copied(content), []
     for old, new in KEYS.items():
-        section = _section(current, old.split(".")[:-1])
-        old_name, new_name = old.rpartition(".")[2], new.rpartition(".")[2]
-        if section is None or old_name not in section:
+        section, old_name, new_name = _section(current, old), old.rpartition(".")[2], new.rpartition(".")[2]
+        if old_name not in section:
             continue
         if new_name in section:
             raise ConfigError(f"{origin}: {old} and {new} are two names of one key; remove {old}")
         section[new_name] = section.pop(old_name)
         notes.append(_note(f"{old} is called {new} now", origin))
     for key, names in VALUES.items():
-        section, name = _section(current, key.split(".")[:-1]), key.rpartition(".")[2]
-        value = None if section is None else section.get(name)
-        if section is not None and isinstance(value, str) and value in names:
-            section[name] = names[value]
-            notes.append(_note(f"{key}={value} is called {names[value]} now", origin))
-            if value == "jsonl" and "chat_template" not in section:
-                # the old name had a meaning: it applied no template, and the new one does
-                section["chat_template"] = "plain"
-                notes.append(f"{origin}: data.kind=jsonl knew no chat template, so data.chat_template=plain is set")
+        section, name = _section(current, key), key.rpartition(".")[2]
+        value = section.get(name)
+        if not isinstance(value, str) or value not in names:
+            continue
+        section[name] = names[value]
+        notes.append(_note(f"{key}={value} is called {names[value]} now", origin))
+        if value == "jsonl" and "chat_template" not in section:
+            # the old name had a meaning: it applied no template, and the new one does
+            section["chat_template"] = "plain"
+            notes.append(f"{origin}: data.kind=jsonl knew no chat template, so data.chat_template=plain is set")
     for key, term in _terms(current):
         path = term.get("function")
         if isinstance(path, str) and path in LOSS_FUNCTIONS:
@@ -100,18 +100,16 @@ def _copied(content: Any) -> Any:
     return {key: _copied(value) for key, value in content.items()} if isinstance(content, Mapping) else content
 
 
-def _section(content: Any, path: list[str]) -> dict[Any, Any] | None:
-    for name in path:
+def _section(content: Any, key: str) -> dict[Any, Any]:
+    """Returns the section that holds a dotted key; an empty one where there is none."""
+    for name in key.split(".")[:-1]:
         content = content.get(name) if isinstance(content, dict) else None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}
 
 
 def _terms(content: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yields (dotted key, section) of every term of the objective."""
-    loss = _section(content, ["loss"])
-    if loss is None:
-        return
-    yield "loss", loss
-    for name, term in (_section(loss, ["side_terms"]) or {}).items():
+    yield "loss", _section(content, "loss.function")
+    for name, term in _section(content, "loss.side_terms.name").items():
         if isinstance(term, dict):
             yield f"loss.side_terms.{name}", term

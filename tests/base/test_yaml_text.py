@@ -106,6 +106,14 @@ def test_aliases_are_values_of_their_own() -> None:
     assert read["a"] is not read["b"]
 
 
+def test_an_anchor_may_be_given_anew() -> None:
+    assert read_yaml("a: &x 1\nb: *x\nc: &x 2\nd: *x\n").content == {"a": 1, "b": 1, "c": 2, "d": 2}
+
+
+def test_floats_are_written_as_json_writes_them() -> None:
+    assert yaml_text({"lr": 1e-5, "epsilon": 1.5e-8, "large": 1e16}) == "lr: 1e-05\nepsilon: 1.5e-08\nlarge: 1e+16\n"
+
+
 REFUSED = [
     ("a: 1\nb: 2\na: 3\n", 3, "found duplicate key a"),
     ("a: {b: 1, b: 2}\n", 1, "found duplicate key b"),
