@@ -92,9 +92,9 @@ def _divergence(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor], estimat
 
 def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
     """Computes the clipped surrogate by cases: a token has no gradient once it is beyond the clip in its direction."""
-    bounds = torch.where(advantages > 0, 1 + high, 1 - low)
+    bounds = torch.where(advantages > 0, torch.full_like(ratio, 1 + high), 1 - low)  # two numbers would give float32
     is_far = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
-    losses = -advantages * torch.where(is_far, bounds.to(ratio.dtype), ratio)
+    losses = -advantages * torch.where(is_far, bounds, ratio)
     if dual is None:
         return losses
     most = -dual * advantages

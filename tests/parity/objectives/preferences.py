@@ -14,8 +14,8 @@ from mtrain.config import Config
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.loss.preference.member import GroupMember, Role
 from tests.oracle.model import Parameters, logits_of
-from tests.oracle.preference import Answer, Trl
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
+from tests.trl_losses import Answer, Trl
 
 NUM_GROUPS = 6
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ import torch
 
 from mtrain.config import Config
 from mtrain.config.schema.loss import PREFERENCE_LOSSES
-from tests.oracle.preference import Trl
 from tests.parity.cases import Case, case
 from tests.parity.compare import initial_parameters, relative, worst
 from tests.parity.objectives.preferences import (
@@ -24,6 +23,7 @@ from tests.parity.objectives.preferences import (
 )
 from tests.parity.ranks import Arrays, Run, train_each
 from tests.pool import Pool
+from tests.trl_losses import Trl
 
 PACKED = {"data__isolate_documents": True, "data__packing": {}}
 LAYOUTS = [

@@ -30,11 +30,11 @@ from tests.cli.command_line import call
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.oracle.optimizer import AdamW, global_norm
-from tests.oracle.preference import Answer, Trl
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.training.preferences.test_preference_runs import records
 from tests.training.preferences.words import TEXTS, WORDS, save_tokenizer
+from tests.trl_losses import Answer, Trl
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 16}
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,9 +1,9 @@
-"""TRL's own losses of preferences, for a model that is given as a function of token ids."""
+"""TRL's own losses: of preferences for a model given as a function of token ids, of policies for log-probabilities."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -92,9 +92,52 @@ class Trl:
         return loss
 
 
+def policy_loss(
+    log_probs: Tensor, mask: Tensor, extras: Mapping[str, Tensor], rollout_cap: float | None = None, **options: Any
+) -> Tensor:
+    """Returns the loss of GRPOTrainer for log-probabilities of sampled tokens, [batch, tokens].
+
+    Args:
+        log_probs: Log-probabilities under the policy.
+        mask: 1 for each token that counts.
+        extras: Values by the names of the configuration; without `old_logprobs` the policy is that of the samples.
+        rollout_cap: Bound of the correction for other numbers at sampling.
+        options: What the trainer or its arguments are given, such as `loss_type` and `epsilon_low`.
+    """
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    known = {"beta": 0.0, "importance_sampling_level": "token", "delta": None} | options
+    trainer = _stand_in(
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=rollout_cap is not None,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *model, **inputs: (log_probs, torch.zeros_like(log_probs), None),
+        **known,
+    )
+    trainer.args = SimpleNamespace(delta=known["delta"], use_bias_correction_kl=False, steps_per_generation=1)
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    names = {"old_logprobs": "old_per_token_logps", "ref_logprobs": "ref_per_token_logps", "advantages": "advantages"}
+    inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask}
+    inputs |= {theirs: extras[ours] for ours, theirs in names.items() if ours in extras}
+    inputs["num_items_in_batch"] = mask.sum()
+    if rollout_cap is not None:
+        ratio = (extras["old_logprobs"] - extras["rollout_logprobs"]).exp()
+        inputs["importance_sampling_ratio"] = ratio.clamp(max=rollout_cap)
+    loss: Tensor = GRPOTrainer._compute_loss(trainer, None, inputs)
+    return loss
+
+
 def _stand_in(**options: Any) -> Any:
     accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda x: x
+        device=torch.device("cpu"),
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        unwrap_model=lambda x: x,
+        num_processes=1,
     )
     metrics = {"train": _Lists(), "eval": _Lists()}
     known = {"accelerator": accelerator, "_metrics": metrics, "_total_train_tokens": 0, "_tp_size": 1}
