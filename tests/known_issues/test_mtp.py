@@ -18,11 +18,11 @@ from mtrain.plan.layout import Layout
 from tests.known_issues.plain import PlainStep, plain_step
 from tests.known_issues.ranks import SEQ, fields
 from tests.known_issues.test_whole_steps import OF_THEIRS, WHOLE_TABLE
-from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, empty_batch, three_steps
 from tests.parity.cases import case
 from tests.parity.compare import initial_parameters, run_oracle, tensor_deviation
 from tests.pool import Pool
+from tests.reference import StepResult
 
 CHANGES = {**WHOLE_TABLE, "model__mtp_depths": 1}
 DEPTH = "mtp.layers.0.eh_proj.weight"

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mtrain.mcore.distributed.groups import Groups
 from tests.known_issues.plain import PlainStep, plain_initial_weights, plain_step
-from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, full_batch, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import deviation, initial_parameters, relative, run_case, run_oracle, tensor_deviation
 from tests.pool import Pool
+from tests.reference import StepResult
 
 WHOLE_TABLE = {"model__vocab_size": 64, "model__vocab_multiple": 8}
 """Vocabulary without padding, which Megatron-Core's softmax would include."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain.config.schema.loss import Aggregation, LossSection
 from mtrain.data.zigzag import zigzag_index
 from mtrain.loss.aggregation import aggregate
-from tests.oracle import loss as oracle
+from mtrain.verify.reference.aggregation import divisor, token_weights
 
 NUM_SEQUENCES, LENGTH, HIDDEN, VOCAB = 16, 32, 6, 19
 LOSS_TOKENS = [1, 30, 4, 3, 25, 2, 9, 6, 31, 5, 12, 1, 2, 28, 17, 3]
@@ -96,9 +96,9 @@ def cuts(num_groups: int, sp: int) -> list[list[Cut]]:
 
 def one_process(batch: Batch, aggregation: Aggregation) -> Tensor:
     """Computes the mean as the aggregation's name defines it."""
-    rows = zip(batch.labels, batch.mask, strict=True)
-    sequences = [oracle.Sequence(tokens=labels, labels=labels, weights=mask) for labels, mask in rows]
-    return oracle.aggregate(list(batch.token_losses()), sequences, LossSection(aggregation=aggregation)).mean
+    section, ones = LossSection(aggregation=aggregation), torch.ones(NUM_SEQUENCES, dtype=torch.float64)
+    total = (token_weights(batch.mask, ones, section) * batch.token_losses()).sum()
+    return total / divisor(batch.mask, ones, section).value
 
 
 def by_pairs(batch: Batch, aggregation: Aggregation, num_groups: int, sp: int) -> Tensor:

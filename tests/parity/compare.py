@@ -1,4 +1,4 @@
-"""Runs a case and the oracle, and measures their difference."""
+"""Runs a case and the oracle, which is the reference of tests/reference.py, and measures their difference."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
-from tests.oracle import loss as oracle_loss
-from tests.oracle.loss import Teacher
-from tests.oracle.model import random_parameters
-from tests.oracle.run import StepResult, oracle_steps
+from mtrain.verify.reference.model.transformer import Transformer
 from tests.parity.batches import GlobalBatch
 from tests.parity.cases import Case
 from tests.parity.ranks import Arrays, Outcome, Run, StepOutcome, train, train_each
 from tests.pool import Pool
+from tests.reference import StepResult, doubles, exact_steps, random_parameters
 
 TOLERANCE = 1e-5
 """Largest relative deviation allowed in float32."""
@@ -141,24 +138,15 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
     sections = (config.model, config.loss, config.optimizer, *([] if teacher is None else [teacher.model]))
     key = "".join([section.model_dump_json() for section in sections]) + str(_fingerprint(batches))
     if key not in _oracles:
-        _oracles[key] = oracle_steps(
-            tensors(initial_parameters(config)),
-            config.model,
-            config.loss,
-            config.optimizer,
+        frozen = None if teacher is None else doubles(initial_parameters(teacher, TEACHER_SEED))
+        _oracles[key] = exact_steps(
+            config,
+            initial_parameters(config),
             [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
-            [
-                [oracle_loss.Sequence.of_sample(sample, config.model.experts is not None) for sample in batch]
-                for batch in batches
-            ],
-            None if teacher is None else Teacher(tensors(initial_parameters(teacher, TEACHER_SEED)), teacher.model),
+            batches,
+            None if teacher is None or frozen is None else Transformer(teacher.model, frozen),
         )
     return _oracles[key]
-
-
-def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Converts arrays to the oracle's tensors."""
-    return {name: torch.as_tensor(value) for name, value in arrays.items()}
 
 
 def _fingerprint(batches: list[GlobalBatch]) -> int:

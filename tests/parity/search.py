@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from mtrain.config import Config
 from mtrain.data.samples.sample import Sample
 from mtrain.plan.lr import learning_rate
-from tests.oracle.loss import Sequence, routers_of
-from tests.oracle.run import StepResult, oracle_steps
 from tests.parity import balance_ranks
 from tests.parity.batches import GlobalBatch
 from tests.parity.cases import Case
 from tests.parity.compare import TOLERANCE, Deviation, initial_parameters, relative, run_case, tensor_deviation, worst
 from tests.parity.ranks import Arrays, StepOutcome
 from tests.pool import Pool
+from tests.reference import StepResult, doubles, exact_steps, forward_of, rows_of
 
 ROOTS = ("seq-mean-token-sqrt", "seq-mean-token-power")
 """Aggregations whose denominators are not whole numbers, whatever is counted."""
@@ -145,7 +144,7 @@ def judge(pool: Pool, trial: Trial) -> Verdict:
         TieError: A choice is too near another one.
     """
     config, batches = trial.config(), trial.batches()
-    exact = exact_steps(config, batches)
+    exact = steps_from(config, batches)
     if min(step.margin for step in exact) < MARGIN:
         raise TieError
     outcome = run_case(pool, trial.case, batches, **trial.settings())
@@ -173,7 +172,7 @@ def deviation(
 def sensitivity(config: Config, batches: list[GlobalBatch], exact: list[StepResult]) -> float:
     """Measures the largest deviation of the oracle from itself when its initial weights are rounded to float32."""
     rounded = {name: value.astype(np.float32) for name, value in initial_parameters(config).items()}
-    moved = exact_steps(config, batches, rounded)
+    moved = steps_from(config, batches, rounded)
     steps = [StepOutcome(each.loss, {}, each.grad_norm, numpy(each.gradients)) for each in moved]
     return max(deviation(steps, numpy(moved[-1].parameters), exact, config))
 
@@ -201,22 +200,11 @@ def _only(tensors: Arrays, names: Iterable[str]) -> Arrays:
     return {name: tensors[name] for name in names}
 
 
-def exact_steps(config: Config, batches: list[GlobalBatch], parameters: Arrays | None = None) -> list[StepResult]:
+def steps_from(config: Config, batches: list[GlobalBatch], parameters: Arrays | None = None) -> list[StepResult]:
     """Runs the same steps in one process in float64, from other parameters where they are given."""
     initial = initial_parameters(config) if parameters is None else parameters
-    return oracle_steps(
-        {name: torch.as_tensor(value) for name, value in initial.items()},
-        config.model,
-        config.loss,
-        config.optimizer,
-        [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))],
-        [sequences(batch, config) for batch in batches],
-    )
-
-
-def sequences(batch: GlobalBatch, config: Config) -> list[Sequence]:
-    """Converts samples to the oracle's sequences: with all their text where there are routers."""
-    return [Sequence.of_sample(one, config.model.experts is not None) for one in batch]
+    rates = [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(len(batches))]
+    return exact_steps(config, initial, rates, batches)
 
 
 def wrong_denominators(found: StepOutcome, exact: StepResult, trial: Trial) -> list[str]:
@@ -243,13 +231,12 @@ def wrong_counts(pool: Pool, trial: Trial, config: Config, batch: GlobalBatch) -
     if section is None or not (section.bias_update_rate or config.loss.router.coefficients):
         return []
     parameters = initial_parameters(config)
-    doubles = {name: torch.as_tensor(value) for name, value in parameters.items()}
-    seen = routers_of(doubles, config.model, sequences(batch, config))
+    seen = forward_of(doubles(parameters), config.model, rows_of(batch)).seen
     everyone = pool.run(balance_ranks.counts, trial.case.resolved(config), config, parameters, batch)
     lines = []
-    for name in (name for name in seen[0] if name.startswith("decoder.")):
-        expected = torch.stack([each[name].chosen.sum(0) for each in seen]).sum(0).tolist()
-        found = np.sum([own[name] for own in everyone if name in own], axis=0).tolist()
+    for router in (router for router in seen if router.name.startswith("decoder.")):
+        expected = router.chosen[router.is_text].sum(0).tolist()
+        found = np.sum([own[router.name] for own in everyone if router.name in own], axis=0).tolist()
         if found != expected:
-            lines.append(f"{name}: {found} instead of {expected}")
+            lines.append(f"{router.name}: {found} instead of {expected}")
     return lines

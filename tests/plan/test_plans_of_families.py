@@ -1,4 +1,4 @@
-"""Models with experts, latent attention, further norms and depths cost what the oracle's list of parameters says."""
+"""Models with experts, latent attention, further norms and depths cost what the reference's list of parameters says."""
 
 import math
 from typing import Any
@@ -8,9 +8,8 @@ import pytest
 from mtrain import plan
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.layout import Layout
+from mtrain.verify.reference.model.shapes import EXPERT_BIAS, shapes_of
 from tests.config.samples import config
-from tests.oracle.experts import is_buffer
-from tests.oracle.model import parameter_shapes
 from tests.parity.cases import case
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN
 from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, OLMO2, OLMO3
@@ -35,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> ModelSection:
 
 
 def sizes(model: ModelSection) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, shape in parameter_shapes(model).items() if not is_buffer(name)}
+    return {name: shape for name, shape in shapes_of(model).items() if not name.endswith(EXPERT_BIAS)}
 
 
 def share_that_is_met(name: str, model: ModelSection) -> float:

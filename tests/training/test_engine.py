@@ -21,13 +21,11 @@ from mtrain.mcore.model.layer_spec import global_name
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from tests.fault_table import Notice
-from tests.oracle.loss import Sequence
-from tests.oracle.model import Parameters, logits_of
-from tests.oracle.run import oracle_steps
-from tests.parity.batches import SEQ, VOCAB, cut, three_steps, weighted_steps
+from tests.parity.batches import SEQ, cut, three_steps, weighted_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import relative, worst
 from tests.pool import Pool
+from tests.reference import Parameters, exact_steps, logits_of
 from tests.training import engine_ranks
 from tests.training.engine_ranks import Calls
 from tests.training.one_process import train_fresh
@@ -76,14 +74,8 @@ def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, 
     given = (config, data_of(batches), 6, str(tmp_path))
     runs = pool.run(engine_ranks.train, case.resolved(config), *given)
     saved = [tmp_path / "checkpoints" / f"step_{step:08d}" for step in (0, 2)]
-    exact = oracle_steps(
-        parameters_of(saved[0]),
-        config.model,
-        config.loss,
-        config.optimizer,
-        [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(2)],
-        [[Sequence.of_sample(sample) for sample in batch] for batch in batches],
-    )
+    rates = [learning_rate(step, config.optimizer, config.train.num_steps) for step in range(2)]
+    exact = exact_steps(config, parameters_of(saved[0]), rates, batches)
     for run in runs:
         for done, wanted in zip(run.steps, exact, strict=True):
             assert relative(done.loss, wanted.loss) < 1e-5
@@ -94,7 +86,7 @@ def test_a_loop_of_three_calls_a_step_computes_what_the_oracle_does(pool: Pool, 
     weights = {name: values.numpy() for name, values in parameters_of(saved[1]).items()}
     assert worst(weights, {name: value.numpy() for name, value in exact[-1].parameters.items()}, config) < 1e-5
     for found, entropy, sample in zip(runs[0].log_probs, runs[0].entropy, batches[-1], strict=True):
-        logits = logits_of(exact[-1].parameters, config.model, torch.from_numpy(sample.tokens)[None])[0, :, :VOCAB]
+        logits = logits_of(exact[-1].parameters, config.model, torch.from_numpy(sample.tokens)[None])[0]
         ids = torch.tensor(datum_of(sample).input_ids[1:])
         likely = logits.log_softmax(-1)
         np.testing.assert_allclose(found, likely.gather(1, ids[:, None])[:, 0].detach().numpy(), rtol=0, atol=1e-5)

@@ -17,7 +17,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
 
     Source: Szegedy et al. 2016, section 7.
     """
-    negative = torch.logsumexp(logits, -1, keepdim=True) - logits
+    negative = -torch.log_softmax(logits, -1)
     own = negative.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return (1 - label_smoothing) * own + label_smoothing * negative.mean(-1)
 

@@ -20,8 +20,8 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, fields_nobody_knows
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS
-from tests.oracle.huggingface import from_huggingface
-from tests.oracle.model import logits_of
+from tests.hf.megatron_names import from_huggingface
+from tests.reference import logits_of
 
 NAMES = [name for name in CONFIGS if name not in ("llama-biased", "llama-tied", "deepseek-direct-queries")]
 ROPES: list[dict[str, Any]] = [

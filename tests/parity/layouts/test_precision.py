@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from mtrain.config import Config
-from tests.oracle.run import StepResult
 from tests.parity import ranks
 from tests.parity.batches import three_steps
 from tests.parity.cases import Case, case, lean
@@ -24,6 +23,7 @@ from tests.parity.compare import at_night, initial_parameters, relative, run_cas
 from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS
 from tests.parity.ranks import Arrays
 from tests.pool import Pool
+from tests.reference import StepResult
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 LOSS_ROUNDINGS, GRADIENT_ROUNDINGS = 52, 104

@@ -16,13 +16,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from tests.oracle import loss as oracle_loss
+from mtrain.verify.reference.losses import cross_entropy
+from mtrain.verify.reference.objective import weighted
 from tests.parity.compare import TOLERANCE, at_night
 from tests.parity.draws import AXES, trials
 from tests.parity.draws_of_models import PLAIN
 from tests.parity.search import TieError, Trial, judge
 from tests.paths import ROOT
 from tests.pool import Pool
+from tests.reference import USER_TERMS
 
 NUM_EXAMPLES, NUM_RANKS = 2, 4
 """Number of examples along each axis and of their ranks, in the suite."""
@@ -70,7 +72,8 @@ def search(law: Callable[[Trial], None], axis: str, num_examples: int) -> None:
 def test_a_mean_of_means_is_found(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that the search sees a fault: each microbatch divided by its own tokens."""
     name = "tests.parity.naive:mean_of_means"
-    monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, name, oracle_loss.TOKEN_LOSSES["next_token"])
+    plain = lambda scene: weighted(cross_entropy(scene.logits, scene.labels), scene.weights)  # noqa: E731
+    monkeypatch.setitem(USER_TERMS, name, plain)
     planted: dict[str, Any] = {
         "loss__function": name,
         "loss__denominator": "measured",

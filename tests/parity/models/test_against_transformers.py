@@ -13,7 +13,7 @@ import transformers
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index
 from mtrain.plan.layout import Layout
-from tests.oracle.huggingface import from_huggingface
+from tests.hf.megatron_names import from_huggingface
 from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
 from tests.parity.cases import Case, case

@@ -9,8 +9,7 @@ import torch
 
 from mtrain.config import Config
 from mtrain.data.order import slots
-from tests.oracle.loss import Sequence, routers_of, term_values
-from tests.oracle.routers import Routers, balance
+from mtrain.verify.reference.model.experts import SEQUENCE_BALANCE, Routed, router_numerator
 from tests.parity import balance_ranks as ranks
 from tests.parity.batches import GlobalBatch, cut, documents_steps, empty_batch, padded_steps, three_steps
 from tests.parity.cases import Case, case, lean
@@ -27,6 +26,7 @@ from tests.parity.compare import (
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
 from tests.parity.ranks import Run, losses_along, train_each
 from tests.pool import Pool
+from tests.reference import doubles, forward_of, rows_of, token_losses_of
 
 E = 7e-4
 """Step of the finite difference: small enough that no token changes its expert, which some do at four times of it;
@@ -90,8 +90,8 @@ def test_counts_are_exact_and_of_text_alone(pool: Pool, case: Case) -> None:
     """Runs every layer twice; padding, half of all positions, goes to other experts."""
     config, batch = case.config(**RECOMPUTED), padded_steps()[0]
     parameters = initial_parameters(config)
-    seen = routers_of(as_tensors(parameters), config.model, [Sequence.of_sample(row, True) for row in batch])
-    exact = {name: torch.stack([each[name].chosen.sum(0) for each in seen]).sum(0).tolist() for name in seen[0]}
+    seen = forward_of(doubles(parameters), config.model, rows_of(batch)).seen
+    exact = {router.name: router.chosen[router.is_text].sum(0).tolist() for router in seen}
     everyone = pool.run(ranks.counts, case.resolved(config), config, parameters, batch)
     found = {name: np.sum([own[name] for own in everyone if name in own], axis=0).tolist() for name in exact}
     assert found == exact
@@ -193,12 +193,12 @@ def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) ->
     config, batch = one.config(**run), padded_steps()[0]
     (step,) = run_case(pool, one, [batch], **run).steps
 
-    leaves = {name: value.requires_grad_() for name, value in as_tensors(initial_parameters(config)).items()}
-    rows = [Sequence.of_sample(row, True) for row in batch]
-    seen = routers_of(leaves, config.model, rows)
-    numerator = torch.stack([layer_sum(kind, name, seen, config) for name in seen[0]]).sum()
-    tokens = sum(len(row.tokens) for row in rows)
-    objective = term_values(leaves, config.model, config.loss, rows)["main"].mean + 5.0 * numerator / tokens
+    leaves = {name: value.requires_grad_() for name, value in doubles(initial_parameters(config)).items()}
+    seen = forward_of(leaves, config.model, rows_of(batch)).seen
+    numerator = torch.stack([layer_sum(kind, router, config) for router in seen]).sum()
+    tokens, counted = sum(len(row.tokens) for row in batch), sum(row.mask.sum() for row in batch)
+    main = torch.cat(token_losses_of(leaves, config.model, batch)).sum() / counted
+    objective = main + 5.0 * numerator / tokens
     totals = step.terms[f"router_{kind}_balance"]
     assert totals.denominator == totals.planned == tokens
     assert totals.numerator == pytest.approx(numerator.item(), rel=1e-6)
@@ -208,23 +208,19 @@ def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) ->
         assert tensor_deviation(step.gradients[name], gradient.numpy()) < 1e-5
 
 
-def layer_sum(kind: str, name: str, seen: list[Routers], config: Config) -> torch.Tensor:
+def layer_sum(kind: str, router: Routed, config: Config) -> torch.Tensor:
     """Sums one router's loss over tokens, by microbatch of two ranks of two rows."""
     section = config.model.experts
     assert section is not None
     sums, before = [], torch.zeros(section.num_experts)
-    for number in range(len(seen) // 4):
-        of_rank = [
-            torch.cat([seen[slot][name].logits for slot in slots(number, dp_rank, 2, 2)]) for dp_rank in range(2)
-        ]
+    for number in range(len(router.logits) // 4):
+        rows = [list(slots(number, dp_rank, 2, 2)) for dp_rank in range(2)]
+        of_rank = [router.logits[own][router.is_text[own]] for own in rows]
         if kind == "microbatch":
-            sums += [balance(logits, section) * len(logits) for logits in of_rank]
+            alone = [replace(router, logits=each[None], is_text=torch.ones(1, len(each)) > 0) for each in of_rank]
+            sums += [router_numerator(SEQUENCE_BALANCE, [each], section) * each.is_text.sum() for each in alone]
             continue
         scores = torch.cat(of_rank).softmax(-1)
         before = before + torch.zeros_like(scores).scatter(1, scores.topk(section.top_k).indices, 1.0).sum(0)
         sums.append((scores @ (before / before.sum())).sum() * section.num_experts)
     return torch.stack(sums).sum()
-
-
-def as_tensors(parameters: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(value).double() for name, value in parameters.items()}

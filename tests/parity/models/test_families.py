@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.oracle.loss import Sequence
-from tests.oracle.run import oracle_steps
 from tests.parity import ranks
 from tests.parity.batches import BATCH, GlobalBatch, documents_steps, three_steps
 from tests.parity.cases import Case, case, lean
@@ -17,6 +14,7 @@ from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, i
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
 from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, OLMO2, OLMO3
 from tests.pool import Pool
+from tests.reference import evaluate
 
 FULL = {"train__recompute": "full"}
 SELECTIVE = {"train__recompute": "selective"}
@@ -118,14 +116,6 @@ def test_gates_beyond_their_bounds_are_clamped(pool: Pool) -> None:
         for name, value in initial_parameters(config).items()
     }
     (step,) = pool.run(ranks.train, one.resolved(config), config, parameters, [batch])[0].steps
-    (exact,) = oracle_steps(
-        {name: torch.as_tensor(value) for name, value in parameters.items()},
-        config.model,
-        config.loss,
-        config.optimizer,
-        [config.optimizer.lr],
-        [[Sequence.of_sample(sample) for sample in batch]],
-    )
-    gradients = {name: value.numpy() for name, value in exact.gradients.items()}
+    gradients = {name: value.numpy() for name, value in evaluate(config, parameters, batch).gradients.items()}
     assert np.mean(gradients["decoder.layers.0.mlp.linear_fc1.bias"] == 0) > 0.3
     assert worst(step.gradients, gradients, config) < TOLERANCE

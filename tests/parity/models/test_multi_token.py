@@ -1,7 +1,6 @@
 """Several tokens predicted ahead: each depth has its own denominator, exact under every layout and over no edge.
 
-transformers has no such model, so the oracle (tests/oracle/multi_token.py) stands alone; it runs each depth on the
-positions that have a target and on nothing else.
+tests/verify/reference/test_steps.py judges the oracle's depths by modules of transformers, which has no such model.
 """
 
 from typing import Any

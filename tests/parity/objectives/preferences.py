@@ -13,8 +13,8 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.loss.preference.member import GroupMember, Role
-from tests.oracle.model import Parameters, logits_of
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
+from tests.reference import Parameters, logits_of
 from tests.trl_losses import Answer, Trl
 
 NUM_GROUPS = 6
@@ -74,9 +74,9 @@ def with_references(batch: GlobalBatch, model: Callable[[Tensor], Tensor], is_me
 
 
 def model_of(parameters: Mapping[str, Any], config: Config) -> tuple[Callable[[Tensor], Tensor], Parameters]:
-    """Builds the oracle's model in float64, and returns its leaves, too."""
+    """Builds the reference's model in float64, and returns its leaves, too."""
     leaves = {name: torch.from_numpy(np.asarray(value)).double().requires_grad_() for name, value in parameters.items()}
-    return lambda ids: logits_of(leaves, config.model, ids)[..., : config.model.vocab_size], leaves
+    return lambda ids: logits_of(leaves, config.model, ids), leaves
 
 
 def trl_loss(kind: str, batch: GlobalBatch, trl: Trl) -> Tensor:

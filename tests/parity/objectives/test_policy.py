@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mtrain.config.schema.loss import LossSection
 from mtrain.data.samples.sample import Sample
-from tests.oracle.loss import Sequence, token_losses_of
-from tests.oracle.policy import POLICY_LOSSES
 from tests.parity.batches import VOCAB, GlobalBatch
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night, deviation, initial_parameters, relative, run_oracle, without_padding
@@ -24,6 +22,7 @@ from tests.parity.naive import train_each_naively
 from tests.parity.objectives.test_seed_faults import distance, oracle_gradients
 from tests.parity.ranks import Outcome, Run, train_each
 from tests.pool import Pool
+from tests.reference import doubles, token_losses_of
 
 LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
 """Number of positions of each rollout: one fills a row, one has no text."""
@@ -89,8 +88,7 @@ def rollouts(one_advantage: bool) -> GlobalBatch:
     rng = np.random.default_rng(21)
     plain = [_rollout(rng, length, slot) for slot, length in enumerate(LENGTHS)]
     config = case(num_layers=2).config()
-    weights = {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()}
-    losses = token_losses_of(weights, config.model, [Sequence.of_sample(each) for each in plain])
+    losses = token_losses_of(doubles(initial_parameters(config)), config.model, plain)
     return [_with_extras(rng, *each, slot, one_advantage) for slot, each in enumerate(zip(plain, losses, strict=True))]
 
 
@@ -104,8 +102,7 @@ def _rollout(rng: np.random.Generator, length: int, slot: int) -> Sample:
 
 
 def _with_extras(rng: np.random.Generator, sample: Sample, losses: Tensor, slot: int, one_advantage: bool) -> Sample:
-    own = np.zeros(len(sample.tokens))
-    own[: len(losses)] = -losses.detach().numpy()[: len(own)]
+    own = -losses.numpy()
     advantages = np.full(sample.width, rng.normal(0.7)) if one_advantage else rng.normal(0.7, 1, sample.width)
     if slot in (5, 9):
         advantages[:] = 0.0
@@ -148,21 +145,20 @@ def test_every_policy_loss_is_its_formula(pool: Pool, case: Case, layout: dict[s
 def assert_reported(found: Any, loss: LossSection, batch: GlobalBatch) -> None:
     """Checks clip fraction, approximate KL, mean and largest ratio of all loss tokens, each counted once."""
     config = case(num_layers=2).config()
-    weights = {name: torch.as_tensor(value) for name, value in initial_parameters(config).items()}
-    sequences = [Sequence.of_sample(each) for each in batch]
-    losses = token_losses_of(weights, config.model, sequences)
+    losses = token_losses_of(doubles(initial_parameters(config)), config.model, batch)
     wanted: dict[str, float] = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
         if term.function not in ("ppo", "gspo", "cispo"):
             continue
         ratios, clipped = [], 0
-        for each, own in zip(sequences, losses, strict=True):
-            kept = each.weights > 0
-            gaps = (-own.detach() - each.extras["old_logprobs"])[kept]
+        for each, own in zip(batch, losses, strict=True):
+            kept = each.mask > 0
+            extras = {name: torch.from_numpy(values).double()[: len(kept)] for name, values in each.extras.items()}
+            gaps = (-own - extras["old_logprobs"])[kept]
             if term.function == "gspo" and len(gaps):
                 gaps = gaps.mean().expand(len(gaps))
             ratios += gaps.exp().tolist()
-            for ratio, advantage in zip(gaps.exp().tolist(), each.extras["advantages"][kept].tolist(), strict=True):
+            for ratio, advantage in zip(gaps.exp().tolist(), extras["advantages"][kept].tolist(), strict=True):
                 clipped += _is_clipped(ratio, advantage, term.function, **term.options)
         prefix = "" if name == "main" else f"{name}/"
         wanted |= {
@@ -214,38 +210,3 @@ def test_the_faults_of_verl_change_the_policy(pool: Pool) -> None:
     for found, config, exact in zip(naive, configs, [configs[3], configs[3], configs[4]], strict=False):
         gradients = without_padding(found.steps[0].gradients, config.model.vocab_size)
         assert distance(gradients, oracle_gradients(run_oracle(exact, [batch])[0])) > 0.1, config.loss.function
-
-
-@pytest.mark.parametrize("name", ["ppo", "gspo", "kl"])
-def test_the_formulas_are_differentiated_as_their_values_say(name: str) -> None:
-    """Compares with finite differences of the oracle's losses without constants in the middle; CISPO and DFT have
-    one."""
-    sequence = next(Sequence.of_sample(each) for each in rollouts(True) if each.mask.sum() > 8)
-    logits = torch.randn(len(sequence.tokens), VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    near = -torch.log_softmax(logits, -1)[torch.arange(len(logits)), sequence.labels]
-    noise = torch.linspace(-0.5, 0.5, len(logits), dtype=torch.float64)
-    known = sequence.extras | {"old_logprobs": noise - near, "ref_logprobs": noise - near}
-    given = replace(sequence, extras=known)
-    options: dict[str, Any] = {"ppo": {"dual_clip": 1.3}, "gspo": {"clip_low": 0.9, "clip_high": 0.9}, "kl": {}}[name]
-
-    def loss(values: Tensor) -> Tensor:
-        return (POLICY_LOSSES[name](values, given, **options) * given.weights).sum()
-
-    assert torch.autograd.gradcheck(loss, [logits.requires_grad_()], fast_mode=True)
-
-
-@pytest.mark.parametrize(("name", "constant"), [("cispo", "ratio"), ("dft", "probability")])
-def test_what_is_held_constant_is_not_differentiated(name: str, constant: str) -> None:
-    """Checks that the gradient is that of log pi times a number which finite differences of the same value would
-    move."""
-    sequence = next(Sequence.of_sample(each) for each in rollouts(True) if each.mask.sum() > 8)
-    logits = torch.zeros(len(sequence.tokens), VOCAB, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad((POLICY_LOSSES[name](logits, sequence) * sequence.weights).sum(), logits)
-    probability = 1 / VOCAB
-    factor = torch.full((len(logits),), probability, dtype=torch.float64)
-    if constant == "ratio":
-        ratio = probability / sequence.extras["old_logprobs"].exp()
-        factor = ratio.clamp(max=1.2) * sequence.extras["advantages"]
-    one_hot = torch.nn.functional.one_hot(sequence.labels, VOCAB)
-    wanted = -(factor * sequence.weights)[:, None] * (one_hot - probability)
-    torch.testing.assert_close(found, wanted)

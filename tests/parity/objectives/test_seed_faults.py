@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracle.run import StepResult
 from tests.parity.batches import GlobalBatch, full_batch, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night, deviation, initial_parameters, run_oracle, without_padding
 from tests.parity.naive import train_each_naively
 from tests.parity.ranks import Outcome, Run
 from tests.pool import Pool
+from tests.reference import StepResult
 
 RAGGED, EVEN = three_steps()[0], full_batch()
 SEQUENCES = {"loss__aggregation": "seq-mean-token-sum"}

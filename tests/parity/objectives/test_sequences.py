@@ -10,34 +10,35 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.pair import TermInputs, weigh_sequences
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.verify.reference.objective import Scene
 from tests.fault_table import Notice
 from tests.messages import refuses
-from tests.oracle.loss import SEQUENCE_LOSSES, Sequence
 from tests.parity.batches import documents_steps, padded_steps, two_steps, weighted_steps
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import Row, assert_rows_exact, by_layout
 from tests.pool import Pool
+from tests.reference import USER_TERMS
 
 PREFERENCE = "tests.parity.losses:preference"
 SQUARED = "tests.parity.losses:squared_sum"
 SLOPE = 0.03
 
 
-def _log_probability(logits: Tensor, sequence: Sequence) -> Tensor:
-    counted = sequence.weights > 0
-    labels = torch.where(counted, sequence.labels, 0)
-    return (logits.log_softmax(-1).gather(1, labels[:, None])[:, 0] * counted).sum()
+def _log_probability(scene: Scene) -> Tensor:
+    """Returns that of each row's answer, [batch]."""
+    likely = scene.logits.log_softmax(-1).gather(-1, scene.labels.unsqueeze(-1)).squeeze(-1)
+    return (likely * (scene.weights != 0)).sum(1)
 
 
-def _preference(logits: Tensor, sequence: Sequence, slope: float) -> Tensor:
-    return (1 + (-slope * _log_probability(logits, sequence) - 1.0).exp()).log()
+def _preference(scene: Scene, slope: float) -> Tensor:
+    return (scene.token_shares.sum(1) * (1 + (-slope * _log_probability(scene) - 1.0).exp()).log()).sum()
 
 
-def _squared_sum(logits: Tensor, sequence: Sequence) -> Tensor:
-    return 1e-3 * _log_probability(logits, sequence) ** 2
+def _squared_sum(scene: Scene) -> Tensor:
+    return (scene.token_shares.sum(1) * 1e-3 * _log_probability(scene) ** 2).sum()
 
 
-SEQUENCE_LOSSES[PREFERENCE], SEQUENCE_LOSSES[SQUARED] = _preference, _squared_sum
+USER_TERMS[PREFERENCE], USER_TERMS[SQUARED] = _preference, _squared_sum
 
 JUDGED: dict[str, Any] = {
     "loss__function": PREFERENCE,

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from mtrain.config import Config
-from tests.oracle import loss as oracle
 from tests.parity.batches import SEQ
 from tests.parity.cases import Case, case
-from tests.parity.compare import TOLERANCE, at_night, initial_parameters, tensors
+from tests.parity.compare import TOLERANCE, at_night, initial_parameters
 from tests.parity.layouts.test_packing import PACKED, steps
 from tests.parity.objectives.test_aggregations import knobs
 from tests.parity.ranks import totals_by_source
 from tests.pool import Pool
+from tests.reference import evaluate
 
 NUM_SOURCES = 4
 SOURCES = [0, 2, 0, 2, 2, 0, 2, 1, 1, 0, 2, None, 0, 0, 2, 1]
@@ -61,17 +61,11 @@ def test_each_source_has_the_loss_of_its_own_samples(pool: Pool, layout: Case) -
         assert len(found) == NUM_SOURCES
         for source, totals in enumerate(found):
             own = [sample for sample in batch if sample.source == source]
-            exact = (
-                oracle.term_values(
-                    tensors(parameters), config.model, config.loss, [oracle.Sequence.of_sample(each) for each in own]
-                )["main"]
-                if own
-                else None
-            )
-            if exact is None:
+            if not own:
                 is_constant = config.loss.aggregation == "sum"
                 assert (totals.numerator, totals.denominator) == (0, 1.0 if is_constant else 0)
                 continue
+            exact = evaluate(config, parameters, own).terms["main"]
             assert totals.denominator == pytest.approx(exact.denominator, rel=1e-12)
             assert totals.numerator == pytest.approx(exact.numerator.item(), rel=TOLERANCE)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracle import loss as oracle_loss
-from tests.oracle.loss import Sequence, token_losses_of
+from mtrain.verify.reference.objective import Scene, weighted
 from tests.parity import ranks
 from tests.parity.batches import empty_batch, three_steps, two_steps, weighted_steps
 from tests.parity.cases import Case, case, lean
@@ -24,6 +23,7 @@ from tests.parity.compare import (
     worst,
 )
 from tests.pool import Pool
+from tests.reference import USER_TERMS, token_losses_of
 
 CASES = [*map(lean, [case(), case(dp=2), case(cp=2), case(cp=2, cp_comm="ulysses", dp=2), case(tp=2, sp=True, pp=2)])]
 TWO_TERMS: dict[str, Any] = {
@@ -38,10 +38,9 @@ TWO_TERMS: dict[str, Any] = {
 FOCAL = "tests.parity.losses:focal_loss"
 
 
-def _focal(logits: Tensor, sequence: Sequence) -> Tensor:
-    labels = torch.where(sequence.weights > 0, sequence.labels, 0)
-    log_probability = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return -((1 - log_probability.exp()) ** 2.0) * log_probability
+def _focal(scene: Scene, gamma: float) -> Tensor:
+    log_probability = scene.logits.log_softmax(-1).gather(-1, scene.labels.unsqueeze(-1)).squeeze(-1)
+    return weighted(-((1 - log_probability.exp()) ** gamma) * log_probability, scene.weights)
 
 
 USERS: dict[str, Any] = {"loss__function": FOCAL, "loss__options": {"gamma": 2.0}}
@@ -64,7 +63,7 @@ ROWS = [
 def test_terms_with_different_denominators_and_a_users_loss_function(
     pool: Pool, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(oracle_loss.TOKEN_LOSSES, FOCAL, _focal)
+    monkeypatch.setitem(USER_TERMS, FOCAL, _focal)
     assert_rows_exact(pool, rows)
 
 
@@ -78,7 +77,7 @@ def test_a_denominator_that_is_known_after_the_forward_pass(pool: Pool, case: Ca
     config, batch = case.config(**changes), three_steps()[0]
     (step,) = run_case(pool, case, [batch], **changes).steps
     leaves = {name: torch.as_tensor(value).requires_grad_() for name, value in initial_parameters(config).items()}
-    losses = torch.cat(token_losses_of(leaves, config.model, [Sequence.of_sample(sample) for sample in batch]))
+    losses = torch.cat(token_losses_of(leaves, config.model, batch))
     kept = losses > 4.2  # masked tokens have loss 0
     assert 20 < kept.sum() < 160  # of 186
     loss = losses[kept].mean()

@@ -9,13 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from mtrain.data.samples.sample import Sample
+from mtrain.verify.reference.objective import Scene
 from tests.parity.batches import VOCAB, GlobalBatch
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night, deviation, initial_parameters, relative, run_oracle
 from tests.parity.ranks import Outcome, Run, train_each
 from tests.pool import Pool
+from tests.reference import USER_TERMS
 
 K = 5
 LENGTHS = [32, 3, 1, 0, 7, 12, 20, 5, 9, 31, 2, 16, 4, 11, 6, 8]
@@ -45,6 +49,26 @@ LAYOUTS = [
     at_night(case(8, num_layers=2, pp=2), {}),
     at_night(case(8, num_layers=1, tp=2, cp=2), {}),
 ]
+
+
+def _divergence(scene: Scene, k: int, remainder: str = "bucket") -> Tensor:
+    """Computes KL from k given probabilities and, as one more outcome, the rest, token by token."""
+    losses = []
+    for row, place in scene.weights.nonzero().tolist():
+        log_probs = scene.logits[row, place].log_softmax(-1)
+        ids = [int(scene.extras[f"topk_ids[{number}]"][row, place]) for number in range(k)]
+        teacher = torch.stack([scene.extras[f"topk_logprobs[{number}]"][row, place] for number in range(k)]).exp()
+        others = [each for each in range(len(log_probs)) if each not in ids]
+        model = log_probs[ids]
+        if remainder == "bucket":
+            teacher = torch.cat([teacher, 1 - teacher.sum()[None]])
+            model = torch.cat([model, log_probs[others].logsumexp(0)[None]])
+        target = torch.distributions.Categorical(probs=teacher).probs
+        losses.append(scene.weights[row, place] * (target * (target.log() - model)).sum())
+    return torch.stack([scene.logits.sum() * 0.0, *losses]).sum()
+
+
+USER_TERMS["topk_distillation"] = _divergence
 
 
 @cache

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
@@ -22,9 +21,8 @@ from mtrain.runs.events import EventKind, read_events
 from mtrain.runs.goodput import goodput_of_run
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
-from tests.oracle.loss import Sequence
-from tests.oracle.run import StepResult, oracle_steps
 from tests.pool import Pool
+from tests.reference import StepResult, exact_steps
 from tests.training.faults import bad_step_ranks as ranks
 from tests.training.faults import numeric_fault_ranks
 from tests.training.test_engine import parameters_of
@@ -92,11 +90,9 @@ def exact_without(config: Config, initial: dict[str, Any], left_out: set[int]) -
     num_steps = config.train.num_steps
     loader, kept = StepLoader(config, 0, 1), [step for step in range(num_steps) if step + 1 not in left_out]
     samples = [loader.samples(step) for step in kept]
-    batches = [[Sequence.of_sample(each) for slot in range(4) if (each := of.sample(slot))] for of in samples]
+    batches = [[each for slot in range(4) if (each := of.sample(slot))] for of in samples]
     rates = [config.optimizer.lr * (1 - number / num_steps) for number in range(len(kept))]
-    given = {name: torch.from_numpy(values) for name, values in initial.items()}
-    plain = _plain().loss
-    return oracle_steps(given, config.model, plain, config.optimizer, rates, batches)
+    return exact_steps(config.model_copy(update={"loss": _plain().loss}), initial, rates, batches)
 
 
 def steps_of(run: Path) -> list[StepRecord]:

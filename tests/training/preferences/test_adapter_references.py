@@ -29,7 +29,6 @@ from mtrain.plan.layout import Layout
 from tests.cli.command_line import call
 from tests.fault_table import Notice
 from tests.messages import refuses
-from tests.oracle.optimizer import AdamW, global_norm
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
 from tests.training.preferences.test_preference_runs import records
@@ -148,15 +147,16 @@ class Oracle:
 
     def steps(self, kind: str, folder: Path, config: Config) -> list[tuple[float, float]]:
         """Returns loss and gradient norm of each update."""
-        assert isinstance(config.optimizer, AdamWSection)
-        adam, found = AdamW(config.optimizer), []
+        section, learned, found = config.optimizer, list(self.learned.values()), []
+        assert isinstance(section, AdamWSection)
+        constants: dict[str, Any] = {"betas": (section.beta1, section.beta2), "eps": section.epsilon}
+        adam = torch.optim.AdamW(learned, section.lr, weight_decay=section.weight_decay, **constants)
         for _ in range(NUM_STEPS):
+            adam.zero_grad()
             loss = self.loss(kind, folder)
-            gradients = dict(zip(self.learned, torch.autograd.grad(loss, list(self.learned.values())), strict=True))
-            found.append((loss.item(), global_norm(gradients)))
-            with torch.no_grad():
-                for name, value in adam.updated(self.learned, gradients, config.optimizer.lr).items():
-                    self.learned[name].copy_(value)
+            loss.backward()
+            found.append((loss.item(), torch.nn.utils.clip_grad_norm_(learned, section.clip_grad).item()))
+            adam.step()
         return found
 
 

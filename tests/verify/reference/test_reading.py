@@ -95,6 +95,7 @@ SAMPLES = torch.tensor([2.0, 5.0, 3.0], dtype=torch.float64)
     [
         (TermSection(aggregation="token-mean"), 6.0, 2.25, 11.0),
         (TermSection(aggregation="seq-mean-token-sum"), 6.0, 2.25, 5.0),
+        (TermSection(aggregation="seq-mean-token-sum", empty_sequences="include"), 6.0, 2.25, 10.0),
         (TermSection(aggregation="seq-mean-token-mean"), 1.5, 2.25, 5.0),
         (TermSection(aggregation="seq-mean-token-mean", empty_sequences="include"), 1.5, 2.25, 10.0),
         (TermSection(aggregation="seq-mean-token-sum-norm", norm_length=4), 1.5, 0.5625, 5.0),

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
-from tests.oracle.activations import GATED
-from tests.oracle.model import Parameters
+from tests.reference import Parameters
 
 _UNCHANGED = {
     "input_layernorm": "input_layernorm",
@@ -67,7 +66,7 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             parameters |= _experts(state, f"{theirs}.mlp", f"{ours}.mlp")
         elif f"{theirs}.mlp.experts.gate_up_proj_bias" in state:
             parameters |= _gpt_oss_experts(state, f"{theirs}.mlp", f"{ours}.mlp")
-        elif model.activation in GATED:
+        elif f"{theirs}.mlp.gate_proj.weight" in state:
             gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
             parameters[f"{ours}.mlp.linear_fc1.weight"] = torch.cat(gate_up)
     return {name: value.detach().clone() for name, value in parameters.items()}

@@ -1,4 +1,4 @@
-"""The oracle's model and gradients match those of transformers, in float64.
+"""Logits and gradients of the reference are those of transformers, for every family, in float64.
 
 transformers computes norms, rotary angles and the softmax in float32 whatever the model's dtype; here its own code
 runs with every mention of float32 read as float64, so that the comparison can be strict.
@@ -13,11 +13,15 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection, RopeSection
-from tests.oracle.huggingface import from_huggingface
-from tests.oracle.model import logits_of
+from mtrain.verify.reference.model.modules import activated
+from mtrain.verify.reference.model.shapes import EXPERT_BIAS
+from tests.hf.megatron_names import from_huggingface
+from tests.reference import logits_of, random_parameters
 
 SMALL = {
     "num_layers": 3,
@@ -268,10 +272,12 @@ DEEPSEEK_YARN = RopeSection(
 )
 
 
-def deepseek(rope: RopeSection, config: Callable[..., Any], **own: Any) -> tuple[ModelSection, Any]:
-    """Builds only dense layers; `rms_norm_eps` is not read by the norms of the latents."""
+def deepseek(
+    rope: RopeSection, config: Callable[..., Any], experts: ExpertsSection | None = None, **own: Any
+) -> tuple[ModelSection, Any]:
+    """Builds a model; `rms_norm_eps` is not read by the norms of the latents."""
     q_lora_rank = own.get("q_lora_rank")
-    knobs = {**SMALL, "num_query_groups": None, "norm_epsilon": 1e-5}
+    knobs = {**SMALL, "num_query_groups": None, "norm_epsilon": 1e-5, "experts": experts}
     model = ModelSection(**knobs, mla={**MLA, "q_lora_rank": q_lora_rank, "norm_epsilon": 1e-6}, rope=rope)
     yarn = {
         "rope_type": "yarn",
@@ -288,7 +294,7 @@ def deepseek(rope: RopeSection, config: Callable[..., Any], **own: Any) -> tuple
         qk_nope_head_dim=MLA["qk_nope_head_dim"],
         qk_rope_head_dim=MLA["qk_rope_head_dim"],
         v_head_dim=MLA["v_head_dim"],
-        first_k_dense_replace=model.num_layers,
+        first_k_dense_replace=model.num_layers if experts is None else experts.first_dense_layers,
         rope_parameters=kind | {"rope_theta": rope.base},
         **own,
     )
@@ -311,7 +317,91 @@ def deepseek_v2() -> tuple[ModelSection, Any]:
     return deepseek(DEEPSEEK_YARN, transformers.DeepseekV2Config, q_lora_rank=None)
 
 
+GROUPS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+}
+CHOICE: dict[str, Any] = {
+    "num_experts": 8,
+    "top_k": 3,
+    "ffn_hidden_size": 12,
+    "shared_ffn_hidden_size": 24,
+    "first_dense_layers": 1,
+    "num_groups": 4,
+    "group_top_k": 2,
+    "scaling_factor": 2.5,
+}
+
+
+def deepseek_v3_experts() -> tuple[ModelSection, Any]:
+    """Ranks a group by the sum of its two best scores, to which the bias of the choice is added."""
+    experts = ExpertsSection(**CHOICE, score="sigmoid", group_score_top_k=2, expert_bias=True)
+    own = {"q_lora_rank": 12, "rope_interleave": True, "norm_topk_prob": True, **GROUPS}
+    return deepseek(DEEPSEEK_YARN, transformers.DeepseekV3Config, experts, **own)
+
+
+def deepseek_v2_experts() -> tuple[ModelSection, Any]:
+    """Ranks a group by its best probability."""
+    experts = ExpertsSection(**CHOICE, pre_softmax=True, group_score_top_k=1)
+    own = {"q_lora_rank": None, "topk_method": "group_limited_greedy", **GROUPS}
+    return deepseek(DEEPSEEK_YARN, transformers.DeepseekV2Config, experts, **own)
+
+
+def mixtral() -> tuple[ModelSection, Any]:
+    model = ModelSection(**SMALL, experts=ExpertsSection(num_experts=6, top_k=2, ffn_hidden_size=48))
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    return model, transformers.MixtralConfig(**common(model), **sizes, rope_parameters=rope_parameters)
+
+
+def qwen3_moe(normalised: bool = True) -> tuple[ModelSection, Any]:
+    experts = ExpertsSection(num_experts=6, top_k=3, ffn_hidden_size=24, every=2, pre_softmax=not normalised)
+    model = ModelSection(**SMALL, qk_norm=True, head_dim=16, experts=experts)
+    return model, transformers.Qwen3MoeConfig(
+        **common(model),
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=normalised,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+def qwen3_moe_unnormalised() -> tuple[ModelSection, Any]:
+    return qwen3_moe(normalised=False)
+
+
+def smollm3(pattern: int | list[int] = 2, **own: Any) -> tuple[ModelSection, Any]:
+    """Every second layer has no rotary positions."""
+    model = ModelSection(**SMALL, megatron={"no_rope_freq": pattern}, sliding_window=own.get("sliding_window"))
+    kind = "full_attention" if model.sliding_window is None else "sliding_attention"
+    return model, transformers.SmolLM3Config(
+        **common(model),
+        **{"no_rope_layer_interval": 2, "layer_types": [kind] * model.num_layers} | own,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+def smollm3_marked() -> tuple[ModelSection, Any]:
+    return smollm3([1, 0, 1], no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6)
+
+
 FAMILIES = [
+    deepseek_v3_experts,
+    deepseek_v2_experts,
+    mixtral,
+    qwen3_moe,
+    qwen3_moe_unnormalised,
+    smollm3,
+    smollm3_marked,
     deepseek_v3,
     deepseek_v3_halves,
     deepseek_v3_direct_queries,
@@ -339,14 +429,14 @@ def test_logits_and_gradients_are_those_of_transformers(family: Callable[[], tup
     torch.manual_seed(7)
     tokens = torch.randint(model.vocab_size, (2, 40))
     with Float32IsFloat64():
-        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-        for parameter in theirs.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).double()
+        for name, value in theirs.state_dict().items():
+            torch.nn.init.normal_(value, std=0.3)
+            assert value.dtype == torch.float64, name
         expected = theirs(tokens).logits
         F.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     parameters = from_huggingface(theirs.state_dict(), model)
-    for value in parameters.values():
-        value.requires_grad_()
+    trained = {name: value.requires_grad_() for name, value in parameters.items() if not name.endswith(EXPERT_BIAS)}
     logits = logits_of(parameters, model, tokens)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
@@ -354,5 +444,28 @@ def test_logits_and_gradients_are_those_of_transformers(family: Callable[[], tup
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     expected_gradients = from_huggingface(gradients, model)
     torch.testing.assert_close(
-        {name: value.grad for name, value in parameters.items()}, expected_gradients, rtol=1e-9, atol=1e-10
+        {name: value.grad for name, value in trained.items()}, expected_gradients, rtol=1e-9, atol=1e-10
     )
+
+
+def test_gates_beyond_their_bounds_are_those_of_transformers() -> None:
+    """The models above have no gate beyond 7."""
+    model, config = gpt_oss()
+    gate, up = torch.linspace(-20, 20, 40).double().requires_grad_(), torch.linspace(15, -15, 40).double()
+    theirs = GptOssExperts(config)._apply_gate(torch.stack([gate, up], dim=-1).flatten())
+    ours = activated(model, torch.cat([gate, up]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    (found,), (expected,) = (torch.autograd.grad(each.sum(), gate) for each in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_no_other_field_of_megatron_changes_the_function() -> None:
+    known = {name for family in FAMILIES for name in family()[0].megatron}
+    assert {name for name, field in PROVEN.items() if field.changes_the_function} == known
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    model = ModelSection(**SMALL)
+    biased = model.model_copy(update={"qkv_bias": True})
+    with pytest.raises(AssertionError, match=r"linear_qkv\.bias"):
+        logits_of(random_parameters(model, seed=1), biased, torch.zeros(1, 3, dtype=torch.int64))
