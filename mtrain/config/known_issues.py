@@ -194,18 +194,28 @@ def beyond_transformer_engine(config: Sections) -> Iterator[str]:
 def context_kinds(config: Sections) -> tuple[CpComm, ...]:
     """Returns the kinds of context parallelism that the model and its rows allow; whether heads divide depends on the
     layout."""
-    return tuple(kind for kind in get_args(CpComm) if kind != "ring" or not any(unknown_to_a_ring(config)))
+    return tuple(kind for kind in get_args(CpComm) if not any(unknown_to(kind, config)))
 
 
-def beyond_a_ring(config: Sections) -> Iterator[str]:
-    """Yields a message for each feature that ring attention does not support, where it is asked for; whatever cp is."""
-    if config.layout.cp_comm == "ring":
-        for key, why in unknown_to_a_ring(config):
-            yield f"layout.cp_comm=ring does not know {why} ({key}); set layout.cp_comm to allgather or ulysses"
+def beyond_cp_comm(config: Sections) -> Iterator[str]:
+    """Yields a message for each feature that the kind of context parallelism does not support, where it is asked for;
+    whatever cp is."""
+    kind = config.layout.cp_comm
+    for key, why in unknown_to(kind, config):
+        others = " or ".join(context_kinds(config))
+        yield f"layout.cp_comm={kind} does not know {why} ({key}); set layout.cp_comm to {others}"
 
 
-def unknown_to_a_ring(config: Sections) -> Iterator[tuple[str, str]]:
-    """Yields keys, and why kernels that attend to the keys of one hop, without a mask, do not support them."""
+def unknown_to(kind: CpComm, config: Sections) -> Iterator[tuple[str, str]]:
+    """Yields keys, and why a kind of context parallelism does not support them: for a ring, whose kernels attend to the
+    keys of one hop, without a mask."""
+    match kind:
+        case "allgather" | "ulysses":
+            return
+        case "ring":
+            pass
+        case _:
+            assert_never(kind)
     model = config.model
     reasons = {
         "model.sliding_window": (model.sliding_window is not None, "windows that end within a hop"),

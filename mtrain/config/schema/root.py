@@ -60,8 +60,8 @@ class Config(Sections):
         return _lines(rules.recompute(self.train, self.model))
 
     @rule
-    def a_ring_takes_plain_attention(self) -> str | None:
-        return _lines(known_issues.beyond_a_ring(self))
+    def context_parallelism_knows_the_features(self) -> str | None:
+        return _lines(known_issues.beyond_cp_comm(self))
 
     @rule
     def products_in_8_bits_can_be_made(self) -> str | None:
