@@ -24,6 +24,7 @@ from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
+from mtrain.data.samples.too_long import RowLimit
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.steps import Steps, steps_of
 from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -286,7 +287,7 @@ class Sources:
                     return self._open_preferences(data, tokens, part, compares)
                 numbers = _numbers(data, part, len(tokens))
                 columns = label_columns(self._config.loss) or data.extra_columns
-                found = SftDataset(tokens, numbers, data.seq_length, data.too_long, columns, self._is_judged)
+                found = SftDataset(tokens, numbers, RowLimit(data.seq_length, data.too_long), columns, self._is_judged)
                 self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
                 return found
             case IndexedSection():
@@ -301,7 +302,7 @@ class Sources:
         self, data: SftSection, tokens: TokenCache, part: Part, compares: Literal["pairs", "answers"]
     ) -> PreferenceDataset:
         numbers = _numbers(data, part, len(tokens) // 2 if compares == "pairs" else len(tokens))
-        found = PreferenceDataset(tokens, numbers, data.seq_length, data.too_long, compares, self._is_judged)
+        found = PreferenceDataset(tokens, numbers, RowLimit(data.seq_length, data.too_long), compares, self._is_judged)
         self._notes += [note for note in found.notes() if note not in self._notes]
         # equal sets share one dataset, so that each sequence is scored by the reference model once
         return self.preferences.setdefault(found.fingerprint, found)

@@ -85,7 +85,7 @@ def forward_totals(
                 continue  # the scoring pass has computed everything
             shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
             rows = slice_for_rank(shared, groups)
-            accumulate(rows, OutputLoss(own, rows, config, groups, objective, teacher))
+            accumulate(rows, OutputLoss(own, rows, model, objective, teacher))
     read = GlobalTotals(sums, groups).read(objective.coefficients)
     totals = read.terms
     if objective.preference is not None:

@@ -150,7 +150,7 @@ class TrainingStep:
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = self._parts.slice_rows(shared, self._groups)
-        output_loss = self._parts.output_loss(batches, rows, self._config, self._groups, objective, self._teacher)
+        output_loss = self._parts.output_loss(batches, rows, self._model, objective, self._teacher)
         # the factor by which megatron-core multiplies the objective before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 

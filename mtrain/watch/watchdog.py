@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtrain.base.errors import RankLostError
@@ -157,7 +157,7 @@ class Watchdog:
         kind, text = FailureClass.LOST_PEER, f"{loss}: killed, or crashed in a library"
         if memory_kills() > self._memory_kills:
             kind, text = FailureClass.OUT_OF_MEMORY, f"{loss}: the kernel killed a process for memory meanwhile"
-        self._record(loss, kind, text, gone, time_s)
+        self._record(self._failure(loss, kind, text, gone, time_s))
 
     def _end(self, loss: Loss, states: Sequence[PulseState]) -> None:
         """Reports the lost rank, saves all stacks of this node, and ends its ranks, the lost one first."""
@@ -165,14 +165,15 @@ class Watchdog:
         print(f"watchdog: {loss}; this job is ended", file=sys.stderr, flush=True)
         (self._node / ENDING).touch()
         running = [state for state in states if process_state(state.pid) is not None]
+        failure = self._failure(loss, FailureClass.LOST_PEER, str(loss), states, time_s)
         if loss.is_here:  # at once: the launcher that ends the job may end this process, too
-            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, is_last=False)
+            self._record(failure, is_last=False)
         out = records_folder(self._run_dir, _number(states))
         files = dump(self._node, states, loss.rank, out)
         own = [files[loss.rank]] if loss.rank in files else []
         stack = [frame for path in own for frame in innermost(path.read_text(errors="replace"))]
         if loss.is_here:
-            self._record(loss, FailureClass.LOST_PEER, str(loss), states, time_s, stack, list(map(str, own)))
+            self._record(replace(failure, stack=tuple(stack), files=tuple(map(str, own))))
         else:
             time.sleep(_HEAD_START_S)
         self._kill([state for state in running if state.rank == loss.rank])
@@ -186,20 +187,10 @@ class Watchdog:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state.pid, signal.SIGKILL)
 
-    def _record(
-        self,
-        loss: Loss,
-        kind: FailureClass,
-        text: str,
-        states: Sequence[PulseState],
-        time_s: float,
-        stack: Sequence[str] = (),
-        files: Sequence[str] = (),
-        is_last: bool = True,
-    ) -> None:
-        """Writes a record into the run folder, if this start has it; else prints the final summary on standard
-        error."""
-        failure = FailureRecord(
+    def _failure(
+        self, loss: Loss, kind: FailureClass, text: str, states: Sequence[PulseState], time_s: float
+    ) -> FailureRecord:
+        return FailureRecord(
             rank=loss.rank,
             kind=kind,
             error=loss.how.name.lower(),
@@ -211,9 +202,11 @@ class Watchdog:
             start=_number(states),
             launch=self._settings.launch,
             host=socket.gethostname(),
-            stack=tuple(stack),
-            files=tuple(files),
         )
+
+    def _record(self, failure: FailureRecord, is_last: bool = True) -> None:
+        """Writes a record into the run folder, if this start has it; else prints the final summary on standard
+        error."""
         if failure.start:
             with contextlib.suppress(OSError):  # a full disk: only the line on standard error remains
                 record_failure(self._run_dir, failure, again=True)

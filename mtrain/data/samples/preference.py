@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.samples.sample import Sample, shifted, with_label
-from mtrain.data.samples.too_long import Pieces, TooLong, why_nothing
+from mtrain.data.samples.too_long import Pieces, RowLimit, why_nothing
 from mtrain.loss.preference.member import GroupMember, Role
 
 
@@ -27,8 +27,7 @@ class PreferenceDataset:
         self,
         cache: TokenCache,
         numbers: range,
-        seq_length: int,
-        too_long: TooLong,
+        limit: RowLimit,
         compares: Literal["pairs", "answers"],
         is_judged: bool = False,
     ) -> None:
@@ -36,8 +35,7 @@ class PreferenceDataset:
         Args:
             cache: Cache of the source: two sequences a pair, or one an answer.
             numbers: Numbers of the groups that are used, counted from 0.
-            seq_length: Positions of a row.
-            too_long: Treatment of a group with a sequence of more than seq_length + 1 tokens.
+            limit: Positions of a row, and treatment of a group with a sequence that does not fit.
             compares: Form of the groups.
             is_judged: Whether pairs are judged by a head: a label follows each sequence, which no cut takes away, and
                 the pair has a margin.
@@ -45,8 +43,8 @@ class PreferenceDataset:
         Raises:
             DataError: A sequence is too long and has to be refused, or no group is left.
         """
-        self.cache, self._seq_length, self._too_long, self._compares = cache, seq_length, too_long, compares
-        self._is_judged = is_judged
+        self._seq_length, self._too_long = seq_length, too_long = limit
+        self.cache, self._compares, self._is_judged = cache, compares, is_judged
         self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers
         lengths = self._whole_lengths(np.repeat(self._groups, 2), np.tile([0, 1], len(self._groups))).reshape(-1, 2)
         is_long = (lengths > seq_length + 1).any(axis=1)

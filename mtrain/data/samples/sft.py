@@ -22,7 +22,7 @@ from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
 from mtrain.data.samples.sample import Sample, TokenizedSample, shifted, with_label
-from mtrain.data.samples.too_long import Pieces, TooLong, pieces_of, why_nothing
+from mtrain.data.samples.too_long import Pieces, RowLimit, TooLong, pieces_of, why_nothing
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
 
@@ -56,8 +56,7 @@ class SftDataset:
         self,
         cache: TokenCache,
         numbers: range,
-        seq_length: int,
-        too_long: TooLong,
+        limit: RowLimit,
         extras: Sequence[str] = (),
         is_judged: bool = False,
     ) -> None:
@@ -65,16 +64,15 @@ class SftDataset:
         Args:
             cache: Cache of the source.
             numbers: Numbers of the samples that are used, counted from 0.
-            seq_length: Positions of a row.
-            too_long: Treatment of a sample of more than seq_length + 1 tokens.
+            limit: Positions of a row, and treatment of a sample that does not fit.
             extras: Names of the values that the cache has of each token, apart from its weight.
             is_judged: Whether a label follows the last token, which no cut takes away.
 
         Raises:
             DataError: A sample is too long and has to be refused, or no sample is left.
         """
-        self.cache, self._numbers, self._seq_length = cache, numbers, seq_length
-        self._too_long, self._extras, self._is_judged = too_long, tuple(extras), is_judged
+        self._seq_length, self._too_long = seq_length, too_long = limit
+        self.cache, self._numbers, self._extras, self._is_judged = cache, numbers, tuple(extras), is_judged
         self._pieces: Pieces
         self._pieces, self.too_long = pieces_of(cache, numbers, seq_length, too_long)
         if not len(self._pieces):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,15 @@ from mtrain.base.errors import DataError
 from mtrain.data.cache.entry import TokenCache
 
 TooLong = Literal["end", "start", "drop", "refuse", "split"]
+
+
+class RowLimit(NamedTuple):
+    """Length up to which a sequence fits into a row, and what happens to longer ones."""
+
+    seq_length: int
+    """Positions of a row."""
+    too_long: TooLong
+    """Treatment of sequences of more than seq_length + 1 tokens."""
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,6 @@ def _run(axes: list[tuple[range, int]]) -> _Run:
     return _Run(start, len(axes[inner][0]) * behind, period, repeat)
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Condition: TypeAlias = Callable[[ModelSection, int], bool]
 """Function of model and layer (-1 outside of layers) that says whether the tensor exists."""
 

@@ -59,7 +59,7 @@ def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_f
             raise NotReadError(f"it has no tokenizer.json, which transformers' class {name} would make of other files")
         model, named = load(), {}
     else:
-        model, named = _built(built, folder, read, content, has_file, given, name), dict(built.named)
+        model, named = _built(built, folder, content, has_file, given, name), dict(built.named)
         if has_file and (made := load().post_processor) is not None:
             model.post_processor = made
     given = {**named, **given}
@@ -85,13 +85,7 @@ def _refuse_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _built(
-    built: BuiltClass,
-    folder: Path,
-    read: ReadJson,
-    content: Mapping[str, Any],
-    has_file: bool,
-    given: Mapping[str, Any],
-    name: str,
+    built: BuiltClass, folder: Path, content: Mapping[str, Any], has_file: bool, given: Mapping[str, Any], name: str
 ) -> Any:
     if not has_file and not (
         built.reads_merges_file and (folder / VOCABULARY_NAME).is_file() and (folder / MERGES_NAME).is_file()

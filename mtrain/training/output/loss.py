@@ -22,6 +22,7 @@ from mtrain.loss.pair import MAIN_TERM, Extras, LossPair, TokenInputs
 from mtrain.loss.sequences import TokenSources
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan.activations import chunk_tokens
@@ -39,8 +40,7 @@ class OutputLoss:
         self,
         whole: Sequence[Microbatch] | None,
         rows: Sequence[Microbatch],
-        config: Config,
-        groups: Groups,
+        model: RankModel,
         objective: Objective,
         teacher: Teacher | None = None,
     ) -> None:
@@ -49,15 +49,14 @@ class OutputLoss:
         Args:
             whole: Microbatches from the loader; None on ranks that receive theirs.
             rows: The same microbatches on the device, sliced for context parallelism.
-            config: Configuration of the run.
-            groups: Process groups.
+            model: Model of this rank.
             objective: Objective that defines the terms.
             teacher: Teacher; needed if a term compares with one.
         """
-        self._config, self._groups, self._objective = config, groups, objective
+        self._config, self._groups, self._objective = model.config, model.groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
-        is_whole = config.loss.chunk_tokens == "whole" or bool(objective.whole_microbatch_terms)
-        self._weighed = None if is_whole else WeighedTokens(whole, rows, groups)
+        is_whole = model.config.loss.chunk_tokens == "whole" or bool(objective.whole_microbatch_terms)
+        self._weighed = None if is_whole else WeighedTokens(whole, rows, model.groups)
 
     def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:
         """Returns the sums of every term, without a graph."""

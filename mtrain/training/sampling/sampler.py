@@ -8,7 +8,7 @@ several replicas, all replicas run the same number of passes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ def generate(
     log_probs = torch.zeros(len(prompts), sampling.max_new_tokens, dtype=torch.float64, device=device)
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     with cached_model(config, groups, chunks, num_sequences, length) as model:
-        replies = _Replies(model, groups, prompts, sampling, own, num_sequences)
+        replies = _Replies(model, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
         while _goes_on(replies.are_unfinished, groups):
             replies.run_pass()
     for number, (tokens, likely) in replies.done.items():
@@ -134,16 +134,23 @@ class _Replies:
         self,
         model: CachedModel,
         groups: Groups,
-        prompts: Sequence[Sequence[int]],
+        prompts: Mapping[int, Sequence[int]],
         sampling: SamplingParams,
-        own: Sequence[int],
         num_sequences: int,
     ) -> None:
+        """
+        Args:
+            model: Model of the replica.
+            groups: Process groups.
+            prompts: Prompts of the replica, by their numbers among all.
+            sampling: Rules for drawing tokens and ending an answer.
+            num_sequences: Largest number of answers in progress.
+        """
         self._model, self._groups, self._prompts, self._sampling = model, groups, prompts, sampling
-        self._waiting = deque(own)
+        self._waiting = deque(prompts)
         self._free = deque(range(num_sequences))
         self._active: list[_Answer] = []
-        self._likely: dict[int, list[float]] = {number: [] for number in own}
+        self._likely: dict[int, list[float]] = {number: [] for number in prompts}
         self.done: dict[int, tuple[list[int], list[float]]] = {}
         """Tokens of finished answers and their log-probabilities, by the number of the prompt."""
 

@@ -26,6 +26,7 @@ from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, St
 from mtrain.mcore.engine.muon import Muon
 from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
+from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.router_balance import Factors, RouterBalance
 from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
 from mtrain.mcore.model.adapters.adapter import Adapter
@@ -267,9 +268,10 @@ class _DepthsByMain(NumeratorFactors):
 
 
 class _PaddingIsReal(OutputLoss):
-    def __init__(self, whole: Any, rows: Any, config: Config, groups: Groups, *others: Any) -> None:
-        size = padded_vocab_size(config.model, groups.layout.tp)
-        super().__init__(whole, rows, configured("model", lambda model: {"vocab_size": size})(config), groups, *others)
+    def __init__(self, whole: Any, rows: Any, model: RankModel, *others: Any) -> None:
+        size = padded_vocab_size(model.config.model, model.groups.layout.tp)
+        config = configured("model", lambda model: {"vocab_size": size})(model.config)
+        super().__init__(whole, rows, replace(model, config=config), *others)
 
 
 class _RankOrder(RowAttention):

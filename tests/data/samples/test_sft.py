@@ -12,7 +12,7 @@ from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.too_long import TooLong
+from mtrain.data.samples.too_long import RowLimit, TooLong
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
 from mtrain.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ def conversations(
     model = load_tokenizer(tokenizer)
     cache = SftCaches(SftSection.model_validate({**source, **more}), model, 1000).open(str(path))
     part = range(len(cache)) if numbers is None else numbers
-    return SftDataset(cache, part, seq_length, too_long)
+    return SftDataset(cache, part, RowLimit(seq_length, too_long))
 
 
 def test_only_the_answer_and_its_end_are_in_the_loss(write_jsonl: WriteJsonl, word_tokenizer: Path) -> None:

@@ -16,7 +16,7 @@ from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.too_long import TooLong, TooLongCounts, pieces_of
+from mtrain.data.samples.too_long import RowLimit, TooLong, TooLongCounts, pieces_of
 from tests.data.cache.byte_encoder import ByteEncoder
 from tests.messages import refuses
 
@@ -95,7 +95,7 @@ def test_a_token_that_a_piece_only_reads_does_not_keep_it(tmp_path: Path) -> Non
 
 
 def test_pieces_are_samples_of_their_own(cache: TokenCache) -> None:
-    rows = SftDataset(cache, range(len(cache)), 4, "split")
+    rows = SftDataset(cache, range(len(cache)), RowLimit(4, "split"))
     assert len(rows) == 7
     assert rows.sample(0, 3).labels.tolist() == list(b"Fghi")
     assert rows.sample(0, 3).mask.tolist() == [1, 0, 0, 0], "E, which the piece begins with, was trained before"
@@ -107,4 +107,4 @@ def test_pieces_are_samples_of_their_own(cache: TokenCache) -> None:
 
 def test_every_policy_is_other_data(cache: TokenCache) -> None:
     policies: list[TooLong] = ["end", "start", "drop", "split"]
-    assert len({SftDataset(cache, range(6), 4, each).fingerprint for each in policies}) == 4
+    assert len({SftDataset(cache, range(6), RowLimit(4, each)).fingerprint for each in policies}) == 4

@@ -15,7 +15,7 @@ from mtrain.verify.reference import policy
 from mtrain.verify.resume import faults as resume
 from tests.verify.parity.checks import rich_config
 
-FILES = ("planted.faults", "planted.shared_faults", "planted.adapter_faults", "resume.faults")
+FILES = ("planted.faults", "planted.shared_faults", "resume.faults")
 
 
 def without_target(kind: type) -> list[str]:

@@ -24,6 +24,7 @@ from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.samples.sample import TokenizedSample
 from mtrain.data.samples.sft import SftDataset
+from mtrain.data.samples.too_long import RowLimit
 
 _SEQ_LENGTH = 512
 
@@ -44,7 +45,7 @@ def opened(folder: Path, say: Any) -> SftDataset:
     """Opens the samples, cut to rows."""
     job = EncodingJob(tuple(record_files(str(folder / "data.jsonl"))), BytesEncoder)
     cache = token_cache(job, "", CacheOptions(folder / "cache", num_workers=1, say=say))
-    return SftDataset(cache, range(len(cache)), _SEQ_LENGTH, "split")
+    return SftDataset(cache, range(len(cache)), RowLimit(_SEQ_LENGTH, "split"))
 
 
 def main(
