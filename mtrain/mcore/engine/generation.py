@@ -119,7 +119,7 @@ class CachedModel:
                 continue
             chunk = self._chunks[stage // layout.pp]
             if stage > 0:
-                unwrap(chunk).set_input_tensor(self._received(stage, hidden, batch.tokens.shape[1]))
+                unwrap(chunk).set_input_tensor([self._received(stage, hidden, batch.tokens.shape[1])])
             with as_written():
                 output = run_chunk(chunk, batch)
             if isinstance(output, Logits):

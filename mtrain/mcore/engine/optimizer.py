@@ -17,6 +17,7 @@ from mtrain.base.errors import NonFiniteError, NumericError
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.megatron import gradients_of_norm
 from mtrain.mcore.engine.host_moments import HostMoments
 from mtrain.mcore.engine.muon import Muon
 from mtrain.mcore.engine.optimizer_state import fuse
@@ -225,7 +226,7 @@ class Optimizer:
     def _sum_of_squares(self) -> Tensor:
         """Sums the squares of this rank's gradients, in which every element counts on one rank of the world."""
         # megatron-core leaves out copies over TP (no tensor_model_parallel mark) and shared tables of other stages.
-        own = [part.get_main_grads_for_grad_norm() for part in self._optimizers() if self._counts_here(part)]
+        own = [gradients_of_norm(part) for part in self._optimizers() if self._counts_here(part)]
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 
     def _counts_here(self, part: Any) -> bool:

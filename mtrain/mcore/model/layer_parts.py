@@ -21,6 +21,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from mtrain.config.schema.model import ModelSection
+from mtrain.mcore.distributed.megatron import feed_forward_spec
 from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
@@ -123,7 +124,7 @@ def _latent_fields(model: ModelSection) -> dict[str, Any]:
 
 def _dense(draft: LayerDraft, model: ModelSection) -> None:
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    draft.feed_forward = ModuleSpec(module=MLP, submodules=projections)
+    draft.feed_forward = feed_forward_spec(MLP, projections)
 
 
 def _experts(draft: LayerDraft, model: ModelSection) -> None:

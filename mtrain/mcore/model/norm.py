@@ -118,10 +118,11 @@ class OutputNormLayer(TransformerLayer):
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
         layer_number: int,
-        pg_collection: ProcessGroupCollection | None = None,  # depths of multi-token prediction get none
+        pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
+        **options: Any,  # of newer versions
     ) -> None:
-        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage)
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **options)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         # TransformerLayer calls these where it adds a part to the residual: the only place between the two

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -37,6 +36,28 @@ class Operands(NamedTuple):
 
 class OutputLayer(ColumnParallelLinear):
     """megatron-core's output layer, which can also return the factors of its product."""
+
+    def __init__(self, config: TransformerConfig, rows: int, tp: dist.ProcessGroup, takes_embeddings: bool) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            rows: Number of rows of the table, on all ranks of TP together.
+            tp: Group of the ranks that share the table.
+            takes_embeddings: Whether every call brings the table, so that the layer needs none of its own.
+        """
+        super().__init__(
+            config.hidden_size,
+            rows,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=False,  # else logits would be gathered on every rank of TP: large
+            skip_weight_param_allocation=takes_embeddings,
+            tp_group=tp,
+        )
+        # a table can also have a gradient of `Operands` in the same backward pass, which would be taken for added
+        self.gradient_accumulation_fusion = False
 
     def forward(
         self,
@@ -132,18 +153,3 @@ class Logits(NamedTuple):
     """Logits of the next token."""
     mtp: tuple[DeferredLogits, ...] = ()
     """Logits of further tokens, by depth from 1; empty where only the next one is predicted."""
-
-
-def defer_output(model: GPTModel) -> None:
-    """Makes the output layer of a last stage one that can be deferred; its parameters stay the same."""
-    # GPTModel names the class itself and takes no spec for it. The subclass has the same state, so the existing
-    # layer, whose table megatron-core has marked, only changes its class.
-    assert type(model.output_layer) is ColumnParallelLinear
-    model.output_layer.__class__ = OutputLayer
-    # a table can also have a gradient of `Operands` in the same backward pass, which would be taken for added
-    model.output_layer.gradient_accumulation_fusion = False
-
-
-def put_head(model: GPTModel, num_labels: int) -> None:
-    """Replaces the output layer of a last stage by a head, and frees it."""
-    model.output_layer = ScoreHead(model.config, num_labels, model.pg_collection.tp)

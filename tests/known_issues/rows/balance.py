@@ -144,7 +144,7 @@ ROWS = (
         _cuts_masks,
         "fixed",
         "Every stage cuts its mask.",
-        ("mtrain/mcore/model/build.py",),
+        ("mtrain/mcore/model/language_model.py",),
         (f"{_FAULTS}the_first_stage_alone_cuts_the_padding_mask", _PARITY),
     ),
     KnownIssue(

@@ -148,7 +148,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "Logits stay split and the loss is computed outside the model.",
-        ("mtrain/mcore/model/build.py",),
+        ("mtrain/mcore/model/language_model.py",),
         (issue_test("gathered_logits_add_log_tp"),),
     ),
     KnownIssue(

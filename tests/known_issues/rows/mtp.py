@@ -96,8 +96,8 @@ ROWS = (
         "model.mtp_depths > 0, model.tied_embeddings=true and pp > 1",
         lambda config, layout: config.model.mtp_depths > 0 and config.model.tied_embeddings and layout.pp > 1,
         "fixed",
-        "The table is removed when the model is built.",
-        ("mtrain/mcore/model/mtp.py",),
+        "No table is made where the embeddings are.",
+        ("mtrain/mcore/model/language_model.py",),
         (
             f"{_FAULTS}::test_tied_embeddings_cannot_be_described",
             "tests/mcore/state/test_save_and_load.py::test_depths_of_multi_token_prediction_travel_between_layouts",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain.mcore.model import build
+from mtrain.mcore.model.language_model import scaled
 from mtrain.mcore.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
@@ -90,7 +90,7 @@ def test_scaled_embeddings_bring_nothing_to_the_device(dtype: torch.dtype, size:
     """Their factor is rounded as before, but is no tensor: a tensor would be copied to a GPU in each forward pass."""
     rows = torch.randn(3, 1, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = rows * torch.tensor(size**0.5, dtype=dtype)
-    build._scale_embeddings(torch.nn.Identity(), (), rows)
+    scaled(rows)
     seen = []
 
     class Operations(TorchDispatchMode):
@@ -99,6 +99,6 @@ def test_scaled_embeddings_bring_nothing_to_the_device(dtype: torch.dtype, size:
             return function(*args, **(kwargs or {}))
 
     with Operations():
-        found = build._scale_embeddings(torch.nn.Identity(), (), rows)
+        found = scaled(rows)
     assert torch.equal(found, expected)
     assert seen == ["aten::mul.Tensor"]

@@ -44,8 +44,9 @@ class FullWidthNormAttention(SelfAttention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,  # of newer versions
     ) -> None:
-        super().__init__(config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection)
+        super().__init__(config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection, **options)
         heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         self.qk_norm = FullWidthNorm(config, heads, self.pg_collection.tp)
 

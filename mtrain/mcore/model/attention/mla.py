@@ -44,6 +44,7 @@ class LatentAttention(MegatronModule):
         rope: RopeSection,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal
@@ -135,7 +136,6 @@ class LatentAttention(MegatronModule):
         """
         assert inference_context is None
         assert packed_seq_params is None
-        # TransformerConfig.multi_latent_attention stays off: with it GPTModel would compute no angles
         assert rotary_pos_emb is not None
         query = self._queries(hidden_states, rotary_pos_emb)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)

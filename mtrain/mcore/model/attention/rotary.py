@@ -18,7 +18,7 @@ from mtrain.mcore.model.attention.documents import has_window
 
 
 class Rotary(nn.Module):
-    """Replaces GPTModel's `rotary_pos_emb`; the model sets the positions before each forward.
+    """Angles by which the tokens at given positions are rotated.
 
     The frequencies are no buffer: rounded to a half-precision model's dtype, they would rotate a token at position 4095
     by up to 7 radians too much.
@@ -31,29 +31,17 @@ class Rotary(nn.Module):
         """
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
-        self.positions: Tensor | None = None
 
-    def set_positions(self, positions: Tensor, rows_agree: bool) -> None:
-        """Sets the positions of the tokens that this context-parallel rank holds.
+    def forward(self, positions: Tensor) -> Tensor:
+        """Returns angles, [seq_local, batch or 1, 1, head_dim] float32.
 
         Args:
-            positions: Positions, [batch, seq_local] int64.
-            rows_agree: Whether all rows have the same positions, so that one row serves the whole batch.
+            positions: Positions of the tokens that this context-parallel rank holds, [batch or 1, seq_local] int64.
         """
-        # one row of angles, which broadcasts over the batch
-        self.positions = positions[:1] if rows_agree else positions
-
-    def get_rotary_seq_len(self, *context: object) -> int:
-        """Implements GPTModel's protocol; the length is not used."""
-        return 0
-
-    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
-        """Returns angles: [seq_local, batch or 1, 1, head_dim] float32."""
-        assert self.positions is not None, "the model sets the positions before the forward pass"
         # moves once, in the first forward pass
-        self.inverse_frequencies = self.inverse_frequencies.to(self.positions.device)
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         # [seq_local, batch or 1, head_dim / 2]
-        angles = self.positions.t().unsqueeze(-1).to(torch.float32) * self.inverse_frequencies
+        angles = positions.t().unsqueeze(-1).to(torch.float32) * self.inverse_frequencies
         # twice, since megatron-core rotates dimension i with i + head_dim / 2 (rope_utils.py)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
 
@@ -70,15 +58,10 @@ class TwoBaseRotary(Rotary):
         super().__init__(inverse_frequencies)
         self.windowed = Rotary(windowed)
 
-    def set_positions(self, positions: Tensor, rows_agree: bool) -> None:
-        """Sets the positions of both kinds of layer."""
-        super().set_positions(positions, rows_agree)
-        self.windowed.set_positions(positions, rows_agree)
-
-    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """Returns angles: [2, seq_local, batch or 1, 1, head_dim] float32, of global and of windowed layers."""
-        # GPTModel passes one tensor of angles to all layers; each of them chooses
-        return torch.stack((super().forward(max_seq_len), self.windowed(max_seq_len)))
+        # the block passes one tensor of angles to all layers; each of them chooses
+        return torch.stack((super().forward(positions), self.windowed(positions)))
 
 
 def take_angles_by_layer(model: nn.Module) -> None:

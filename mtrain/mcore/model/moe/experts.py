@@ -83,6 +83,7 @@ class Experts(MegatronModule):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
         implementation: Literal["auto", "grouped", "sequential"],
+        name: str | None = None,
     ) -> None:
         """
         Args:
@@ -90,6 +91,7 @@ class Experts(MegatronModule):
             config: Configuration with sizes, activation and biases.
             pg_collection: Expert, expert-tensor and expert-data groups.
             implementation: Implementation of the products.
+            name: Name of the module in the model, which newer versions of megatron-core pass; not used.
         """
         super().__init__(config)
         self.num_local_experts = num_local_experts

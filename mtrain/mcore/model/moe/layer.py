@@ -36,6 +36,7 @@ class ExpertsLayer(MoELayer):
         submodules: MoESubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
     ) -> None:
         """
         Args:
@@ -43,8 +44,9 @@ class ExpertsLayer(MoELayer):
             submodules: Specs of router, experts, shared experts.
             layer_number: Global number of the layer, from 1.
             pg_collection: The process groups; None for megatron-core's own.
+            options: Further arguments of megatron-core's newer versions.
         """
-        super().__init__(config, submodules, layer_number, pg_collection)
+        super().__init__(config, submodules, layer_number, pg_collection, **options)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.token_dispatcher = dispatcher_in_place_of(self.token_dispatcher, config, groups)
 

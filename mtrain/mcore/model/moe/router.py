@@ -109,13 +109,18 @@ class Router(MegatronModule):
     expert_bias: Tensor | None
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, section: ExpertsSection
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        section: ExpertsSection,
+        is_mtp_layer: bool = False,
     ) -> None:
         """
         Args:
             config: Configuration with hidden size, precision of the weights, sequence parallelism.
             pg_collection: The tensor-parallel group, over which the router's weights are replicated.
             section: Section of the model's experts.
+            is_mtp_layer: Argument of megatron-core's newer versions, which number layers by it; not used.
         """
         super().__init__(config)
         self.section = section

@@ -1,0 +1,38 @@
+"""What differs between the versions of megatron-core that this program runs on, chosen by what is there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import types
+from typing import Any
+
+from torch import Tensor
+
+PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
+
+
+def stand_in_for_triton() -> None:
+    """Lets megatron-core 0.19 be imported without triton, which comes with torch for GPUs alone.
+
+    The schedules import kernels of an option (`moe_paged_stash`) that is refused here; nothing calls them.
+    """
+    if importlib.util.find_spec("triton") is None:
+        kernels: Any = types.ModuleType(PAGED_STASH)
+        kernels.__getattr__ = lambda name: None
+        sys.modules.setdefault(PAGED_STASH, kernels)
+
+
+def gradients_of_norm(part: Any) -> list[Tensor]:
+    """Returns the gradients that a part of megatron-core's optimizer counts in its norm."""
+    of_norm = getattr(part, "get_grads_for_grad_norm", None)  # from 0.19 on
+    return list(part.get_main_grads_for_grad_norm() if of_norm is None else of_norm())
+
+
+def feed_forward_spec(module: type[Any], submodules: Any) -> Any:
+    """Builds the spec of megatron-core's MLP in a layer."""
+    from megatron.core.transformer import ModuleSpec
+
+    build = getattr(module, "as_mlp_submodule", None)  # from 0.18 on
+    return ModuleSpec(module=module, submodules=submodules) if build is None else functools.partial(build, submodules)
