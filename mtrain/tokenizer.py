@@ -388,7 +388,9 @@ def json_object(path: Path, content: bytes) -> dict[str, Any]:
     except ValueError as fault:
         raise DataError(f"{path} is not JSON: {_one_line(fault)}; correct it") from fault
     if not isinstance(settings, dict):
-        raise DataError(f"{path} holds a {type(settings).__name__}, but a JSON object is needed; correct it")
+        raise DataError(
+            f"{path} holds a value of type {type(settings).__name__}, but a JSON object is needed; correct it"
+        )
     return settings
 
 

@@ -21,7 +21,7 @@ _STYLES = (("#E69F00", "-", 4.5), ("#000000", ":", 2.0))
 
 
 def main(
-    picture: Annotated[Path, typer.Option(help="The SVG; its data lie beside it.")] = ROOT
+    picture: Annotated[Path, typer.Option(help="The SVG; its data lie next to it.")] = ROOT
     / "docs"
     / "pictures"
     / "grpo_curve.svg",

@@ -130,7 +130,7 @@ class _Loader(yaml.SafeLoader):
         self._num_values += 1
         _refuse_excess(self._num_values, depth, line)
         if node.tag.removeprefix(_STANDARD) not in _KINDS[type(node)]:
-            raise YamlTextError(f"no configuration needs the tag {node.tag}; remove it", line)
+            raise YamlTextError(f"the tag {node.tag} is not supported; remove it", line)
         self.lines.setdefault(location, line)
         match node:
             case MappingNode():
@@ -168,12 +168,12 @@ class _Loader(yaml.SafeLoader):
         elif kind != "str":
             tag_of_form = self.resolve(ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
             if tag_of_form != node.tag:
-                raise YamlTextError(f"{text[:_SHOWN]!r} is no {kind}", _line(node))
+                raise YamlTextError(f"{text[:_SHOWN]!r} is not a {kind}", _line(node))
         try:
             value: str | bool | int | float | None = self.construct_object(node)
             return value
         except (ValueError, IndexError):  # an empty text has no first character
-            raise YamlTextError(f"{text[:_SHOWN]!r} is no number", _line(node)) from None
+            raise YamlTextError(f"{text[:_SHOWN]!r} is not a number", _line(node)) from None
 
 
 def _refuse_excess(num_nodes: int, depth: int, line: int) -> None:

@@ -98,7 +98,7 @@ def export(
         if adapter:
             proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
             print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
-            print(f"{out} is complete; load it beside the frozen model with peft.PeftModel.from_pretrained")
+            print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
             return
         proof = export_hf(checkpoint, out, like, DTYPE_NAMES.get(dtype), workers)
         print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")

@@ -24,7 +24,7 @@ def generate(
     ] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="One prompt a line; of .jsonl: objects with prompt or messages.", show_default=False),
+        typer.Option(help="One prompt per line; of .jsonl: objects with prompt or messages.", show_default=False),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,

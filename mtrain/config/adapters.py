@@ -28,7 +28,7 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     if adapter.dropout > 0 and "kv_b_proj" in adapter.parts & model.query_projections:
         yield (
             f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
-            "latents behind the exchange of context parallelism; set it to 0, or name the other projections"
+            "latents after the exchange of context parallelism; set it to 0, or name the other projections"
         )
     if "gate_proj" in adapter.targets and not model.is_gated:
         yield f"adapter.targets=gate_proj needs a gate, but model.activation={model.activation} has none; remove it"
@@ -78,7 +78,7 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     if model.mtp_depths and "embedding" in adapter.parts:
         yield (
             f"adapter.targets=embedding with model.mtp_depths={model.mtp_depths}: the depths read the table on the "
-            "last stage of a pipeline as well, where no adapter stands beside it; remove it, or set mtp_depths to 0"
+            "last stage of a pipeline as well, where it has no adapter; remove it, or set mtp_depths to 0"
         )
     if config.optimizer.kind == "muon":
         yield (

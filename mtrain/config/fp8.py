@@ -58,8 +58,8 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
     for name, size in sizes.items():
         if size % columns:
             yield (
-                f"{key} needs {name}={size} to be a multiple of {columns}, as its kernels do; change it, or remove "
-                "train.fp8"
+                f"{key} needs {name}={size} to be a multiple of {columns}, as its kernels require; change it, "
+                "or remove train.fp8"
             )
     tokens = train.micro_batch_size * config.row_width // layout.cp
     if tokens % rows:

@@ -82,8 +82,8 @@ BATCHED_TRANSFERS = Refusal(
 )
 BATCHED_OVERLAP = Refusal(
     ("batch_p2p_comm",),
-    "does not go with transfers that overlap with the computation, as they do where layout.vpp > 1",
-    "remove it, or set model.megatron.overlap_p2p_comm=false beside it",
+    "cannot be combined with transfers that overlap with the computation, as they do where layout.vpp > 1",
+    "remove it, or set model.megatron.overlap_p2p_comm=false as well",
     lambda value, config: bool(value) and config.layout.vpp > 1 and _overlaps(config),
 )
 OVERLAP = Refusal(
@@ -119,13 +119,13 @@ UNTURNED_LAYERS = Refusal(
 )
 FUSED_IN_GRAPHS = Refusal(
     ("gradient_accumulation_fusion",),
-    "does not go with train.compile, as graphs hide what a product adds",
+    "cannot be combined with train.compile, as graphs hide what a product adds",
     "turn one of the two off",
     lambda value, config: bool(value) and config.train.compile != "none",
 )
 FUSED_BEHIND_COPIES = Refusal(
     ("gradient_accumulation_fusion",),
-    "does not go with train.offload_layers, which hides a weight from its gradient",
+    "cannot be combined with train.offload_layers, which hides a weight from its gradient",
     "turn one of the two off",
     lambda value, config: bool(value) and config.train.offload_layers is not None,
 )
@@ -203,7 +203,7 @@ def beyond_cp_comm(config: Sections) -> Iterator[str]:
     kind = config.layout.cp_comm
     for key, why in unknown_to(kind, config):
         others = " or ".join(context_kinds(config))
-        yield f"layout.cp_comm={kind} does not know {why} ({key}); set layout.cp_comm to {others}"
+        yield f"layout.cp_comm={kind} does not support {why} ({key}); set layout.cp_comm to {others}"
 
 
 def unknown_to(kind: CpComm, config: Sections) -> Iterator[tuple[str, str]]:
@@ -236,7 +236,7 @@ def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
     """Yields a message for each feature that TransformerEngine's layers lack, where they were asked for by name."""
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
-            yield f"model.backend=te is not enough for {reason}; use model.backend=auto"
+            yield f"model.backend=te does not support {reason}; use model.backend=auto"
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ DROPOUT = Note(
 )
 FP8 = Note(
     lambda config: config.train.fp8 is not None,
-    "train.fp8 rounds the operands of products to 3 or 2 bits behind the leading one (2^-4 or 2^-3 of an element), by "
+    "train.fp8 rounds the operands of products to 3 or 2 bits after the leading one (2^-4 or 2^-3 of an element), by "
     "scales that follow from how the layout cuts tensors: other layouts and micro-batch sizes agree to that alone",
 )
 CLIPPING = Note(

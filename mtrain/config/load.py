@@ -271,7 +271,7 @@ def _placeholders(source: Source) -> Iterator[str]:
         elif text == "???":
             yield f"{dotted(location)}: ??? stands for a missing value (in {source.place(location)}); give the value"
         elif not _is_text(text):
-            yield f"{dotted(location)}: {text!r} holds what no text can (NUL, or half a character); write it anew"
+            yield f"{dotted(location)}: {text!r} contains what text cannot (NUL, or half a surrogate pair); rewrite it"
 
 
 def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:

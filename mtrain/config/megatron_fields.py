@@ -154,7 +154,7 @@ EXPERTS = {
     "moe_paged_stash_buffer_size_factor_cuda": "train.offload_layers says what leaves the device",
     "moe_paged_stash_buffer_size_factor_cpu": "train.offload_layers says what leaves the device",
     "moe_permute_fusion": "needs kernels that are not proved here",
-    "moe_shared_expert_overlap": "shared experts do not run beside the transfer of tokens",
+    "moe_shared_expert_overlap": "shared experts do not overlap with the transfer of tokens",
     "moe_shared_expert_gate": "shared experts without a gate are what is built",
     "moe_latent_size": "experts of the hidden size are what is built",
     "moe_apply_probs_on_input": "an expert's output is weighed, not its input",
@@ -295,7 +295,7 @@ _REFUSED_FOR = {
         "distribute_saved_activations",
         "num_microbatches_with_partial_activation_checkpoints",
     ),
-    "writes files beside the run folder, which holds the configuration already": ("config_logger_dir",),
+    "writes files outside the run folder, which holds the configuration already": ("config_logger_dir",),
     "scales weights, rates and logits by the model's width, which nothing here does": (
         "mup_attn_scale_power",
         "mup_base_head_dim",
@@ -400,7 +400,7 @@ def broken_rules(given: Mapping[str, Any]) -> Iterator[str]:
         if name in TYPED_KNOBS:
             yield f"megatron.{name} is set by {TYPED_KNOBS[name]}; use that key instead"
         elif reason := (OURS | EXPERTS).get(name):
-            yield f"megatron.{name} is not free ({reason}); remove it"
+            yield f"megatron.{name} cannot be set ({reason}); remove it"
         elif name in PROVEN:
             if not PROVEN[name].is_legal(value):
                 yield f"megatron.{name}: {PROVEN[name].needed} is needed, but {value!r} was given; change it"

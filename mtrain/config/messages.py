@@ -95,7 +95,7 @@ def _unknown_key(location: Location) -> str:
     if section and (kinds := _kinds_with(place, str(name))):
         (kind,) = kinds_of(section)
         return (
-            f"{dotted((*place, name))}: this is no key of {dotted((*place, 'kind'))}={kind}, but of "
+            f"{dotted((*place, name))}: this is not a key of {dotted((*place, 'kind'))}={kind}, but of "
             f"{' and '.join(kinds)}; remove it or change the kind"
         )
     return f"{dotted((*place, name))}: there is no such key; {_nearest(place, section, str(name))}"

@@ -195,9 +195,9 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
             yield f"{key} names shared_experts, but model.experts.shared_ffn_hidden_size=0; remove it"
     if train.recompute_layers is not None and any(layers):
         yield (
-            f"train.recompute_layers={train.recompute_layers} does not go with model.experts: megatron-core hands the "
-            "layers that are not recomputed no padding mask, so their routers would count padding; remove it, or set "
-            "train.recompute=selective with recompute_modules=[core_attn, moe]"
+            f"train.recompute_layers={train.recompute_layers} cannot be combined with model.experts: "
+            "megatron-core hands the layers that are not recomputed no padding mask, so their routers would "
+            "count padding; remove it, or set train.recompute=selective with recompute_modules=[core_attn, moe]"
         )
 
 
@@ -208,13 +208,19 @@ def compiled(config: Sections) -> Iterator[str]:
     key = f"train.compile={config.train.compile}"
     for name in config.dropout_keys:
         if name != "model.attention_dropout":  # attention dropout stays outside of the graphs
-            yield f"{key} does not go with {name}, as a compiled layer draws other numbers; turn one of the two off"
+            yield (
+                f"{key} cannot be combined with {name}, as a compiled layer draws other numbers; turn one of the "
+                "two off"
+            )
     if config.train.offload_layers is not None:
-        yield f"{key} does not go with train.offload_layers, as graphs hide what a layer keeps; turn one of the two off"
+        yield (
+            f"{key} cannot be combined with train.offload_layers, as graphs hide what a layer keeps; turn "
+            "one of the two off"
+        )
     if config.train.overlap_param_gather:
         yield (
-            f"{key} does not go with train.overlap_param_gather=true, which waits for parameters inside of a layer; "
-            "turn one of the two off"
+            f"{key} cannot be combined with train.overlap_param_gather=true, which waits for parameters inside "
+            "of a layer; turn one of the two off"
         )
 
 

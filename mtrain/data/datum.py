@@ -76,7 +76,7 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     weights = np.ones(len(ids)) if datum.weights is None else _numbers(datum.weights, f"{name}: weights")
     if weights.shape != ids.shape:
         raise _fault(
-            f"{name} has {len(ids)} input_ids, but weights of shape {list(weights.shape)}; give one weight a token"
+            f"{name} has {len(ids)} input_ids, but weights of shape {list(weights.shape)}; give one weight per token"
         )
     weights = weights.astype(np.float64)
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
@@ -198,7 +198,7 @@ def _checked_extra(
     if values.ndim and not is_row_a_token:
         raise _fault(
             f"{name} has {num_tokens} input_ids, but an extra {extra!r} of shape {list(values.shape)}; give one number "
-            f"a token ({num_tokens}), one a predicted token ({num_tokens - 1}), or one for the whole sequence"
+            f"per token ({num_tokens}), one per predicted token ({num_tokens - 1}), or one for the whole sequence"
         )
     if not np.isfinite(values).all():
         place = tuple(int(each) for each in np.argwhere(~np.isfinite(values))[0])

@@ -330,7 +330,7 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
     """Checks what a loss function returned, and returns it as a pair."""
     if not isinstance(pair, LossPair):
         raise ConfigError(
-            f"loss.function={name!r} returned a {type(pair).__name__}, but has to return a "
+            f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return a "
             "mtrain.loss.pair.LossPair(numerator, denominator)"
         )
     # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like the plan

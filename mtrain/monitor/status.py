@@ -171,8 +171,8 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         runs = [run for path in _expanded(name) for run in _runs_below(path)]
         if not runs:
             raise DataError(
-                f"{name} is no run folder and holds none (no events.jsonl, metrics.jsonl or config.yaml, two levels "
-                "down); give a run.dir, a folder of them, or a pattern in quotes"
+                f"{name} is not a run folder and contains none (no events.jsonl, metrics.jsonl or config.yaml, "
+                "two levels down); give a run.dir, a folder of them, or a pattern in quotes"
             )
         found |= dict.fromkeys(runs)
     return list(found)

@@ -54,8 +54,8 @@ def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, 
         factor = 0.0 if denominators[term] == 0 else coefficient * (main / denominators[term])
         if factor != 0 and not 1 / LARGEST <= abs(factor) <= LARGEST:
             raise NumericError(
-                f"loss term {term!r} enters with the factor {factor} = {coefficient} x {main} / {denominators[term]} "
-                f"(coefficient x main denominator / its own), but must with one between {1 / LARGEST:.2g} and "
+                f"loss term {term!r} has the factor {factor} = {coefficient} x {main} / {denominators[term]} "
+                f"(coefficient x main denominator / its own), which must lie between {1 / LARGEST:.2g} and "
                 f"{LARGEST:.2g}; bring the sample weights or aggregations of the two terms closer together"
             )
 

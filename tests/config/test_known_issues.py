@@ -22,15 +22,15 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("fp4", "e2m1", {}, "choose train.precision"),
     ("fp32_residual_connection", True, {}, "which pipeline stages receive as train.precision"),
     ("batch_p2p_comm", True, HALF_PIPELINE, "pairs activations with gradients"),
-    ("batch_p2p_comm", True, {"layout": {"pp": 4, "vpp": 2}}, "set model.megatron.overlap_p2p_comm=false beside it"),
+    ("batch_p2p_comm", True, {"layout": {"pp": 4, "vpp": 2}}, "set model.megatron.overlap_p2p_comm=false as well"),
     ("overlap_p2p_comm", True, {"layout": {"pp": 2}}, "needs an interleaved schedule"),
     ("overlap_p2p_comm_warmup_flush", True, {"layout": {"pp": 2}}, "needs layout.vpp > 1"),
     ("bias_activation_fusion", True, {"model__activation": "gelu"}, "in approximations of its own"),
     ("no_rope_freq", 2, {"model__mtp_depths": 1}, "not settled for model.mtp_depths"),
     ("no_rope_freq", 3, {}, "must divide model.num_layers"),
     ("no_rope_freq", [0, 1], {}, "list a 0 or 1 for each of them"),
-    (FUSED, True, {"train__compile": "layers"}, "does not go with train.compile, as graphs hide"),
-    (FUSED, True, {"train__offload_layers": 2}, "does not go with train.offload_layers, which hides a weight"),
+    (FUSED, True, {"train__compile": "layers"}, "cannot be combined with train.compile, as graphs hide"),
+    (FUSED, True, {"train__offload_layers": 2}, "cannot be combined with train.offload_layers, which hides a weight"),
     (FUSED, True, {"model__backend": "te"}, "which has been shown for our layers alone"),
 ]
 

@@ -49,7 +49,7 @@ def test_bad_records_are_left_out_and_named(configured: Callable[..., Config], n
     (note,) = loader.notes
     assert "2 of 11 records are bad and left out: " in note
     assert "samples.jsonl line 4: not JSON" in note
-    assert "samples.jsonl line 11: 'response' is a int" in note
+    assert "samples.jsonl line 11: 'response' is of type int" in note
     assert loader.fingerprint == StepLoader(configured(GOOD), 0, 1).fingerprint, "the same samples are the same data"
     assert notice.exit_code is None
 

@@ -188,7 +188,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     done = completed([sys.executable, "-m", "mtrain", "status", tmp_path])
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: {tmp_path} is no run folder")
+    assert done.stderr.startswith(f"error: {tmp_path} is not a run folder")
 
 
 def test_watching_shows_what_is_new_until_it_is_interrupted(tmp_path: Path) -> None:

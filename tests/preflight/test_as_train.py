@@ -190,7 +190,7 @@ CASES = {
     "a module that is not there": _loss(2, "no module 'nowhere'", function="nowhere.losses:mine"),
     "a module without the function": _loss(2, "json has no 'mine'", function="json:mine"),
     "a name that is no function": _loss(2, "is not known", function="next_tokens"),
-    "no function": _loss(2, "is a str, but has to be a function", function="json:__name__"),
+    "no function": _loss(2, "is of type str, but has to be a function", function="json:__name__"),
     "options that are not taken": _loss(2, "change loss.options", options={"smooth": 1}),
     "a side term that is not there": _loss(2, "no module", side_terms={"x": {"function": "nowhere.losses:mine"}}),
     "no teacher": _loss(2, "loss.teacher is not given", function="distillation"),
@@ -242,7 +242,7 @@ CASES = {
     ),
     "samples that are all too long": Case(
         3,
-        "none to train on",
+        "nothing to train on",
         lambda place: {"data": place.sft(LINE | {"prompt": "a " * 40}, too_long="drop")},
     ),
     "a sample that is too long": Case(

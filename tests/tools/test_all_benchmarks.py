@@ -160,7 +160,7 @@ def test_figures_of_another_machine_or_of_small_sizes_are_not_mixed(
     for place in (page, path):
         place.write_text(place.read_text().replace(" cores, ", "1 cores, "))
     for json_path, named in ((None, "performance.md"), (path, "figures.json")):
-        with pytest.raises(typer.BadParameter, match=rf"{named} has figures of .* cannot stand beside them"):
+        with pytest.raises(typer.BadParameter, match=rf"{named} has figures of .* cannot be mixed with them"):
             benchmarks.main(json_path, None, "packing.py")
     assert said(monkeypatch, OUTPUTS, tmp_path / "new.json", only="--help") == 0
     assert {name for name, _ in of_page(page.read_text()).figures} == {"`mtrain --help`"}

@@ -148,7 +148,7 @@ def written(page: str, content: str, begin: str = BEGIN, end: str = END) -> str:
     before, found, rest = page.partition(begin)
     _, last, after = rest.partition(end)
     if not found or not last:
-        raise ValueError(f"the page needs a line {begin} and a line {end} behind it")
+        raise ValueError(f"the page needs a line {begin} and a line {end} after it")
     return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
@@ -206,7 +206,7 @@ def earlier(json_path: Path | None, machine: str, is_part: bool) -> Earlier:
     if is_part and not (is_new and json_path is not None):
         raise typer.BadParameter(
             f"{PAGE.name if is_new else json_path} has figures of {found.machine}, and this is {machine}: a part of "
-            "the rows cannot stand beside them; measure all rows, or name a new file by --json"
+            "the rows cannot be mixed with them; measure all rows, or name a new file by --json"
         )
     print(f"figures of {found.machine} are left out")
     return Earlier("", {})

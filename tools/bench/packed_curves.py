@@ -47,7 +47,7 @@ Series = dict[str, list[float]]
 
 
 def main(
-    picture: Annotated[Path, typer.Option(help="The SVG; its data lie beside it.")] = ROOT
+    picture: Annotated[Path, typer.Option(help="The SVG; its data lie next to it.")] = ROOT
     / "docs/pictures/packed_curves.svg",
     work: Annotated[Path, typer.Option(help="Folder for corpus, tokenizer and cache.")] = ROOT / "build/packed_curves",
     steps: Annotated[int, typer.Option(min=5, help="Optimizer updates of each run.")] = 80,

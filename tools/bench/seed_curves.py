@@ -59,7 +59,7 @@ Series = dict[str, list[float]]
 
 
 def main(
-    picture: Annotated[Path, typer.Option(help="The PNG; its data lie beside it.")] = ROOT
+    picture: Annotated[Path, typer.Option(help="The PNG; its data lie next to it.")] = ROOT
     / "docs/pictures/seed_curves.png",
     work: Annotated[Path, typer.Option(help="Folder for corpus, tokenizer and runs.")] = ROOT / "build/seed_curves",
     steps: Annotated[int, typer.Option(min=5, help="Optimizer updates of each run.")] = 30,

@@ -143,8 +143,8 @@ class _Machine:
         top = self._pop()
         # exactly the type, before the caller uses a method of it
         if type(top) is not kind:
-            changed = top.name if type(top) is Named else f"a {type(top).__name__}"
-            self._refuse(f"changes {changed}, where a {kind.__name__.lower()} is due")
+            changed = top.name if type(top) is Named else f"a value of type {type(top).__name__}"
+            self._refuse(f"changes {changed}, where an object, list or dict of its own is expected")
         self._stack.append(top)
         return top
 
@@ -230,7 +230,7 @@ class _Machine:
             self._refuse("holds a key without a value")
         for number in range(0, len(pairs), 2):
             if type(pairs[number]) not in (str, int, Built):  # hashing a deeply nested tuple ends the process
-                self._refuse(f"has a {type(pairs[number]).__name__} as a key")
+                self._refuse(f"has a key of type {type(pairs[number]).__name__}")
             target[pairs[number]] = pairs[number + 1]
 
     # memo

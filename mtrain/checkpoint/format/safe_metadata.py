@@ -151,7 +151,7 @@ def _places(storage: Mapping[Any, Any]) -> _Places:
 
 def _plain_name(file: Any) -> str:
     if not isinstance(file, str):
-        raise ValueError(f"it names a {type(file).__name__}, which is not a plain file of the checkpoint")
+        raise ValueError(f"it names a file by a value of type {type(file).__name__}")
     # a plain name cannot lead out of the checkpoint's folder
     if file in ("", ".", "..") or "/" in file or "\0" in file or len(file.encode()) > _LONGEST_NAME:
         raise ValueError(f"it names {file[:_LONGEST_NAME]!r}, which is not a plain file of the checkpoint")

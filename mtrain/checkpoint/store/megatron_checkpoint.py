@@ -84,7 +84,7 @@ def _checked(path: Path, latest: str) -> Path:
 
 def _legacy(folder: Path) -> DataError:
     return DataError(
-        f"{folder} has one pickled file a rank (--ckpt-format torch), which is never loaded; convert it with "
+        f"{folder} has one pickled file per rank (--ckpt-format torch), which is never loaded; convert it with "
         "Megatron-LM's --ckpt-convert-format torch_dist"
     )
 

@@ -14,7 +14,7 @@ def _of(panel: str, help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel)
 
 
-_RUN, _POD = "The run", "Its pods, one a node"
+_RUN, _POD = "The run", "Its pods, one per node"
 _Nodes = Annotated[int, typer.Option(help="Nodes of the run.", show_default=False, rich_help_panel=_RUN)]
 _Image = Annotated[str, typer.Option(help="Holds mtrain; launch/Dockerfile.", show_default=False, rich_help_panel=_RUN)]
 _Volumes = Annotated[list[str] | None, _of(_RUN, "CLAIM:/PATH, ReadWriteMany; run.dir lies in one.")]

@@ -121,7 +121,10 @@ class DataSection(Section):
         try:
             names = [key_and_width(extra)[0] for extra in self.extras]
         except ValueError as error:
-            return f"extras names {error.args[0]!r}, but behind a colon needs the numbers a token, as in topk_ids:8"
+            return (
+                f"extras names {error.args[0]!r}, but needs the count of numbers per token after the colon, as "
+                "in topk_ids:8"
+            )
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             return f"extras names {twice!r} twice; name it once"

@@ -322,7 +322,8 @@ class LossSection(TermSection):
             "denominator": "planned: it is the sum of the groups' weights",
         }
         lines = [
-            f"{key}={value} does not go with function={self.function}, which is a mean over groups; set {needed[key]}"
+            f"{key}={value} cannot be combined with function={self.function}, which is a mean over groups; "
+            f"set {needed[key]}"
             for key, (value, is_right) in wrong.items()
             if not is_right
         ]

@@ -401,4 +401,4 @@ def _refused_beside_latents(model: ModelSection) -> Iterator[str]:
     for name, reason in _NOT_LATENT.items():
         value = getattr(model, name)
         if value is not None and value is not False:
-            yield f"{name}={str(value).lower()} does not go with model.mla ({reason}); remove it"
+            yield f"{name}={str(value).lower()} cannot be combined with model.mla ({reason}); remove it"

@@ -142,7 +142,7 @@ class TrainSection(Section):
         if not modules or len(set(modules)) < len(modules):
             return f"recompute_modules={list(modules)} must name at least one module, and each once; change it"
         if {"moe", "shared_experts"} <= set(modules):
-            return "recompute_modules names shared_experts beside moe, of which they are a part; remove shared_experts"
+            return "recompute_modules names shared_experts and moe, of which they are a part; remove shared_experts"
         return None
 
     @rule

@@ -152,7 +152,7 @@ def _tool_calls(given: object, place: str) -> list[dict[str, Any]]:
         if function is not call:
             check_keys(function, _FUNCTION_KEYS, frozenset(), f"{name}.function ")
         if not isinstance(function.get("arguments", {}), dict | str):
-            raise DataError(f"{name} has arguments that are neither an object nor a text; fix them")
+            raise DataError(f"{name} has arguments that are neither an object nor a string; fix them")
         if whole_number(call.get("index", 0)) is None:
             raise DataError(f"{name} has the index {call['index']!r:.40}, but must be a whole number; fix it")
     return calls
@@ -164,7 +164,7 @@ def _tools(tools: object) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as fault:
-            raise DataError(f"'tools' is a text, but not JSON ({fault}); write a list of descriptions") from None
+            raise DataError(f"'tools' is a string, but not JSON ({fault}); write a list of descriptions") from None
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

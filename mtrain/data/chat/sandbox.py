@@ -142,7 +142,7 @@ class Sandbox:
         try:
             line = json.dumps(asked).encode()
         except (TypeError, ValueError, RecursionError) as fault:
-            raise DataError(f"holds a value that is no JSON ({fault}); remove it") from None
+            raise DataError(f"contains a value that is not JSON ({fault}); remove it") from None
         if self._owner != os.getpid():
             self._reset()  # forked: the process belongs to the parent
         with self._lock:

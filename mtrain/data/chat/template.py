@@ -138,7 +138,7 @@ def _in_settings(file: Path) -> dict[str, ChatTemplate]:
         return {_DEFAULT: ChatTemplate(content, file)}
     if isinstance(content, list) and all(_is_named(each) for each in content):
         return {each["name"]: ChatTemplate(each["template"], file) for each in content}
-    raise DataError(f"{file} has a chat_template that is neither a text nor a list of named ones; correct it")
+    raise DataError(f"{file} has a chat_template that is neither a string nor a list of named templates; correct it")
 
 
 def _is_named(found: object) -> bool:

@@ -39,13 +39,13 @@ def check_text(text: object, name: str) -> str:
         DataError: The value is no text; `name` stands in the message.
     """
     if text is None:
-        raise DataError(f"{name} is null, but must be a text; write it, or remove the line")
+        raise DataError(f"{name} is null, but must be a string; write it, or remove the line")
     if not isinstance(text, str):
-        raise DataError(f"{name} is a {type(text).__name__}, but must be a text; put it in quotes")
+        raise DataError(f"{name} is of type {type(text).__name__}, but must be a string; put it in quotes")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{name} holds half a surrogate pair, which is not text; fix the escape sequence") from None
+        raise DataError(f"{name} contains half a surrogate pair, which is not text; fix the escape sequence") from None
     return text
 
 
@@ -79,7 +79,7 @@ def token_extras(record: dict[str, Any], widths: Mapping[str, int | None], num_t
     found = []
     for name, width in widths.items():
         if name not in record:
-            raise DataError(f"has no {name!r}, which data.extras names; give one number, or one a token")
+            raise DataError(f"has no {name!r}, which data.extras names; give one number, or one per token")
         if width is None:
             found.append(_token_extra(record[name], name, num_tokens))
         else:
@@ -94,7 +94,7 @@ def _columns(given: object, name: str, width: int) -> list[list[Any]]:
     if wrong is not None:
         raise DataError(
             f"{name!r} is not made of lists of {width} numbers (at place {wrong}), but data.extras names "
-            f"{name}:{width}; give one list of {width} numbers a token"
+            f"{name}:{width}; give one list of {width} numbers per token"
         )
     return [[row[number] for row in rows] for number in range(width)]
 
@@ -102,7 +102,7 @@ def _columns(given: object, name: str, width: int) -> list[list[Any]]:
 def _token_extra(given: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
     numbers = given if isinstance(given, list) else [given]
     if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
-        raise DataError(f"{name!r} is not made of numbers; give one number, or a list of one a token")
+        raise DataError(f"{name!r} is not made of numbers; give one number, or a list with one per token")
     with np.errstate(over="ignore"):  # a number that float32 cannot hold becomes inf
         values = np.array([float(each) for each in numbers], np.float64).astype(np.float32)
     if not isinstance(given, list):
@@ -111,7 +111,7 @@ def _token_extra(given: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
         return np.concatenate([np.zeros(1, np.float32), values])
     if len(values) != num_tokens:
         raise DataError(
-            f"{name!r} has {len(values)} numbers, but the sample has {num_tokens} tokens; give one number a token, or "
-            f"{num_tokens - 1}, without the first"
+            f"{name!r} has {len(values)} numbers, but the sample has {num_tokens} tokens; give one number per "
+            f"token, or {num_tokens - 1}, without the first"
         )
     return values

@@ -152,7 +152,7 @@ class RecordEncoder:
 
     def _of_any_form(self, record: dict[str, Any]) -> TokenizedSample:
         if "messages" in record and ("prompt" in record or "response" in record):
-            raise DataError("has messages beside prompt or response; keep one of the two forms")
+            raise DataError("has messages as well as prompt or response; keep one of the two forms")
         if "messages" in record:
             return self.conversation(record)
         if "input_ids" in record:

@@ -102,7 +102,7 @@ def tokens_sample(record: dict[str, Any], ignored: Set[str], vocab_size: int) ->
     check_keys(record, _TOKENS_KEYS, ignored)
     for key in ("input_ids", "loss_mask"):
         if not isinstance(record.get(key), list):
-            raise DataError(f"{key!r} must be a list with one number a token; give input_ids and loss_mask")
+            raise DataError(f"{key!r} must be a list with one number per token; give input_ids and loss_mask")
     ids, mask = record["input_ids"], record["loss_mask"]
     if len(ids) != len(mask) or not ids:
         raise DataError(

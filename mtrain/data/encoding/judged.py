@@ -81,7 +81,7 @@ class LabelEncoder:
         forms = [name for name in ("messages", "text", "input_ids", "prompt") if name in record]
         if len(forms) != 1:
             raise DataError(
-                f"has {' and '.join(forms) or 'no text'} beside 'label'; a line needs one of text, messages, prompt "
+                f"has {' and '.join(forms) or 'no text'} next to 'label'; a line needs one of text, messages, prompt "
                 "with response, or input_ids"
             )
         if "input_ids" in record:

@@ -135,7 +135,7 @@ def _with_margin(sample: TokenizedSample, margin: float) -> TokenizedSample:
 
 def _answer(record: dict[str, Any], name: str) -> Any:
     if not isinstance(record.get(name), str | list):
-        raise DataError(f"{name!r} must be a text or a list of messages, but is {record.get(name)!r:.40}; write it")
+        raise DataError(f"{name!r} must be a string or a list of messages, but is {record.get(name)!r:.40}; write it")
     return record[name]
 
 

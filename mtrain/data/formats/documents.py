@@ -79,4 +79,4 @@ def _check_text(found: dict[str, Any], text_key: str) -> None:
     if text_key not in found:
         raise DataError(f"has no {text_key!r}; its keys are {', '.join(found) or 'none'}: name one with --text-key")
     if not isinstance(found[text_key], str):
-        raise DataError(f"{text_key!r} is a {type(found[text_key]).__name__}, but must be a text; fix the line")
+        raise DataError(f"{text_key!r} is of type {type(found[text_key]).__name__}, but must be a string; fix the line")

@@ -66,11 +66,11 @@ def parsed_line(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as fault:
         raise DataError(f"byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
     except UnicodeEncodeError:
-        raise DataError("holds half a surrogate pair, which is not text; fix the escape sequence") from None
+        raise DataError("contains half a surrogate pair, which is not text; fix the escape sequence") from None
     except ValueError as fault:
-        raise DataError(f"not JSON ({fault}); write one JSON object a line") from None
+        raise DataError(f"not JSON ({fault}); write one JSON object per line") from None
     if not isinstance(found, dict):
-        raise DataError(f"holds a {type(found).__name__}, but a JSON object is needed; fix it")
+        raise DataError(f"holds a value of type {type(found).__name__}, but a JSON object is needed; fix it")
     return found
 
 
@@ -128,7 +128,7 @@ def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:
         # one byte more than allowed was asked for, to see that a line is longer without reading all of it
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path} line {number}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object a line, and "
+                f"{path} line {number}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object per line, and "
                 "cut long texts into several"
             )
         yield line

@@ -125,7 +125,7 @@ def check_pair(prefix: str, vocab_size: int) -> Pair:
             wrong = tokens[(tokens.astype(np.int64) < 0) | (tokens.astype(np.int64) >= vocab_size)]
             if wrong.size:
                 raise DataError(
-                    f"{bin_path}: behind byte {start} stands token {wrong[0]}, but model.vocab_size is {vocab_size}; "
+                    f"{bin_path}: after byte {start} comes token {wrong[0]}, but model.vocab_size is {vocab_size}; "
                     "tokenise the corpus with the model's tokenizer or raise model.vocab_size"
                 )
     return Pair(num_edges - 1, int(lengths.sum(dtype=np.int64)))

@@ -36,7 +36,7 @@ _KINDS = (
     (b"\x28\xb5\x2f\xfd", FileKind.ZSTD),
 )
 
-_AS_LINES = "write one JSON object a line"
+_AS_LINES = "write one JSON object per line"
 _UNPACK = "unpack it, or compress it with gzip or zstd"
 _REFUSED = (
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "fetch it with git lfs pull"),

@@ -103,5 +103,8 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as fault:
         raise DataError(f"{path} is not JSON ({fault}); save the dataset again") from fault
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds a {type(content).__name__}, but a JSON object is needed; save the dataset again")
+        raise DataError(
+            f"{path} holds a value of type {type(content).__name__}, but a JSON object is needed; save the "
+            "dataset again"
+        )
     return content

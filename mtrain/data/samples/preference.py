@@ -60,7 +60,7 @@ class PreferenceDataset:
             self._groups = self._groups[~is_long]
         if not len(self._groups):
             raise DataError(
-                f"{cache.files[0].path}: records {numbers.start + 1} to {numbers.stop} are none to train on "
+                f"{cache.files[0].path}: records {numbers.start + 1} to {numbers.stop} have nothing to train on "
                 f"({self._num_long} were left out as longer than {seq_length + 1} tokens); give more of them, another "
                 "data.split or a larger data.seq_length"
             )

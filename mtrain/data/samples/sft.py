@@ -78,8 +78,8 @@ class SftDataset:
         if not len(self._pieces):
             lost = f"{self.too_long.samples} were left out as longer than {seq_length + 1} tokens"
             raise DataError(
-                f"{cache.files[0].path}: samples {numbers.start + 1} to {numbers.stop} are none to train on ({lost}); "
-                "give more of them, another data.split or a larger data.seq_length"
+                f"{cache.files[0].path}: samples {numbers.start + 1} to {numbers.stop} have nothing to train on "
+                f"({lost}); give more of them, another data.split or a larger data.seq_length"
             )
         self.fingerprint = f"{cache.fingerprint}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
 

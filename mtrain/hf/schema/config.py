@@ -34,7 +34,7 @@ class UnsayableError(DataError):
             reasons: Key of `model.*` -> what the family would make of it.
         """
         listing = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
-        super().__init__(f"a {model_type} model cannot say: {listing}; export it as another family")
+        super().__init__(f"a config.json of {model_type} cannot express: {listing}; export it as another family")
         self.model_type = model_type
         self.keys = tuple(reasons)
 

@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as fault:
         raise DataError(f"{path} is not JSON: {fault}; download it again") from fault
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds a {type(content).__name__}, but a JSON object is needed")
+        raise DataError(f"{path} holds a value of type {type(content).__name__}, but a JSON object is needed")
     return content
 
 
@@ -206,7 +206,7 @@ def read_header(path: Path) -> Header:
                 raise ValueError(f"its header should have {length} bytes, but the file has {size}")
             content = parsed_json(file.read(length))
         if not isinstance(content, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
         metadata = content.pop(METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError(f"{METADATA} is not an object of texts")

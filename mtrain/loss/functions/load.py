@@ -42,7 +42,7 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
         raise ConfigError(f"loss.function={path!r}: {module_name} has no {attribute!r}; {_nearest(attribute, module)}")
     function = getattr(module, attribute)
     if not callable(function):
-        raise ConfigError(f"loss.function={path!r} is a {type(function).__name__}, but has to be a function")
+        raise ConfigError(f"loss.function={path!r} is of type {type(function).__name__}, but has to be a function")
     _check_options(function, path, options)
     # bound once here, not at each microbatch; options are constants of the run
     return functools.partial(function, **options)

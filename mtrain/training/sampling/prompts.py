@@ -115,7 +115,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     else:
         found = [line for line in _text_lines(path) if line.strip()]
     if not found:
-        raise DataError(f"{path} holds no prompt; write one a line")
+        raise DataError(f"{path} contains no prompt; write one per line")
     return found
 
 
@@ -133,7 +133,7 @@ def _of_line(line: bytes, place: str) -> Prompt:
     try:
         record = parsed_line(line)
     except DataError as fault:
-        raise DataError(f"{needed}, but is no JSON object: {fault}") from None
+        raise DataError(f"{needed}, but is not a JSON object: {fault}") from None
     given = [record[key] for key in ("prompt", "messages") if key in record]
     if len(given) != 1:
         raise DataError(f"{needed}, and one of the two; repair the line")

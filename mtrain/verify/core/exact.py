@@ -171,8 +171,8 @@ class _Evaluator:
         pair = load_loss_function(section.function, section.options)(inputs)
         if not isinstance(pair, LossPair):
             raise ConfigError(
-                f"loss.function={section.function!r} returned a {type(pair).__name__}, but has to return a "
-                "mtrain.loss.pair.LossPair(numerator, denominator)"
+                f"loss.function={section.function!r} returned a value of type {type(pair).__name__}, but has to "
+                "return a mtrain.loss.pair.LossPair(numerator, denominator)"
             )
         return pair.numerator, float(pair.denominator)
 

@@ -163,7 +163,7 @@ def refuse_incomparable(config: Config) -> None:
     """
     if keys := config.dropout_keys:
         raise ConfigError(
-            f"{' and '.join(keys)} above 0 draw other numbers under every layout and micro-batch size, so that no two "
+            f"with {' and '.join(keys)} above 0, every layout and micro-batch size draws other numbers, so that no two "
             f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
         )
     keys = layout_dependent_keys(config.model, config.loss)
