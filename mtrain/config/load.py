@@ -21,8 +21,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
 from mtrain.base.steady_files import retried
 from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, Location, NotYamlError, YamlTextError, read_yaml, yaml_text
-from mtrain.config.kinds import before_another_kind, of_one_kind
-from mtrain.config.messages import dotted, joined, readable, without_kinds
+from mtrain.config.messages import dotted, joined, kinds_of, readable, sections_at, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
@@ -290,3 +289,46 @@ def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[t
 
 def _is_text(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+_DATA_OF_0_1_0 = frozenset(
+    {"kind", "seq_length", "train", "valid", "test", "split", "tokenizer", "isolate_documents", "too_long"}
+)
+"""Keys of the data section in version 0.1.0, which had one section for all kinds of data and wrote every key into
+config.yaml."""
+
+
+def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the sections of one source without the keys that 0.1.0 wrote of other kinds of data, as these had no
+    effect."""
+    data = content.get("data")
+    if not isinstance(data, dict) or not data.keys() >= _DATA_OF_0_1_0:
+        return content
+    return {**content, "data": _without_keys_of_others("data", data, data["kind"])}
+
+
+def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the keys of earlier sources that remain where a later source changes a section's kind: those that the new
+    kind has, too.
+
+    So `data.kind=mock` on the command line turns any configuration into one of random tokens.
+
+    Args:
+        under: Sections of the earlier sources, merged.
+        over: Sections of the next source.
+    """
+    kept = dict(under)
+    for name in Config.model_fields:
+        old, new = under.get(name), over.get(name)
+        if isinstance(old, dict) and isinstance(new, dict) and "kind" in new and new["kind"] != old.get("kind"):
+            kept[name] = _without_keys_of_others(name, old, new["kind"])
+    return kept
+
+
+def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
+    """Removes the keys that sections of this name have, but not those of this kind; none where no known kind is
+    given."""
+    choices = sections_at((name,))
+    own = [key for each in choices if kind in kinds_of(each) for key in each.model_fields]
+    others = {key for each in choices for key in each.model_fields} - set(own) if own else set()
+    return {key: value for key, value in section.items() if key not in others}

@@ -112,7 +112,7 @@ class _Start:
         if own is None or config.adapter is not None:
             self._look_at_model("weights")
         if config.loss.teacher is not None:
-            from mtrain.mcore.state.expected import check_weights  # megatron-core
+            from mtrain.mcore.state.start_weights import check_weights  # megatron-core
             from mtrain.mcore.state.teacher import teacher_config
 
             teacher = _entry(Path(config.loss.teacher.checkpoint))
@@ -126,7 +126,7 @@ class _Start:
     def _look_at_model(self, name: str) -> None:
         config, findings = self.config, self.findings
         if config.checkpoint.initialize_from is not None:
-            from mtrain.mcore.state.expected import check_megatron_weights, check_weights  # megatron-core
+            from mtrain.mcore.state.start_weights import check_megatron_weights, check_weights  # megatron-core
 
             start = Path(config.checkpoint.initialize_from)
             found = megatron_folder(start)

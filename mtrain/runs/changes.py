@@ -9,7 +9,7 @@ from typing import Any
 from mtrain.base.yaml_text import read_yaml
 from mtrain.config import Config
 from mtrain.config.consent import NEUTRAL_KEYS, lies_in
-from mtrain.config.kinds import of_one_kind
+from mtrain.config.load import of_one_kind
 from mtrain.config.renamed import current_names
 
 

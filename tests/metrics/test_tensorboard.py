@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mtrain.metrics.record import Record, TermRecord
-from mtrain.metrics.tensorboard import TensorBoardSink
+from mtrain.metrics.sinks import TensorBoardSink
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
 

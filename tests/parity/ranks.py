@@ -28,7 +28,7 @@ from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.plan.lr import learning_rate
-from mtrain.training.output.term_inputs import term_inputs
+from mtrain.training.output.loss import term_inputs
 from mtrain.training.step import TrainingStep
 from tests.parity.batches import GlobalBatch
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mtrain.config import adapters, consent, fp8, known_issues, rules
+from mtrain.config import adapters, consent, known_issues, rules
 from mtrain.config.schema.section import rule
 from mtrain.config.schema.sections import Sections
 
@@ -65,7 +65,7 @@ class Config(Sections):
 
     @rule
     def products_in_8_bits_can_be_made(self) -> str | None:
-        return _lines(fp8.broken_rules(self))
+        return _lines(rules.products_in_8_bits(self))
 
     @rule
     def layers_can_be_compiled(self) -> str | None:

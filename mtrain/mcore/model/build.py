@@ -25,7 +25,7 @@ from mtrain.mcore.model.layer_spec import chosen_backend
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.model.swiglu import use_own_swiglu
 from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
-from mtrain.mcore.offload.layers import move_activations
+from mtrain.mcore.offload.activations import move_activations
 from mtrain.plan.adapters import holds_narrow
 
 

@@ -11,9 +11,9 @@ from mtrain.base.heartbeat import Heartbeat
 from mtrain.data.ledger import StartEntry, StepEntry, rewind_ledger, to_line
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.jsonl import last_step
+from mtrain.metrics.jsonl import JsonlSink, last_step
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord
-from mtrain.metrics.sinks import ConsoleSink, Fence, JsonlSink, Sink, Sinks, TensorBoardSink
+from mtrain.metrics.sinks import ConsoleSink, Fence, Sink, Sinks, TensorBoardSink
 from mtrain.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from mtrain.runs.account import StartAccount
 from mtrain.runs.changes import flat_keys

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.data.cache.arrays import OF_SAMPLES, runs_of
-from mtrain.data.cache.content import content_of
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
+from mtrain.data.cache.opening import CacheOptions, content_of, default_folder, token_cache
 from mtrain.data.formats.record_files import record_files
 from tests.data.cache.byte_encoder import COUNT_FILE, ByteEncoder, FatalEncoder
 from tests.fault_table import Notice
@@ -50,7 +49,7 @@ def settle(path: Path) -> None:
 def hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets files that a test has just written count as settled; their real times stay."""
     real = time.time_ns
-    monkeypatch.setattr("mtrain.data.cache.content.time.time_ns", lambda: real() + 3600 * 10**9)
+    monkeypatch.setattr("mtrain.data.cache.opening.time.time_ns", lambda: real() + 3600 * 10**9)
 
 
 @pytest.fixture

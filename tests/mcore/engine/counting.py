@@ -25,7 +25,7 @@ from mtrain.mcore.distributed.cpu_collectives import in_the_place_of
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import run_chunk
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.training.output.term_inputs import term_inputs
+from mtrain.training.output.loss import term_inputs
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches
 

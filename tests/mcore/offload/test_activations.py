@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mtrain.mcore.offload import activations
+from mtrain.mcore.offload.activations import move_activations
 from mtrain.mcore.offload.host_memory import PIECE_BYTES
-from mtrain.mcore.offload.layers import move_activations
 from tests.mcore.offload.copies import Copies
 from tests.mcore.offload.offload_ranks import Moved, train_each
 from tests.parity.batches import documents_steps, two_steps

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
-from mtrain.mcore.state.expected import check_megatron_weights
-from mtrain.mcore.state.start_weights import canonical
+from mtrain.mcore.state.start_weights import canonical, check_megatron_weights
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.state import megatron_0_19
