@@ -258,7 +258,7 @@ def _tokens(records: Sequence[StepRecord]) -> str:
     if len(known) < len(records):
         return f"{text:,} (padding not counted apart), {pace}"
     padding, loss = (sum(getattr(record, name) for record in known) for name in ("padding_tokens", "loss_tokens"))
-    return f"{text:,} of text, {loss:,} of them in the loss, beside {padding:,} of padding; {pace}"
+    return f"{text:,} of text, {loss:,} of them in the loss, and {padding:,} of padding; {pace}"
 
 
 def _span(records: Mapping[int, StepRecord]) -> str:

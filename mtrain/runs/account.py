@@ -50,7 +50,7 @@ class StartAccount:
         self._saves: list[tuple[int, float]] = []
         self._at: dict[int, float] = {}
         self._ended: str | None = None
-        self._beside: Callable[[], None] = lambda: None
+        self._before_each: Callable[[], None] = lambda: None
 
     def __enter__(self) -> StartAccount:
         return self
@@ -74,9 +74,9 @@ class StartAccount:
         """Sets the source of the times of phases; without it the account holds none."""
         self._phases = phases
 
-    def beside(self, action: Callable[[], None]) -> None:
+    def before_each(self, action: Callable[[], None]) -> None:
         """Sets an action that runs before each account is written, in the same thread."""
-        self._beside = action
+        self._before_each = action
 
     def goes_on(self, step: int) -> None:
         """Notes how many updates the run has when this start begins."""
@@ -114,7 +114,7 @@ class StartAccount:
         Raises:
             OSError: The disk refuses.
         """
-        self._beside()
+        self._before_each()
         if not self._is_writer:
             return
         phases = {} if self._phases is None else self._phases.phases_s

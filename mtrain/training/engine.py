@@ -28,7 +28,7 @@ from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.batches import GlobalBatches
 from mtrain.training.build import Parts, build_parts
-from mtrain.training.export import exported_beside
+from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.forward import forward_totals, token_scores
 from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.preferences.scoring_pass import sequence_scores
@@ -322,7 +322,7 @@ class Engine:
             DataError: No Hugging Face family can describe the model.
             MachineError: The disk refuses.
         """
-        exported_beside(Path(folder), self.save)
+        exported_through_checkpoint(Path(folder), self.save)
 
     def named_hf_tensors(
         self, content: HfContent = "merged", everywhere: bool = True, bucket_bytes: int = BUCKET_BYTES

@@ -244,7 +244,7 @@ def _target(folder: RunFolder, step: int) -> Path:
     return folder.exports / step_name(step)
 
 
-def exported_beside(out: Path, save: Callable[[Path], Path]) -> None:
+def exported_through_checkpoint(out: Path, save: Callable[[Path], Path]) -> None:
     """Saves a checkpoint, converts it, and deletes it. Collective over the world.
 
     Args:

@@ -89,7 +89,7 @@ def forward_totals(
     read = GlobalTotals(sums, groups).read(objective.coefficients)
     totals = read.terms
     if objective.preference is not None:
-        totals = compared.beside(totals)
+        totals = compared.joined_to(totals)
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
     return ForwardTotals(totals, {**read.diagnostics, **compared.means})
 

@@ -135,7 +135,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         held.callback(exporter.close)
         reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
         slow = SlowRanks(config.watch, groups, heartbeat, life)
-        account.beside(slow.look)
+        account.before_each(slow.look)
         profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
         held.callback(profiler.close)
         guard = Guard(config.train, run.history)

@@ -12,10 +12,10 @@ from mtrain.checkpoint.store.steps import step_name
 FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
 
 
-def write_files(attempt: StagingDir) -> None:
+def write_files(staging: StagingDir) -> None:
     """Writes files as ranks do."""
     for name, content in FILES.items():
-        path = attempt.path / name
+        path = staging.path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
 
@@ -28,16 +28,16 @@ def facts(step: int, valid_loss: float | None = None) -> CheckpointInfo:
     )
 
 
-def publish_attempt(attempt: StagingDir) -> CheckpointEntry:
+def publish_staging(staging: StagingDir) -> CheckpointEntry:
     """Publishes a checkpoint with plausible facts."""
-    return publish(attempt, facts(attempt.step))
+    return publish(staging, facts(staging.step))
 
 
 def save(root: Path, step: int, valid_loss: float | None = None) -> CheckpointEntry:
     """Runs a whole save."""
-    attempt = begin_staging(root, step)
-    write_files(attempt)
-    return publish(attempt, facts(step, valid_loss))
+    staging = begin_staging(root, step)
+    write_files(staging)
+    return publish(staging, facts(step, valid_loss))
 
 
 def damage(root: Path, step: int) -> None:

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "dense"
 
 
-def test_a_run_beside_it_deletes_nothing_that_can_still_be_read(run: Path) -> None:
+def test_another_run_deletes_nothing_that_can_still_be_read(run: Path) -> None:
     weights = read_weights(run)
     assert not delete_checkpoint(run / "checkpoints", 4)
     assert all(np.isfinite(values).all() for values in weights.values())

@@ -143,7 +143,7 @@ def test_tokens_of_both_runs_are_reported(tmp_path: Path) -> None:
     comparison = compared(tmp_path, counted)
     assert comparison.tokens == (
         "5,120 (padding not counted apart), 2,048 a second",
-        "5,120 of text, 5,000 of them in the loss, beside 50 of padding; 2,048 a second",
+        "5,120 of text, 5,000 of them in the loss, and 50 of padding; 2,048 a second",
     )
     assert all(
         f"Tokens of {name}: {reported}." in comparison_page(comparison)

@@ -50,7 +50,7 @@ def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
     return gathered(chunks, groups)
 
 
-class Beside(NamedTuple):
+class Outside(NamedTuple):
     """Memory of a start from `model.hf` apart from its parameters."""
 
     shards: int
@@ -61,10 +61,10 @@ class Beside(NamedTuple):
     """Largest number of bytes at one time of what has been read."""
 
 
-def read_beside_parameters(groups: Groups, config: Config) -> Beside:
+def read_outside_parameters(groups: Groups, config: Config) -> Outside:
     """Measures the memory of what a start from `model.hf` reads, apart from its parameters."""
     chunks = build_model(config, groups)
-    found = Beside(0, 0, 0)
+    found = Outside(0, 0, 0)
 
     def counted(saved: Any, shards: Any, may_be_left: Any, vocab_size: int, after_each: Any) -> None:
         nonlocal found
@@ -72,7 +72,7 @@ def read_beside_parameters(groups: Groups, config: Config) -> Beside:
         storages = [shard.data.untyped_storage() for shard in shards]
         is_outside = [storage.data_ptr() not in inside for storage in storages]
         sizes = [storage.nbytes() * outside for storage, outside in zip(storages, is_outside, strict=True)]
-        found = Beside(sum(is_outside), max(sizes), 0)
+        found = Outside(sum(is_outside), max(sizes), 0)
 
         def after(number: int) -> None:
             nonlocal found

@@ -275,7 +275,7 @@ def test_loading_does_not_ask_for_adams_step(pool: Pool) -> None:
     assert pool.run(state_ranks.set_one_state, REPLICAS, small()) == ["'step'"] * 2
 
 
-def test_states_behind_padding_are_their_own(pool: Pool) -> None:
+def test_states_after_padding_are_their_own(pool: Pool) -> None:
     tied = small(model__tied_embeddings=True)
     for theirs, ours in pool.run(state_ranks.shifted_states, Layout(pp=2, dp=2), tied):
         assert theirs > 0

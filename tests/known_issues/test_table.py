@@ -107,14 +107,14 @@ APPLIES: list[tuple[dict[str, Any], Layout, set[str]]] = [
     (
         BALANCED,
         Layout(tp=2, sp=True, pp=2),
-        {"padding masks behind the first stage", "masked counts of auxiliary losses"},
+        {"padding masks after the first stage", "masked counts of auxiliary losses"},
     ),
     (BALANCED, Layout(), {"expert bias under a mask", "auxiliary losses of experts"}),
     ({"model__mtp_depths": 1}, Layout(), {"rolling over the edges of documents", "depths without a loss mask"}),
     (
         {"model": {**SMALL["model"], "mtp_depths": 1, "tied_embeddings": True}},
         Layout(pp=2),
-        {"tied embeddings beside depths"},
+        {"tied embeddings with depths"},
     ),
     ({"optimizer__clip_grad": 1e-6}, Layout(), {"epsilon in clipping"}),
     ({"optimizer__clip_grad": 0.0}, Layout(), {"norm without clipping"}),

@@ -38,7 +38,7 @@ CASES: list[tuple[Layout, list[tuple[str, ...]]]] = [
 @pytest.mark.parametrize(
     ("layout", "changes"), CASES, ids=lambda value: str(value) if isinstance(value, Layout) else ""
 )
-def test_the_estimate_beside_a_frozen_model_is_what_ranks_allocate(
+def test_the_estimate_with_a_frozen_model_is_what_ranks_allocate(
     layout: Layout, changes: list[tuple[str, ...]], pool: Pool
 ) -> None:
     """Parts that a frozen weight does not need are not counted, those that adapters keep are: within 10 %."""

@@ -25,7 +25,7 @@ def probed() -> dict[str, Any]:
             "a tensor of the CPU in a collective": lambda: dist.all_reduce(host),
             "a strided tensor in a collective": lambda: dist.all_reduce(values.view(2, 3).t()),
             "tensors of two devices in one operation": lambda: values + host,
-            "a number of the CPU beside a tensor": lambda: values + torch.tensor(1.0),
+            "a number of the CPU with a tensor": lambda: values + torch.tensor(1.0),
             "a tensor of the GPU in a collective": lambda: dist.all_reduce(values),
             "a tensor of the GPU in a collective of hosts": lambda: dist.all_reduce(values, group=hosts),
             "a tensor of the CPU in a collective of hosts": lambda: dist.all_reduce(host, group=hosts),

@@ -73,7 +73,7 @@ def test_both_exports_compute_the_same_and_write_conversations_as_they_were_trai
     assert (folder / "hf" / "chat_template.jinja").read_text() == "of the model"
 
 
-def test_a_run_of_adapters_is_asked_beside_its_frozen_model(folder: Path) -> None:
+def test_a_run_of_adapters_is_asked_with_its_frozen_model(folder: Path) -> None:
     result = command("generate", folder / "run", "--prompt", "a", "--chat", "--max-new-tokens", 3)
     assert result.returncode == 0, result.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "run" / "exports" / "step_00000002")

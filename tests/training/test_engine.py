@@ -272,7 +272,7 @@ def test_without_its_adapters_a_model_is_the_one_that_never_had_any(pool: Pool) 
 def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path) -> None:
     config, batch = small(layout__tp=2), data_of(three_steps())[0][:2]
     pool.run(engine_ranks.exported, Layout(tp=2), config, str(tmp_path / "out"))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the checkpoint beside it is gone"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the scratch checkpoint is gone"
     found = pool.run(engine_ranks.log_probs, Layout(tp=2), config, batch)[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     for datum, ours in zip(batch, found, strict=True):

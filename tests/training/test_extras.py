@@ -53,7 +53,7 @@ def rollouts() -> tuple[list[Datum], list[Datum]]:
     exit_code=4,
 )
 @pytest.mark.parametrize(("case", "changes", "losses"), LAYOUTS)
-def test_extras_lie_beside_their_tokens(
+def test_extras_lie_next_to_their_tokens(
     pool: Pool, case: Case, changes: dict[str, Any], losses: list[LossFunction], notice: Notice
 ) -> None:
     """Factors are powers of two and small fractions: as weights and as extras they give the same results to the bit."""

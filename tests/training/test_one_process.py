@@ -58,7 +58,7 @@ def test_runs_in_one_process_are_those_of_fresh_processes(pool: Pool, tmp_path: 
     assert saved(again) == saved(tmp_path / "fresh") != {}
 
 
-def test_memory_of_saves_is_taken_once_and_beside_training(pool: Pool, tmp_path: Path) -> None:
+def test_memory_of_saves_is_taken_once_and_during_training(pool: Pool, tmp_path: Path) -> None:
     """Memory is taken early where a save is planned; a save that only a signal may ask for takes it when needed."""
     cases = {"saved": ({"interval_steps": 2}, ["snapshot-memory"]), "in-line": ({"async_save": False}, [])}
     cases["never"] = ({"at_end": False}, [])

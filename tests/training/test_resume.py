@@ -38,11 +38,11 @@ def newest_step(run: Path) -> int:
 
 @pytest.mark.fault(
     "ranks",
-    "kill -9 of a rank while it writes a checkpoint beside training",
+    "kill -9 of a rank while it writes a checkpoint during training",
     happens="the launcher names rank and signal; the same command goes on bit for bit from the step before",
     exit_code=5,
 )
-def test_a_rank_killed_in_a_save_beside_training_costs_the_steps_since_the_last_one(
+def test_a_rank_killed_in_a_save_during_training_costs_the_steps_since_the_last_one(
     command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     run = tmp_path / "run"
@@ -112,9 +112,9 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, notice: Notice) -> No
     loader, other = (StepLoader(configured(**{"train.seed": seed}), 0, 1) for seed in (1, 2))
 
     def entry(step: int, dataset: str | None) -> Any:
-        attempt = begin_staging(tmp_path, step)
-        (attempt.path / "file").write_text("x")
-        return publish(attempt, CheckpointInfo(step=step, layout="", config_hash="", versions={}, dataset=dataset))
+        staging = begin_staging(tmp_path, step)
+        (staging.path / "file").write_text("x")
+        return publish(staging, CheckpointInfo(step=step, layout="", config_hash="", versions={}, dataset=dataset))
 
     assert change_of_data(entry(1, loader.fingerprint), loader, configured()) is None
     assert change_of_data(entry(2, None), other, configured()) is None

@@ -77,7 +77,7 @@ def test_weights_of_the_parameters_dtype_are_read_where_they_belong(pool: Pool, 
     """A second copy of a rank's weights would cost as much time and memory as reading them."""
     save("llama-tied", tmp_path / "hf")
     held, rounded = (
-        pool.run(hf_ranks.read_beside_parameters, Layout(), configured(tmp_path, f"train.precision={precision}"))[0]
+        pool.run(hf_ranks.read_outside_parameters, Layout(), configured(tmp_path, f"train.precision={precision}"))[0]
         for precision in ("bf16", "fp32")
     )
     assert held.shards == 0
@@ -95,7 +95,7 @@ def test_the_next_tensor_is_on_its_way_while_one_is_copied(pool: Pool, tmp_path:
         assert turns.index(("expect", *place)) < turns.index(("read", *previous)), place
     names = [each[0] for each in asked]
     last_read = len(names) - 1 - names[::-1].index("read")
-    assert names[last_read:].count("set") == 1, "main weights are set behind each parameter"
+    assert names[last_read:].count("set") == 1, "main weights are set after each parameter"
     assert names.count("set") > 10
 
 

@@ -64,7 +64,7 @@ class Seconds(NamedTuple):
     copy: float
     first_copy: float
     """Time of the copy in the first save, which also waits for the rest of the memory to be allocated."""
-    raw_beside_theirs: float
+    raw_and_theirs: float
     theirs: float
 
 
@@ -217,7 +217,7 @@ def main(
         seconds = row.seconds
         print(
             f"| {layout.world_size} ({layout}) | {row.gigabytes:.2f} | {row.gigabytes / seconds.raw:.2f} "
-            f"| {seconds.raw / seconds.ours:.2f} | {seconds.raw_beside_theirs / seconds.theirs:.2f} "
+            f"| {seconds.raw / seconds.ours:.2f} | {seconds.raw_and_theirs / seconds.theirs:.2f} "
             f"| {seconds.copy / seconds.memcpy:.2f} | {seconds.first_copy / seconds.memcpy:.2f} |",
             flush=True,
         )

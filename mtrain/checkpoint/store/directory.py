@@ -4,12 +4,12 @@
         step_00000010/                 published: complete, as mtrain.json inside says; never written to again
         latest                         name of the newest one, for people and scripts; not trusted here
         .damaged-step_00000030-*       was published and is not whole; kept for people to look at
-        .tmp-step_00000020-1f2e3d4c/   an attempt at saving; many ranks may write into it
+        .tmp-step_00000020-1f2e3d4c/   a staging directory; many ranks may write into it
         .trash-*                       being deleted
 
-An attempt becomes a checkpoint by one rename, so a process killed at any moment leaves the older ones intact and its
-own attempt invisible. In a distributed run one rank calls `begin_staging` and `publish`; the others get the attempt
-from it, write their files in between, and are waited for before `publish`.
+A staging directory becomes a checkpoint by one rename, so a process killed at any moment leaves the older ones intact
+and its own staging directory invisible. In a distributed run one rank calls `begin_staging` and `publish`; the others
+get the directory from it, write their files in between, and are waited for before `publish`.
 """
 
 import fcntl
@@ -145,51 +145,51 @@ def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newe
     return newest
 
 
-def named_attempt(root: Path, step: int) -> StagingDir:
+def named_staging(root: Path, step: int) -> StagingDir:
     """Returns a new name for saving the step; does not touch the disk."""
     return StagingDir(root, step, root / _unique(_ATTEMPT, step))
 
 
-def open_attempt(attempt: StagingDir, check: Callable[[], None] = lambda: None) -> None:
-    """Creates the attempt's folder; several ranks may do so.
+def open_staging(staging: StagingDir, check: Callable[[], None] = lambda: None) -> None:
+    """Creates the staging directory; several ranks may do so.
 
     Args:
-        attempt: Attempt from `named_attempt`.
+        staging: Directory from `named_staging`.
         check: Function that is called where the step is published already; raises where another run has done so.
 
     Raises:
         RunFolderError: The step is published already.
         MachineError: The folder cannot be created.
     """
-    _refuse_published(attempt.root, attempt.step, check)
-    with disk_faults(f"begin {step_name(attempt.step)} in {attempt.root}"):
+    _refuse_published(staging.root, staging.step, check)
+    with disk_faults(f"begin {step_name(staging.step)} in {staging.root}"):
         # every rank creates it when it begins to write, so nobody waits for the first one
-        attempt.path.mkdir(parents=True, exist_ok=True)
+        staging.path.mkdir(parents=True, exist_ok=True)
 
 
 def begin_staging(root: Path, step: int) -> StagingDir:
     """Creates a new empty folder to save the step into.
 
     Raises:
-        RunFolderError, MachineError: as `open_attempt` does.
+        RunFolderError, MachineError: as `open_staging` does.
     """
-    attempt = named_attempt(root, step)
-    open_attempt(attempt)
-    return attempt
+    staging = named_staging(root, step)
+    open_staging(staging)
+    return staging
 
 
 def publish(
-    attempt: StagingDir,
+    staging: StagingDir,
     facts: CheckpointInfo,
     known: Mapping[str, FileInfo] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> CheckpointEntry:
-    """Makes the attempt the step's checkpoint; every rank must have finished writing.
+    """Makes the staging directory the step's checkpoint; every rank must have finished writing.
 
     A damaged folder of the same step, which a resumed run has skipped, is set aside as `.damaged-*`; so is a link.
 
     Args:
-        attempt: Attempt from `begin_staging`.
+        staging: Directory from `begin_staging`.
         facts: Facts for the manifest, except the files.
         known: Path -> facts, for files that were hashed while they were written and are on disk; others are read and
             synced.
@@ -197,37 +197,37 @@ def publish(
             published already; raises where this run may no longer write here.
 
     Raises:
-        DataError: The attempt holds no file, or not the files in `known`.
+        DataError: The staging directory holds no file, or not the files in `known`.
         RunFolderError: The step was published in the meantime.
         AfterPublishingError: The disk refuses what follows the rename; the checkpoint is published.
-        MachineError: The disk refuses; the attempt stays unpublished.
+        MachineError: The disk refuses; the staging directory stays unpublished.
     """
-    assert facts.step == attempt.step, (facts.step, attempt.step)
-    with disk_faults(f"publish the checkpoint of step {attempt.step} in {attempt.root}"):
+    assert facts.step == staging.step, (facts.step, staging.step)
+    with disk_faults(f"publish the checkpoint of step {staging.step} in {staging.root}"):
         # The order: files on disk, then the folders that name them, then the manifest (complete), then the rename
         # (visible). After a crash between any two the step is absent or whole.
-        files = _measured_files(attempt.path, known or {})
+        files = _measured_files(staging.path, known or {})
         if not files:
-            raise DataError(f"nothing was saved in {attempt.path}; an empty checkpoint is not published")
+            raise DataError(f"nothing was saved in {staging.path}; an empty checkpoint is not published")
         manifest = Manifest(**facts.model_dump(), files=files)
-        for folder in sorted({(attempt.path / name).parent for name in files} | {attempt.path}):
+        for folder in sorted({(staging.path / name).parent for name in files} | {staging.path}):
             sync_folder(folder)
-        write_manifest(attempt.path, manifest)
-        final = attempt.root / step_name(attempt.step)
-        _refuse_published(attempt.root, attempt.step, check)
+        write_manifest(staging.path, manifest)
+        final = staging.root / step_name(staging.step)
+        _refuse_published(staging.root, staging.step, check)
         # as late as possible: only between this and the rename can another run take over unnoticed
         check()
         # lexists: a dangling link is in the way as well; rename does not replace a folder that is not empty
         if os.path.lexists(final):
-            set_aside(attempt.root, attempt.step)
-        attempt.path.rename(final)
+            set_aside(staging.root, staging.step)
+        staging.path.rename(final)
     try:
-        with disk_faults(f"write {attempt.root / LATEST_NAME}"):
+        with disk_faults(f"write {staging.root / LATEST_NAME}"):
             # the rename itself is on disk only with its folder, and `latest` must not name what a crash takes back
-            sync_folder(attempt.root)
+            sync_folder(staging.root)
             # again: a process that was suspended since the rename must not put its older name over a later one
             check()
-            write_atomically(attempt.root / LATEST_NAME, final.name + "\n")
+            write_atomically(staging.root / LATEST_NAME, final.name + "\n")
     except MachineError as fault:
         raise AfterPublishingError(f"{final} is published, but mtrain {fault}") from fault
     return CheckpointEntry(final, manifest)
@@ -296,14 +296,14 @@ def set_aside(root: Path, step: int) -> Path:
         return (root / step_name(step)).rename(root / _unique(_DAMAGED, step))
 
 
-def abandon(attempt: StagingDir) -> None:
-    """Deletes an attempt that failed."""
-    with disk_faults(f"delete {attempt.path}"):
-        _delete(attempt.path)
+def abandon(staging: StagingDir) -> None:
+    """Deletes the staging directory of a save that failed."""
+    with disk_faults(f"delete {staging.path}"):
+        _delete(staging.path)
 
 
 def clean_leftovers(root: Path) -> list[str]:
-    """Deletes what failed attempts and interrupted deletions left; returns the deleted names.
+    """Deletes what failed saves and interrupted deletions left; returns the deleted names.
 
     The holder of the run folder's lock calls it at the start of a run: no live process owns anything there then.
     """
@@ -361,7 +361,7 @@ def _unknown_folders(root: Path) -> list[Path]:
 
 
 def _unique(prefix: str, step: int) -> str:
-    # random, so that a writer that survives from an earlier attempt at this step cannot write into this one
+    # random, so that a writer that survives from an earlier save of this step cannot write into this one
     return f"{prefix}{step_name(step)}-{secrets.token_hex(4)}"
 
 

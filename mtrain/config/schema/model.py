@@ -333,7 +333,7 @@ class ModelSection(Section):
     def latent_attention_has_its_own_knobs(self) -> str | None:
         if self.mla is None:
             return "rope.interleaved=true needs model.mla; remove it" if self.rope.interleaved else None
-        return "\n".join(_refused_beside_latents(self)) or None
+        return "\n".join(_refused_with_latents(self)) or None
 
     @rule
     def norms_stand_in_one_way(self) -> str | None:
@@ -397,7 +397,7 @@ _NOT_LATENT = {
 """Keys of grouped-query attention -> why they are refused together with model.mla."""
 
 
-def _refused_beside_latents(model: ModelSection) -> Iterator[str]:
+def _refused_with_latents(model: ModelSection) -> Iterator[str]:
     for name, reason in _NOT_LATENT.items():
         value = getattr(model, name)
         if value is not None and value is not False:

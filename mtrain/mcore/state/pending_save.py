@@ -24,7 +24,7 @@ from mtrain.mcore.distributed.init import any_rank
 class PendingSave:
     """A save that has begun."""
 
-    attempt: StagingDir
+    staging: StagingDir
     state: TrainingState
     facts: CheckpointInfo
     work: Future[Any]

@@ -32,8 +32,8 @@ from mtrain.checkpoint.store.directory import (
     AfterPublishingError,
     StagingDir,
     abandon,
-    named_attempt,
-    open_attempt,
+    named_staging,
+    open_staging,
     publish,
 )
 from mtrain.checkpoint.store.manifest import (
@@ -145,7 +145,7 @@ class Saver:
         began = time.monotonic()
         model.optimizer.gather_parameters()  # else a rank would save weights from before the update
         state = self._training_state(model.optimizer, step, history)
-        attempt = on_first_rank(lambda: self._named_attempt(step))  # one folder name for all ranks
+        staging = on_first_rank(lambda: self._named_staging(step))  # one folder name for all ranks
         fault_point("snapshot", self._groups.rank, step)
         parts = local_shards(model)
         if self._config.checkpoint.async_save and not self._is_stuck():
@@ -164,8 +164,8 @@ class Saver:
             base=base_of(model),
             reference=self._config.loss.reference,
         )
-        work = started(lambda: self._write(attempt, parts), f"save-{step}")
-        self._flight = PendingSave(attempt, state, facts, work, began, time.monotonic() - began)
+        work = started(lambda: self._write(staging, parts), f"save-{step}")
+        self._flight = PendingSave(staging, state, facts, work, began, time.monotonic() - began)
         if not self._config.checkpoint.async_save:
             self.wait()
 
@@ -268,11 +268,11 @@ class Saver:
         if self._fault is not None:
             raise self._fault
 
-    def _named_attempt(self, step: int) -> StagingDir:
+    def _named_staging(self, step: int) -> StagingDir:
         """Makes the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
-        return named_attempt(self._folder, step)
+        return named_staging(self._folder, step)
 
     def _training_state(self, optimizer: Optimizer, step: int, history: BadStepHistory) -> TrainingState:
         return TrainingState(
@@ -286,9 +286,9 @@ class Saver:
             recent=history.recent,
         )
 
-    def _write(self, attempt: StagingDir, shards: Sequence[Shard]) -> Written | Finding:
+    def _write(self, staging: StagingDir, shards: Sequence[Shard]) -> Written | Finding:
         """Writes this rank's files, in a thread; writes nothing of a state that is not finite."""
-        rank, step = self._groups.rank, attempt.step
+        rank, step = self._groups.rank, staging.step
         if self._is_stuck():
             raise MachineError("the disk still holds the writer of an earlier checkpoint")
         found = non_finite(shards)
@@ -296,8 +296,8 @@ class Saver:
             return found
         with disk_faults(f"save the checkpoint of step {step}"):
             fault_point("open", rank, step)
-            open_attempt(attempt, self._check)
-            path = attempt.path / f"__{rank}_0.distcp"
+            open_staging(staging, self._check)
+            path = staging.path / f"__{rank}_0.distcp"
             try:
                 written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
             except OSError:
@@ -315,10 +315,10 @@ class Saver:
             fault_point("list", 0, step)
             for written in everyone:
                 files |= written.files
-            files |= write_metadata(flight.attempt.path, (each for written in everyone for each in written.tensors))
+            files |= write_metadata(flight.staging.path, (each for written in everyone for each in written.tensors))
             fault_point("state", 0, step)
-            write_state(flight.attempt.path, flight.state)
-            (flight.attempt.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")
+            write_state(flight.staging.path, flight.state)
+            (flight.staging.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")
             fault_point("publish", 0, step)
 
         def check() -> None:
@@ -326,7 +326,7 @@ class Saver:
             self._check()
 
         try:
-            publish(flight.attempt, flight.facts, files, check)
+            publish(flight.staging, flight.facts, files, check)
         except AfterPublishingError as fault:
             _tell(f"warning: {fault}")
 
@@ -367,7 +367,7 @@ class Saver:
             seconds = time.monotonic() - flight.began_s
             waited_s = flight.blocked_s if self._config.checkpoint.async_save else seconds
             print(
-                f"saved {flight.attempt.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
+                f"saved {flight.staging.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
                 f"{1000 * waited_s:.0f} ms",
                 flush=True,
             )
@@ -382,7 +382,7 @@ class Saver:
         self._flight, self._fault = None, fault
         if self._groups.rank == 0:
             # in a thread: deleting may take as long as writing did
-            self._cleaning = started(lambda: _abandoned(flight.attempt), "abandon")
+            self._cleaning = started(lambda: _abandoned(flight.staging), "abandon")
         if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault
         if self._groups.rank == 0:
@@ -393,10 +393,10 @@ class Saver:
         return bool(self._stuck)
 
 
-def _abandoned(attempt: StagingDir) -> None:
+def _abandoned(staging: StagingDir) -> None:
     with contextlib.suppress(MtrainError):  # the fault of the save is the one to report
-        if attempt.path.exists():
-            abandon(attempt)
+        if staging.path.exists():
+            abandon(staging)
 
 
 def _tell(text: str) -> None:

@@ -154,7 +154,7 @@ def named_reference(config: Config, named: str) -> Reference:
         raise DataError(f"loss.reference={named}: {error}") from error
     if saved is None:
         return Reference(_of_model(config, initialize_from=named), named)
-    return Reference(_beside_its_own(config, saved), named, folder)
+    return Reference(_with_its_own(config, saved), named, folder)
 
 
 def _of_model(config: Config, hf: str | None = None, initialize_from: str | None = None) -> Config:
@@ -179,7 +179,7 @@ def _adapter_run(named: Path) -> Config | None:
     return None if saved is None or saved.adapter is None else saved
 
 
-def _beside_its_own(config: Config, saved: Config) -> Config:
+def _with_its_own(config: Config, saved: Config) -> Config:
     """Returns the configuration of an adapter on the frozen model of its own run.
 
     If that model is gone, this run's is used; the fingerprint in the checkpoint verifies that they are the same.

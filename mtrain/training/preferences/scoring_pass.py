@@ -59,7 +59,7 @@ class PreferenceTotals:
         """
         return {**terms, MAIN_TERM: replace(terms[MAIN_TERM], numerator=self.numerator)}
 
-    def beside(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
+    def joined_to(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
         """Returns the terms of an evaluation with the main term, which only the first pass computes."""
         main = replace(terms[MAIN_TERM], numerator=self.numerator, denominator=self.denominator)
         return {**terms, MAIN_TERM: main}

@@ -94,7 +94,7 @@ def test_a_state_on_a_gpu_is_copied_into_pinned_memory_that_is_used_again(
         state.add_(1)
 
 
-def test_memory_that_was_expected_is_taken_beside_training_and_once(
+def test_memory_that_was_expected_is_taken_during_training_and_once(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, taken_in, taking = threading.Event(), list[str](), snapshots._memory

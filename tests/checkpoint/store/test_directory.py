@@ -17,14 +17,14 @@ from mtrain.checkpoint.store.directory import (
     begin_staging,
     checkpoint_at,
     clean_leftovers,
-    named_attempt,
+    named_staging,
     newest_good,
-    open_attempt,
+    open_staging,
     publish,
     set_aside,
 )
 from mtrain.checkpoint.store.steps import published_steps
-from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_attempt, save, write_files
+from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_staging, save, write_files
 from tests.fault_table import Notice
 from tests.messages import refuses
 
@@ -52,21 +52,21 @@ def test_a_published_checkpoint_is_found_with_its_facts(tmp_path: Path) -> None:
     assert json.loads((saved.path / "mtrain.json").read_text())["step"] == 10
 
 
-def test_an_attempt_is_not_a_checkpoint(tmp_path: Path) -> None:
-    attempt = begin_staging(tmp_path, 10)
-    write_files(attempt)
-    shutil.copy(save(tmp_path, 5).path / "mtrain.json", attempt.path)
+def test_a_staging_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
+    staging = begin_staging(tmp_path, 10)
+    write_files(staging)
+    shutil.copy(save(tmp_path, 5).path / "mtrain.json", staging.path)
     assert newest_step(tmp_path) == 5
 
 
-def test_two_attempts_at_one_step_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_saves_of_one_step_do_not_share_a_staging_directory(tmp_path: Path) -> None:
     first, second = begin_staging(tmp_path, 10), begin_staging(tmp_path, 10)
     assert first.path != second.path
     write_files(first)
     write_files(second)
-    publish_attempt(second)
+    publish_staging(second)
     with refuses(RunFolderError):
-        publish_attempt(first)
+        publish_staging(first)
     assert newest_step(tmp_path) == 10
 
 
@@ -76,13 +76,13 @@ def test_an_existing_step_is_not_begun_again(tmp_path: Path) -> None:
         begin_staging(tmp_path, 10)
 
 
-def test_an_attempt_without_files_is_not_published(tmp_path: Path) -> None:
+def test_a_staging_directory_without_files_is_not_published(tmp_path: Path) -> None:
     with refuses(DataError):
-        publish_attempt(begin_staging(tmp_path, 10))
+        publish_staging(begin_staging(tmp_path, 10))
     assert newest_step(tmp_path) is None
 
 
-def test_a_published_attempt_is_newest_by_number_not_by_name_or_time(tmp_path: Path) -> None:
+def test_what_is_published_is_newest_by_number_not_by_name_or_time(tmp_path: Path) -> None:
     for step in (100_000_000, 99_999_999, 7):
         save(tmp_path, step)
     assert published_steps(tmp_path) == [7, 99_999_999, 100_000_000]
@@ -252,34 +252,34 @@ def test_a_checkpoint_that_turned_out_to_be_unusable_is_passed_over_loudly(tmp_p
 
 def test_a_run_that_lost_its_folder_publishes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    attempt = begin_staging(tmp_path, 20)
-    write_files(attempt)
+    staging = begin_staging(tmp_path, 20)
+    write_files(staging)
 
     def check() -> None:
         raise RunFolderError("taken over")
 
     with refuses(RunFolderError):
-        publish(attempt, facts(20), check=check)
+        publish(staging, facts(20), check=check)
     assert published_steps(tmp_path) == [10]
     assert (tmp_path / "latest").read_text() == "step_00000010\n"
     # the other run may have saved the step already: it only matters that it has the folder
     save(tmp_path, 20)
     with refuses(RunFolderError):
-        publish(attempt, facts(20), check=check)
+        publish(staging, facts(20), check=check)
     with refuses(RunFolderError):
-        open_attempt(named_attempt(tmp_path, 20), check)
+        open_staging(named_staging(tmp_path, 20), check)
 
 
 def test_known_files_must_be_what_was_written(tmp_path: Path) -> None:
-    attempt = begin_staging(tmp_path, 10)
-    write_files(attempt)
-    known = {name: read_facts(attempt.path / name) for name in FILES}
-    (attempt.path / "common.pt").write_bytes(b"cut")
+    staging = begin_staging(tmp_path, 10)
+    write_files(staging)
+    known = {name: read_facts(staging.path / name) for name in FILES}
+    (staging.path / "common.pt").write_bytes(b"cut")
     with refuses(DataError):
-        publish(attempt, facts(10), known)
-    (attempt.path / "common.pt").unlink()
+        publish(staging, facts(10), known)
+    (staging.path / "common.pt").unlink()
     with refuses(DataError):
-        publish(attempt, facts(10), known)
+        publish(staging, facts(10), known)
 
 
 def test_a_damaged_step_can_be_saved_again_and_is_kept_aside(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_leftovers_of_the_dead_are_deleted_and_nothing_else(tmp_path: Path) -> N
     assert clean_leftovers(tmp_path) == []
 
 
-def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
-    attempt = begin_staging(tmp_path, 10)
-    write_files(attempt)
-    abandon(attempt)
+def test_an_abandoned_staging_directory_leaves_nothing(tmp_path: Path) -> None:
+    staging = begin_staging(tmp_path, 10)
+    write_files(staging)
+    abandon(staging)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -68,11 +68,11 @@ def test_a_run_does_not_start_anew_where_checkpoints_have_vanished(tmp_path: Pat
 @pytest.mark.fault(
     "checkpoints",
     "only folders of other names lie where checkpoints belong",
-    happens="the run does not start anew beside them",
+    happens="the run does not start anew next to them",
     exit_code=3,
 )
 @pytest.mark.parametrize("name", ["iter_0000010", "step_garbage", "step_10"])
-def test_a_run_does_not_start_anew_beside_what_it_does_not_know(tmp_path: Path, name: str, notice: Notice) -> None:
+def test_a_run_does_not_start_anew_next_to_what_it_does_not_know(tmp_path: Path, name: str, notice: Notice) -> None:
     (tmp_path / name).mkdir()
     with notice, refuses(DataError, name):
         newest_good(tmp_path)
@@ -157,12 +157,12 @@ def test_a_process_killed_at_any_point_of_a_save_leaves_a_whole_newest_checkpoin
 
 def test_a_process_killed_while_replacing_a_damaged_step_loses_no_good_one(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    attempt = begin_staging(tmp_path, 20)
-    write_files(attempt)
+    staging = begin_staging(tmp_path, 20)
+    write_files(staging)
     (tmp_path / "step_00000020").mkdir()
 
     def publish_copy() -> None:
-        publish(attempt, facts(attempt.step))
+        publish(staging, facts(staging.step))
 
     copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     seen = set()

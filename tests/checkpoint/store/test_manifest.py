@@ -63,7 +63,7 @@ def test_a_manifest_of_version_0_1_0_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "model.yaml"])
-def test_the_configuration_hash_is_that_of_the_configuration_beside_it(tmp_path: Path, name: str) -> None:
+def test_the_configuration_hash_is_that_of_the_configuration_next_to_it(tmp_path: Path, name: str) -> None:
     file = FileInfo(size_bytes=3, sha256=hashlib.sha256(b"a: ").hexdigest())
     assert parsed_manifest(written(tmp_path, files={name: file}, config_hash=file.sha256)).config_hash == file.sha256
     with refuses(ValueError, name):

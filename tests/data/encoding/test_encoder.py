@@ -61,7 +61,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 @pytest.mark.fault(
     "input",
-    "messages beside a tokenizer whose folder has no chat template",
+    "messages with a tokenizer whose folder has no chat template",
     happens="refused with file and line; data.chat_template=plain writes plain headers on purpose",
     exit_code=3,
 )

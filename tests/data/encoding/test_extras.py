@@ -60,7 +60,7 @@ def extras_of(config: Config) -> dict[tuple[int, ...], dict[str, list[float]]]:
     }
 
 
-def test_numbers_stand_beside_the_tokens_that_they_belong_to(configured: Callable[..., Config]) -> None:
+def test_numbers_stand_with_the_tokens_that_they_belong_to(configured: Callable[..., Config]) -> None:
     config = configured([TOKENS, PREDICTED, WORDS])
     for _ in range(2):  # built, then found in the cache
         found = extras_of(config)

@@ -20,7 +20,7 @@ def test_values_move_inside_their_document_alone(lengths: list[int], depth: int)
     assert moved(values, starts, depth).tolist() == expected
 
 
-def test_each_depth_predicts_the_token_behind_the_one_it_sees() -> None:
+def test_each_depth_predicts_the_token_after_the_one_it_sees() -> None:
     text = np.array([5, 6, 7, 8, 9])
     sample = shifted(text, np.array([0.0, 1.0, 0.5, 1.0]), weight=2.0)
     one, two = (mtp_sample(sample, np.zeros(4, np.int32), depth) for depth in (1, 2))

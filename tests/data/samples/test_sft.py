@@ -183,7 +183,7 @@ def test_named_keys_are_dropped_on_purpose(write_jsonl: WriteJsonl, word_tokeniz
     assert rows.sample(0, 0).weight == 0.5, "a key of the form is never dropped"
 
 
-def test_a_chat_template_beside_the_tokenizer_is_applied(
+def test_a_chat_template_next_to_the_tokenizer_is_applied(
     tmp_path: Path, write_jsonl: WriteJsonl, word_tokenizer: Path, make_config: Callable[..., Config]
 ) -> None:
     folder = tmp_path / "tokenizer"

@@ -52,7 +52,7 @@ ROWS = (
             ),
             Place(_ROUTER, "TopKRouter._apply_seq_aux_loss", "/ bsz"),
         ),
-        "losses of routers beside masked tokens, tp, cp or several rows",
+        "losses of routers with masked tokens, tp, cp or several rows",
         _has_losses,
         "fixed",
         "Their sums over text enter backward with coefficient x D_main / D_k of the whole global batch, so that the "
@@ -130,7 +130,7 @@ ROWS = (
         (f"{_FAULTS}biases_move_before_the_optimizer_refuses_the_step", f"{_OURS}biases_move_with_the_weights_alone"),
     ),
     KnownIssue(
-        "padding masks behind the first stage",
+        "padding masks after the first stage",
         "Sequence parallelism cuts the padding mask on the first pipeline stage only: on all others routers get the "
         "mask of whole rows.",
         (

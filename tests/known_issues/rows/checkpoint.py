@@ -73,7 +73,7 @@ ROWS = (
     ),
     KnownIssue(
         "checkpoints run code",
-        "The metadata and every object beside the tensors are unpickled, which runs whatever they name.",
+        "The metadata and every object besides the tensors are unpickled, which runs whatever they name.",
         (
             Place(
                 "dist_checkpointing/strategies/torch.py",

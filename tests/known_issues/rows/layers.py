@@ -156,7 +156,7 @@ ROWS = (
     ),
     KnownIssue(
         "documents and TransformerEngine",
-        "TransformerEngine's attention passes over a mask beside its causal one, so attention would cross the "
+        "TransformerEngine's attention passes over a mask other than its causal one, so attention would cross the "
         "documents of a row.",
         (
             Place(

@@ -91,7 +91,7 @@ ROWS = (
         "multi-head latent attention with tp > 1 and qk_layernorm",
         _latents_are_copied,
         "fixed",
-        "The field stays off beside latents (model.qk_norm is refused); they are always normalised.",
+        "The field stays off with latents (model.qk_norm is refused); they are always normalised.",
         (*_HERE, "mtrain/config/schema/model.py"),
         (f"{_TESTS}the_flag_of_normalised_queries_sums_their_gradient_twice", _OURS),
     ),

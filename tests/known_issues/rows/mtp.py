@@ -82,7 +82,7 @@ ROWS = (
         ),
     ),
     KnownIssue(
-        "tied embeddings beside depths",
+        "tied embeddings with depths",
         "With a pipeline and tied embeddings the last stage also allocates an output table that nothing uses, and no "
         "checkpoint can be described: an AssertionError that names dictionary keys.",
         (

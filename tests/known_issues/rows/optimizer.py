@@ -90,7 +90,7 @@ ROWS = (
     KnownIssue(
         "states shifted by padding",
         "The form that fits every layout takes buckets together without their padding, but looks parameters up in the "
-        "padded buffer: states behind the first padding are those of other parameters.",
+        "padded buffer: states after the first padding are those of other parameters.",
         (
             Place(
                 _DISTRIBUTED,
@@ -108,6 +108,6 @@ ROWS = (
         "fixed",
         "States are gathered bucket by bucket, each parameter from its place in its bucket.",
         ("mtrain/mcore/engine/optimizer_state.py",),
-        (issue_test("states_behind_padding_are_their_own"),),
+        (issue_test("states_after_padding_are_their_own"),),
     ),
 )

@@ -27,7 +27,7 @@ MIXED = config(adapter={"rank": 3, "targets": ["qkv", "fc2", "experts"]}, model_
 
 @pytest.mark.fault(
     "checkpoints",
-    "the frozen model beside saved adapters has changed by a bit",
+    "the frozen model of saved adapters has changed by a bit",
     happens="its fingerprint is another one: the resumption is refused, and both origins are named",
     exit_code=3,
 )

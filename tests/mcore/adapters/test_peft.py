@@ -156,7 +156,7 @@ def judged(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.filterwarnings("ignore:.*were not initialized")
-def test_a_head_beside_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path) -> None:
+def test_a_head_with_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path) -> None:
     """The base is a language model, so its head starts at random on either side."""
     hf, adapter, layout = tmp_path / "hf", LORA | {"targets": ["q_proj", "v_proj", "fc1"]}, Layout(tp=2, pp=2)
     save("llama", hf, torch.float32, **LAYERS)

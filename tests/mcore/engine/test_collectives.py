@@ -72,7 +72,7 @@ def small(case: Case, numbers: int, stages: int = 1) -> dict[tuple[str, int], in
 
 
 @pytest.mark.parametrize("case", EACH_AXIS, ids=str)
-def test_no_collective_beside_those_of_a_step_without_normalisation(pool: Pool, case: Case) -> None:
+def test_no_collective_but_those_of_a_step_without_normalisation(pool: Pool, case: Case) -> None:
     for steps, _ in steps_of_all_ranks(pool, case, *ONE_TERM_AND_TWO):
         assert added_by(steps["ours"], steps["bare"]) == small(case, numbers=10)
         assert added_by(steps["bare"], steps["ours"]) == NORM

@@ -173,7 +173,7 @@ def test_two_passes_at_a_time_do_not_mix(block: Block) -> None:
     assert all(torch.equal(*pair) for pair in zip(gradients(block), expected, strict=True))
 
 
-def test_a_layer_comes_back_while_the_one_behind_it_is_in_backward(
+def test_a_layer_comes_back_while_the_one_after_it_is_in_backward(
     block: Block, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -200,7 +200,7 @@ def test_a_layer_comes_back_while_the_one_behind_it_is_in_backward(
     ]
 
 
-def test_without_gradients_and_behind_a_failed_pass_nothing_moves(block: Block) -> None:
+def test_without_gradients_and_after_a_failed_pass_nothing_moves(block: Block) -> None:
     move_activations([block], 4, CPU)
     with Copies() as copies:
         with torch.no_grad():

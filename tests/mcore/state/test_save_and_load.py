@@ -284,12 +284,12 @@ def test_a_checkpoint_of_another_run_is_refused_by_all_ranks(pool: Pool, half: A
 
 def republished(folder: Path, change: Callable[[Path], Any], root: Path) -> Path:
     """Publishes the same checkpoint in another folder, changed before publication, so that the manifest agrees."""
-    attempt = begin_staging(root, 2)
-    shutil.copytree(folder / step_name(2), attempt.path, dirs_exist_ok=True)
-    (attempt.path / "mtrain.json").unlink()
-    change(attempt.path)
+    staging = begin_staging(root, 2)
+    shutil.copytree(folder / step_name(2), staging.path, dirs_exist_ok=True)
+    (staging.path / "mtrain.json").unlink()
+    change(staging.path)
     publish(
-        attempt, CheckpointInfo.model_validate(load_entry(folder / step_name(2)).manifest.model_dump(include=FACTS))
+        staging, CheckpointInfo.model_validate(load_entry(folder / step_name(2)).manifest.model_dump(include=FACTS))
     )
     return root
 

@@ -85,7 +85,7 @@ TRIALS = {
             },
         },
     ),
-    "a bias of the choice beside a softmax": Trial(
+    "a bias of the choice with a softmax": Trial(
         case(2, dp=2, ep=2),
         (rows(1.0),),
         SEQ16

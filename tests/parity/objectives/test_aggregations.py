@@ -56,7 +56,7 @@ TOGETHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES[2:], ids=str)
-def test_all_aggregations_beside_each_other(pool: Pool, case: Case) -> None:
+def test_all_aggregations_together(pool: Pool, case: Case) -> None:
     batches, config = weighted_steps()[:1], case.config(**TOGETHER)
     outcome, exact = run_case(pool, case, batches, **TOGETHER), run_oracle(config, batches)
     deviation(outcome, exact, config).assert_below()
@@ -72,7 +72,7 @@ def test_aggregations_with_fractional_weights_and_empty_sequences(pool: Pool, ro
 
 @pytest.mark.parametrize("aggregation", SEQUENCE_MEANS)
 def test_empty_sequences_count_where_the_configuration_says_so(aggregation: str) -> None:
-    """Tests the oracle, with which `test_all_aggregations_beside_each_other` compares."""
+    """Tests the oracle, with which `test_all_aggregations_together` compares."""
     oracle = run_oracle(CASES[1].config(**counting_empty_ones(aggregation)), two_steps())
     assert [step.denominators["main"] for step in oracle] == [16.0, 16.0]
     excluded = run_oracle(CASES[1].config(**knobs(aggregation)), two_steps())

@@ -123,7 +123,7 @@ UNMARKED = "tests.parity.losses:preference"
 
 @pytest.mark.fault(
     "input",
-    "a number as loss.chunk_tokens beside a loss function that may look at whole sequences",
+    "a number as loss.chunk_tokens with a loss function that may look at whole sequences",
     happens="refused before the run starts, naming the function and its term",
     exit_code=2,
 )

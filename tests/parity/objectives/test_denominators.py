@@ -65,7 +65,7 @@ def test_small_and_large_denominators_in_half_precision(pool: Pool, changes: dic
     assert worst_distance(step.gradients, exact, one.config(**changes)) < bound
 
 
-def test_router_terms_beside_a_small_denominator_are_exact(pool: Pool) -> None:
+def test_router_terms_with_a_small_denominator_are_exact(pool: Pool) -> None:
     one, batches = lean(case(tp=2, sp=True, etp=2)), [weighted(batch, SMALL) for batch in padded_steps()[:1]]
     config = one.config(**SOFTMAX)
     deviation(run_case(pool, one, batches, **SOFTMAX), run_oracle(config, batches), config).assert_below()

@@ -68,7 +68,7 @@ OTHERS: list[tuple[str, dict[str, Any], list[Any], Case]] = [
     ("padded", JUDGED, padded_steps(), case(4, cp=2)),
     ("documents", JUDGED | {"data__isolate_documents": True}, documents_steps(), case(2, cp=2)),
     (
-        "beside tokens",
+        "next to tokens",
         {"loss__side_terms": {"judged": {"function": PREFERENCE, "options": {"slope": SLOPE}, "coefficient": 0.3}}},
         two_steps(),
         case(2, tp=2, sp=True, cp=2),
@@ -88,7 +88,7 @@ DAY: list[tuple[str, dict[str, Any], list[Any], Case]] = [
     ("padded", JUDGED, padded_steps(), case(2, cp=2)),
     ("weighted", JUDGED, weighted_steps(), case(2, cp=2, cp_comm="ulysses", dp=2)),
     ("by tokens", JUDGED | {"loss__aggregation": "token-mean"}, two_steps(), case(2, cp=2, cp_comm="ulysses", dp=2)),
-    ("beside tokens", OTHERS[5][1], two_steps(), case(2, tp=2, sp=True, cp=2)),
+    ("next to tokens", OTHERS[5][1], two_steps(), case(2, tp=2, sp=True, cp=2)),
     (
         "empty ones included, recomputed",
         JUDGED | {"loss__empty_sequences": "include", "train__recompute": "full"},

@@ -58,7 +58,7 @@ def test_an_exchange_takes_as_long_as_its_slower_link() -> None:
     assert exchanged(IDEAL, Group(1, 1), 8e9).seconds == 0
 
 
-def test_hops_of_a_ring_travel_behind_the_products_of_the_hop_before() -> None:
+def test_hops_of_a_ring_travel_during_the_products_of_the_hop_before() -> None:
     def costs(seq: int) -> tuple[layers.LayerCost, layers.LayerCost]:
         data = {"kind": "mock", "seq_length": seq}
         ring, gathers = (

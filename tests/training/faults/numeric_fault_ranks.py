@@ -57,12 +57,12 @@ def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
     for part in parts:
         if part.key == "decoder.final_layernorm.weight":
             part.data.view(-1)[0] = torch.nan
-    attempt = begin_staging(Path(config.run.dir) / "checkpoints", step)
-    written = write_shards(attempt.path / "__0_0.distcp", parts)
-    write_metadata(attempt.path, written.tensors)
+    staging = begin_staging(Path(config.run.dir) / "checkpoints", step)
+    written = write_shards(staging.path / "__0_0.distcp", parts)
+    write_metadata(staging.path, written.tensors)
     batch_size, vocab_size = config.train.global_batch_size, config.model.vocab_size
     write_state(
-        attempt.path,
+        staging.path,
         TrainingState(
             step=step,
             consumed_samples=step * batch_size,
@@ -73,4 +73,4 @@ def publish_unchecked(groups: Groups, config: Config, step: int) -> None:
             vocab_size=vocab_size,
         ),
     )
-    publish(attempt, CheckpointInfo(step=step, layout=str(groups.layout), config_hash="", versions={}))
+    publish(staging, CheckpointInfo(step=step, layout=str(groups.layout), config_hash="", versions={}))

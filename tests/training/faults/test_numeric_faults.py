@@ -137,7 +137,7 @@ def test_a_state_that_is_not_finite_is_never_published(
         assert whole(tmp_path) == [5]
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["beside training", "waiting"])
+@pytest.mark.parametrize("is_async", [True, False], ids=["during training", "waiting"])
 @pytest.mark.fault(
     "numbers",
     "finite weights that no step can follow are saved",

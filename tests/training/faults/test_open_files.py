@@ -12,11 +12,11 @@ from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
-from tests.training.faults import surroundings_ranks as ranks
+from tests.training.faults import environment_ranks as ranks
 from tests.training.test_trainer import numbers
 
 
-@pytest.mark.parametrize("changes", [{}, {"checkpoint.async_save": False}], ids=["beside training", "waiting"])
+@pytest.mark.parametrize("changes", [{}, {"checkpoint.async_save": False}], ids=["during training", "waiting"])
 @pytest.mark.fault(
     "disk",
     "a rank has no file descriptor left (EMFILE) for some steps",

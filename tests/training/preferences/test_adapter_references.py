@@ -222,7 +222,7 @@ def test_a_folder_of_peft_is_compared_with(pool: Pool, folder: Path, reference: 
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-def test_a_run_of_adapters_is_compared_with_beside_its_own_frozen_model(pool: Pool, folder: Path) -> None:
+def test_a_run_of_adapters_serves_as_reference_with_its_own_frozen_model(pool: Pool, folder: Path) -> None:
     """The reference is a run of adapters, the policy another whole model: the first loss is DPO's, in float64."""
     torch.manual_seed(5)
     described = LlamaConfig(**SIZES, num_attention_heads=4, rms_norm_eps=1e-5, initializer_range=0.3)

@@ -151,7 +151,7 @@ def test_a_stand_in_passes_where_nothing_is_planted(config: Config) -> None:
     assert drill(config, max_ranks=1, program=StandIn).passed
 
 
-def test_faults_are_planted_behind_one_stop(config: Config, tmp_path: Path) -> None:
+def test_faults_are_planted_after_one_stop(config: Config, tmp_path: Path) -> None:
     path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     run_dir.mkdir()
     metrics = run_dir / "metrics.jsonl"

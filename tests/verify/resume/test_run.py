@@ -165,7 +165,7 @@ def test_momenta_of_muon_are_resumed_on_any_layout(
         assert compared["exp_avg_sq"] == set(check.tensors) - matrices
 
 
-def test_a_curriculum_goes_on_over_a_border_behind_the_stop(kept: KeptPool, tmp_path: Path) -> None:
+def test_a_curriculum_goes_on_over_a_border_after_the_stop(kept: KeptPool, tmp_path: Path) -> None:
     """Samples of every step are compared with the definition of their order, also in the resumed run."""
     for number, name in enumerate(("first", "late")):
         with writing_corpus(str(tmp_path / name), vocab_size=64) as writer:

@@ -14,7 +14,7 @@ from tests.data.conftest import word_tokenizer
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
-from tests.training.faults import numeric_fault_ranks, surroundings_ranks
+from tests.training.faults import environment_ranks, numeric_fault_ranks
 from tests.training.faults.test_bad_steps import steps_of
 
 __all__ = ["word_tokenizer"]
@@ -33,7 +33,7 @@ def test_a_wall_clock_that_jumps_changes_no_number(pool: Pool, tmp_path: Path, n
     for ending in pool.run(numeric_fault_ranks.run, Layout(dp=2), sound):
         assert ending.exit_code == 0, ending.message
     with notice:
-        endings = pool.run(surroundings_ranks.run_with_jumping_clock, Layout(dp=2), jumping)
+        endings = pool.run(environment_ranks.run_with_jumping_clock, Layout(dp=2), jumping)
     for found in endings:
         assert found.ending.exit_code == 0, found.ending.message
         assert found.looks > 10, "the run has looked at it"
