@@ -99,7 +99,7 @@ def our_logits(entry: CheckpointEntry, model: ModelSection, groups: Groups, toke
     `main`."""
     config = _config(model)
     chunks = build_frozen_model(config, groups)
-    load_frozen_weights(entry, chunks, groups, config, main)
+    load_frozen_weights(entry, chunks, groups, config.model, main)
     batch = Microbatch(
         tokens=tokens,
         labels=tokens,

@@ -94,7 +94,7 @@ def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_f
     """
     saved = checkpoint_config(entry.path)
     found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step)
-    fingerprint = change_of_data(entry, data, config, found)
+    fingerprint = change_of_data(entry, data, config.checkpoint, found)
     new = [*found, fingerprint] if fingerprint is not None else found
     return (
         *entry.manifest.changes,
@@ -103,14 +103,14 @@ def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_f
 
 
 def change_of_data(
-    entry: CheckpointEntry, data: KnownData, config: Config, found: Sequence[Change] = ()
+    entry: CheckpointEntry, data: KnownData, checkpoint: CheckpointSection, found: Sequence[Change] = ()
 ) -> Change | None:
     """Returns the change of training data with another fingerprint; None if they are the same, even if they were moved.
 
     Args:
         entry: Checkpoint that the run resumes from.
         data: Training data of this start.
-        config: Configuration of this start.
+        checkpoint: Section with what may change.
         found: Keys that changed with consent; a key of `data` explains another fingerprint.
 
     Raises:
@@ -124,9 +124,9 @@ def change_of_data(
     if any(same_fingerprint(past, known_until(each, entry.step)) for each in known):
         return None  # data.packing may change without consent, and all samples so far were the same
     if has_phases(saved) or has_phases(data.fingerprint):
-        return _change_of_curriculum(entry, saved, known, config.checkpoint, found)
+        return _change_of_curriculum(entry, saved, known, checkpoint, found)
     is_explained = any(each.key.startswith("data.") for each in found)
-    if is_explained or is_permitted(DATA, config.checkpoint.allow_changed):
+    if is_explained or is_permitted(DATA, checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
     _refuse_other_windows(saved, data.fingerprint, entry)
     if _without_references(saved) == _without_references(data.fingerprint):

@@ -31,7 +31,7 @@ def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:
 def weights(groups: Groups, checkpoint: Path, config: Config) -> dict[str, Any]:
     """Returns all weights by global name after loading; on rank 0, else empty."""
     chunks = build_frozen_model(config, groups)
-    load_frozen_weights(load_entry(checkpoint), chunks, groups, config)
+    load_frozen_weights(load_entry(checkpoint), chunks, groups, config.model)
     return gathered(chunks, groups)
 
 

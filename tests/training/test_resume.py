@@ -116,10 +116,10 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, notice: Notice) -> No
         (staging.path / "file").write_text("x")
         return publish(staging, CheckpointInfo(step=step, layout="", config_hash="", versions={}, dataset=dataset))
 
-    assert change_of_data(entry(1, loader.fingerprint), loader, configured()) is None
-    assert change_of_data(entry(2, None), other, configured()) is None
+    assert change_of_data(entry(1, loader.fingerprint), loader, configured().checkpoint) is None
+    assert change_of_data(entry(2, None), other, configured().checkpoint) is None
     with notice, refuses(DataError, "step_00000003", "initialize_from"):
-        change_of_data(entry(3, loader.fingerprint), other, configured())
+        change_of_data(entry(3, loader.fingerprint), other, configured().checkpoint)
     assert notice.exit_code == DataError.exit_code
 
 

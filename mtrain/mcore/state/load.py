@@ -151,7 +151,7 @@ def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
     on_first_rank(lambda: _refuse_adapters(entry))
     # adapters are not part of a model that a run starts from
     places = base_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
-    _read_weights(entry, places, model.config, filler_of(model.optimizer))
+    _read_weights(entry, places, model.config.model, filler_of(model.optimizer))
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
     base = base_of(model)
     on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
     places = checkpoint_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
-    _read_weights(entry, places, model.config, filler_of(model.optimizer))
+    _read_weights(entry, places, model.config.model, filler_of(model.optimizer))
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:
@@ -188,7 +188,7 @@ def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
 
 @torch.no_grad()
 def load_frozen_weights(
-    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, config: Config, main: bool = True
+    entry: CheckpointEntry, chunks: Sequence[torch.nn.Module], groups: Groups, model: ModelSection, main: bool = True
 ) -> None:
     """Fills a model without optimizer, as `load_weights` fills one with it. Collective over the world.
 
@@ -196,7 +196,7 @@ def load_frozen_weights(
         entry: Checkpoint from the checkpoint directory; of any layout.
         chunks: This rank's model chunks.
         groups: The process groups.
-        config: Configuration of this run.
+        model: Section of the architecture.
         main: Whether to read the float32 main weights where they exist, rather than those that computed.
 
     Raises:
@@ -204,20 +204,20 @@ def load_frozen_weights(
     """
     on_first_rank(lambda: _refuse_adapters(entry))
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
-    _read_weights(entry, places, config, fill, main)
+    _read_weights(entry, places, model, fill, main)
 
 
 def _read_weights(
     entry: CheckpointEntry,
     places: Sequence[ShardedParameter],
-    config: Config,
+    model: ModelSection,
     use: Callable[[Tensor, Tensor], None],
     main: bool = True,
 ) -> None:
-    on_first_rank(lambda: _read_state(entry, config.model))
+    on_first_rank(lambda: _read_state(entry, model))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
     naming = Naming(saved, main)
-    read_weights(saved, places, config.model, naming.key_of, naming.may_be_left, use)
+    read_weights(saved, places, model, naming.key_of, naming.may_be_left, use)
 
 
 class Naming:
@@ -245,14 +245,14 @@ class Naming:
         return is_other or is_state or (self._main and optimizer_key(MAIN, key) in self._saved.tensors)
 
 
-def check_entry(entry: CheckpointEntry, config: Config) -> None:
+def check_entry(entry: CheckpointEntry, model: ModelSection) -> None:
     """Compares a checkpoint's metadata with the run that starts from its weights.
 
     Raises:
         DataError: The checkpoint holds adapters alone, is damaged, or has another vocabulary.
     """
     _refuse_adapters(entry)
-    _read_state(entry, config.model)
+    _read_state(entry, model)
 
 
 def read_weights(

@@ -231,7 +231,7 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
     Raises:
         DataError: The checkpoint is damaged, or of another model.
     """
-    check_entry(entry, config)
+    check_entry(entry, config.model)
     saved = CheckpointTensors(entry.path)
     table = None if isinstance(config.model.output, HeadOutput) else _table(config)
     if table is None:

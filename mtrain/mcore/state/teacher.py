@@ -60,7 +60,7 @@ class Teacher:
         # the same ranks and groups; only the division of layers into stages may differ
         own = replace(groups, layout=layout)
         chunks = build_frozen_model(config, own)
-        load_frozen_weights(entry, chunks, own, config)
+        load_frozen_weights(entry, chunks, own, config.model)
         return cls(config, chunks, groups)
 
     def logits_of(self, batches: Sequence[Microbatch]) -> LogitsOf:

@@ -249,9 +249,9 @@ def label_log_probs(
 
 
 @torch.no_grad()
-def head_values(logits: Logits, config: Config, groups: Groups) -> Tensor:
+def head_values(logits: Logits, model: ModelSection, groups: Groups) -> Tensor:
     """Returns the number that a head of one label computes per token, [batch, seq] float32; no collective over TP."""
-    return vocab_parallel(logits.main.whole(), config.model, groups).logsumexp()
+    return vocab_parallel(logits.main.whole(), model, groups).logsumexp()
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:

@@ -20,7 +20,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
-from mtrain.config.schema.data import FilesSection
+from mtrain.config.schema.data import AnyData, FilesSection
 from mtrain.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
@@ -105,7 +105,7 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
         "checkpoint": {"interval_steps": steps - 2, "async_save": config.checkpoint.async_save},
         "metrics": {"tensorboard": False},
     }
-    if _can_validate(config):
+    if _can_validate(config.data):
         also["valid"] = {"interval_steps": steps - 4, "max_samples": _VALID_SAMPLES}
     shrunk = with_loss_tokens(lambda length: _with_own_data(config, trial, length, also), config)
     return shrunk, prepared(trial, shrunk.config)
@@ -122,8 +122,7 @@ def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, di
     return small(config, [trial], length, also | own, FEW_SAMPLES)
 
 
-def _can_validate(config: Config) -> bool:
-    data = config.data
+def _can_validate(data: AnyData) -> bool:
     return not isinstance(data, FilesSection) or bool(data.valid) or (data.split is not None and data.split[1] > 0)
 
 
