@@ -24,7 +24,7 @@ TextInputs = Annotated[
     list[Path], typer.Argument(metavar="INPUT...", help="Text files, .jsonl files, folders.", show_default=False)
 ]
 GlobOption = Annotated[str, typer.Option(help="Which files of a folder are read.")]
-TextKeyOption = Annotated[str, typer.Option(help="Where the text stands in JSONL.")]
+TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -20,7 +20,8 @@ _WorldSize = Annotated[
     typer.Option(min=1, help="Ranks of the run; by default those that a file says it is for.", show_default=False),
 ]
 _GpuMemory = Annotated[
-    str | None, typer.Option(help="Of one GPU, as 80GiB: whether the run fits, or what to change.", show_default=False)
+    str | None,
+    typer.Option(help="Memory of one GPU, such as 80GiB: whether the run fits, or what to change.", show_default=False),
 ]
 _WithoutFiles = Annotated[
     bool, typer.Option("--without-files", help="Do not look at files and disks: the run is for another machine.")

@@ -39,8 +39,8 @@ class Dtype(StrEnum):
 HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
 OutOption = Annotated[Path, typer.Option(help="Folder to make; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of the tensors that are written.")]
-WorkersOption = Annotated[int, typer.Option(min=1, help="Files in work at once.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the written tensors.")]
+WorkersOption = Annotated[int, typer.Option(min=1, help="Number of files to work on at once.")]
 LogitsOption = Annotated[
     bool, typer.Option("--check-logits", help="Run both models on random tokens and compare; needs transformers.")
 ]
@@ -85,7 +85,10 @@ def export(
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="The adapter alone, as a folder of PEFT, and not merged with its model.")
+        bool,
+        typer.Option(
+            "--adapter", help="Export the adapter alone, as a PEFT folder, instead of merging it into its model."
+        ),
     ] = False,
 ) -> None:
     """A checkpoint -> Hugging Face, adapters merged. float32 takes the main weights of a run."""
@@ -127,7 +130,11 @@ def verify(
 
 
 @convert_app.command()
-def inspect(path: Annotated[Path, typer.Argument(metavar="DIR", help="Either kind.", show_default=False)]) -> None:
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of Hugging Face.", show_default=False)
+    ],
+) -> None:
     """Says what a folder or a checkpoint holds, from headers alone."""
     with one_message():
         from mtrain.convert.inspecting import print_contents

@@ -18,7 +18,7 @@ PARTS = ("configs", "launch")
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made where it is missing.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Created if it is missing.", show_default=False)],
 ) -> None:
     """Copies the configurations and the launch scripts that mtrain ships with; overwrites nothing."""
     with one_message():

@@ -121,7 +121,7 @@ def verify(path: PathArgument) -> None:
 def data(
     run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
     step: Annotated[int | None, typer.Option(min=1, help="Lists the samples of one step.")] = None,
-    source: Annotated[str | None, typer.Option(help="Only this one of data.train, by its path.")] = None,
+    source: Annotated[str | None, typer.Option(help="Only this source of data.train, by its path.")] = None,
 ) -> None:
     """Which samples a run has trained: by source and epoch, or in one step; whether any was repeated or lost."""
     with one_message():

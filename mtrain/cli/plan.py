@@ -34,18 +34,20 @@ _Models = Annotated[
 ]
 _Gpus = Annotated[int, typer.Option(min=1, help="GPUs of the run.", show_default=False)]
 _Memory = Annotated[
-    str | None, typer.Option(help="Of one GPU, as 80GiB; by default that of --gpu.", show_default=False)
+    str | None, typer.Option(help="Memory of one GPU, such as 80GiB; by default that of --gpu.", show_default=False)
 ]
-_Seq = Annotated[int | None, typer.Option(min=2, help="Tokens of a sample (data.seq_length).", show_default=False)]
-_Batch = Annotated[int | None, typer.Option(min=1, help="Samples of a step.", show_default=False)]
+_Seq = Annotated[int | None, typer.Option(min=2, help="Tokens per sample (data.seq_length).", show_default=False)]
+_Batch = Annotated[int | None, typer.Option(min=1, help="Samples per step.", show_default=False)]
 _Gpu = Annotated[str, typer.Option(help="a100, h100, h800, h200 or b200.", rich_help_panel=_HARDWARE)]
 _PerNode = Annotated[int, typer.Option(min=1, help="GPUs of a node.", rich_help_panel=_HARDWARE)]
 _Tflops = Annotated[float | None, typer.Option(min=0.1, help="Dense bf16 peak.", rich_help_panel=_HARDWARE)]
 _Nvlink = Annotated[float | None, typer.Option(min=0.1, help="GB/s, one direction.", rich_help_panel=_HARDWARE)]
-_Network = Annotated[float | None, typer.Option(min=0.1, help="GB/s of a GPU's card.", rich_help_panel=_HARDWARE)]
+_Network = Annotated[
+    float | None, typer.Option(min=0.1, help="GB/s of a GPU's network card.", rich_help_panel=_HARDWARE)
+]
 _Top = Annotated[int, typer.Option(min=1, max=50, help="Layouts to show.")]
-_Write = Annotated[Path | None, typer.Option(help="Write the first as a configuration.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", help="Print for programs.")]
+_Write = Annotated[Path | None, typer.Option(help="Write the first layout as a configuration.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def plan(

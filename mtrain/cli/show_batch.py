@@ -22,8 +22,8 @@ _STYLES = ("black on green", "black on cyan", "black on yellow", "black on magen
 
 def show_batch(
     arguments: ConfigArguments,
-    step: Annotated[int, typer.Option(min=1, help="As in metrics.jsonl, counted from 1.")] = 1,
-    samples: Annotated[int, typer.Option(min=1, help="How many of the step are shown.")] = 8,
+    step: Annotated[int, typer.Option(min=1, help="Step, counted from 1 as in metrics.jsonl.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples to show.")] = 8,
     html: Annotated[Path | None, typer.Option(help="Also writes a page with the weight of every token.")] = None,
 ) -> None:
     """Shows the samples of a step: what is trained, where documents begin, what tokens weigh; loads no torch."""

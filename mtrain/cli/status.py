@@ -17,9 +17,9 @@ def status(
         list[str],
         typer.Argument(metavar="RUN...", help="Run folders, folders of them, patterns in quotes.", show_default=False),
     ],
-    watch: Annotated[bool, typer.Option("--watch", help="Shows it again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: a list, on one line each time.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes with --watch.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, on one line each time.")] = False,
 ) -> None:
     """Shows step, remaining time, loss, speed, memory, ranks, last checkpoint and alarms of runs as they go on."""
     with one_message():

@@ -41,11 +41,11 @@ def tokenize(
         Path, typer.Option(help="A sentencepiece .model, a tokenizer.json, or their folder.", show_default=False)
     ],
     output_prefix: Annotated[
-        str, typer.Option(help="Where the pair is written, without .bin and .idx.", show_default=False)
+        str, typer.Option(help="Path of the pair to write, without .bin and .idx.", show_default=False)
     ],
     glob: GlobOption = "**/*.txt",
     text_key: TextKeyOption = "text",
-    workers: Annotated[int, typer.Option(min=1, help="Processes; the output does not depend on it.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes; the output does not depend on it.")] = 1,
     append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
     fast: Annotated[
         bool, typer.Option("--fast", help="Encode by gigatoken, compared on the way; byte-level tokenizer.json only.")

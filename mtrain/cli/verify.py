@@ -43,7 +43,7 @@ class VerifyOptions:
         str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3
-    max_ranks: Annotated[int, typer.Option(min=1, help="Most ranks of a layout; on GPUs, one each.")] = 8
+    max_ranks: Annotated[int, typer.Option(min=1, help="Largest number of ranks of a layout; on GPUs, one each.")] = 8
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for the report as JSON and HTML; by default the verb's name below run.dir."),
@@ -51,7 +51,9 @@ class VerifyOptions:
     inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plants a known fault, to see it found.")] = None
     list_injections: Annotated[
         bool,
-        typer.Option("--list-injections", is_eager=True, callback=_list_injections, help="Names for --inject."),
+        typer.Option(
+            "--list-injections", is_eager=True, callback=_list_injections, help="List the names for --inject."
+        ),
     ] = False
 
     def request(self) -> dict[str, Any]:

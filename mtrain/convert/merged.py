@@ -193,7 +193,7 @@ class MergedTensors:
         if shown(total) != base.fingerprint:
             raise DataError(
                 f"the frozen model ({base.origin}) is not the one that the adapters of {self.folder} were trained "
-                f"beside (fingerprint {shown(total)}, not {base.fingerprint}); restore it"
+                f"on (fingerprint {shown(total)}, not {base.fingerprint}); restore it"
             )
 
 

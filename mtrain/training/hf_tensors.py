@@ -147,7 +147,7 @@ class HfTensors:
         key, adapter = filled.key, self._config.adapter if self._content == "merged" else None
         names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
         merging = None if adapter is None else Merging(self._config, adapter)
-        beside = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
+        sources = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
         dtype = self._whole.kinds[next(iter(names.values()))].dtype
         if merging is not None:  # a frozen base may be held in lower precision than the run computes in
             dtype = dtype_outside(key, DTYPES[self._config.train.precision])
@@ -169,7 +169,7 @@ class HfTensors:
             return [torch.cat(list(stream_tensor(each, key, read))).view(each.shape) for each in filled.tensors]
 
         tensors = [NamedKind(each.name, TensorKind(dtype, each.shape)) for each in filled.tensors]
-        return _Unit([*names.values(), *beside], tensors, make)
+        return _Unit([*names.values(), *sources], tensors, make)
 
     def _adapter_units(self, family: Family) -> Iterator[_Unit]:
         adapter = self._config.adapter
