@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from tests.known_issues.rows import GROUPS, TABLE, VERSION, KnownIssue
+from tests.known_issues.rows.row import VERSIONS
 from tests.paths import DOCS
 
 COMMAND = "python -m tests.known_issues.page"
@@ -26,7 +27,8 @@ and what happens here:
 Every row names the tests that show the fault in plain Megatron-Core, on CPU ranks, and its absence here. Two kinds of
 row are read from the sources and not shown: those on schedules that are not built, and the one that says it needs a
 GPU. Their tests show that they are refused. A test also looks for a line that each row quotes in the named function of
-the installed sources, so an upgrade shows what changed.
+the installed sources, so an upgrade shows what changed. All rows were looked up in {VERSIONS[1]}, too; some are gone
+there.
 """
 
 
@@ -58,7 +60,9 @@ def _sections() -> Iterator[str]:
 def _entry(row: KnownIssue) -> Iterator[str]:
     yield f"\n### {row.name[0].upper()}{row.name[1:]}\n"
     yield f"{row.fault}\n"
-    yield f"- Where: {_code(dict.fromkeys(map(str, row.places)))}"
+    yield f"- Where: {_code(dict.fromkeys(map(str, row.places_in(VERSION))))}"
+    if row.gone_in is not None:
+        yield f"- Gone in {row.gone_in}"
     yield f"- When: {row.condition}"
     yield f"- Here: **{row.outcome}**. {row.here} ({_code(row.modules)})"
     yield f"- Shown by: {_code(row.tests)}"

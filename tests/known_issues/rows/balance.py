@@ -44,6 +44,14 @@ ROWS = (
                 _ROUTER,
                 "TopKRouter.attach_and_log_load_balancing_loss",
                 "num_tokens = valid_token_count if valid_token_count is not None else activation.shape[0]",
+                "0.16.1",
+            ),
+            # what it multiplies by is the number of tokens without padding, not of tokens with a loss
+            Place(
+                _ROUTER,
+                "TopKRouter.attach_and_log_load_balancing_loss",
+                "num_local_tokens = (",
+                "0.19.2",
             ),
             Place(
                 _ROUTER,
@@ -158,5 +166,6 @@ ROWS = (
         "router without its mask stops the run.",
         ("mtrain/mcore/model/transformer_config.py", _BALANCE),
         (f"{_FAULTS}layers_beyond_the_recomputed_ones_lose_the_padding_mask", _PARITY),
+        gone_in="0.19.2",
     ),
 )

@@ -38,8 +38,9 @@ ROWS = (
         "A save spawns a manager on each rank, which imports the main script again, and forks writers, for whose end "
         "it waits for ever if one is killed.",
         (
-            Place(_WRITER, "_get_write_results_queue", "_results_queue = ctx.Manager().Queue()"),
-            Place(_WRITER, "FileSystemWriterAsync.write_preloaded_data_multiproc", "count_queue.join()"),
+            Place(_WRITER, "_get_write_results_queue", "_results_queue = ctx.Manager().Queue()", "0.16.1"),
+            Place(_WRITER, "get_write_results_queue", "_results_queue = ctx.Manager().Queue()", "0.19.2"),
+            Place(_WRITER, "FileSystemWriterAsync.write_preloaded_data_multiproc", "count_queue.join()", "0.16.1"),
         ),
         "checkpoints",
         always,

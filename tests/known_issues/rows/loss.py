@@ -91,7 +91,16 @@ ROWS = (
     KnownIssue(
         "batches without loss tokens",
         "With 0 tokens gradients are not scaled at all: what other terms left there is applied raw.",
-        (Place("distributed/finalize_model_grads.py", "finalize_model_grads", "if num_tokens > 0:"),),
+        (
+            Place("distributed/finalize_model_grads.py", "finalize_model_grads", "if num_tokens > 0:", "0.16.1"),
+            # and a sum of weights below 1 is divided by 1
+            Place(
+                "distributed/finalize_model_grads.py",
+                "finalize_model_grads",
+                "safe_num_tokens = torch.clamp(num_tokens, min=1)",
+                "0.19.2",
+            ),
+        ),
         "a global batch whose tokens are all masked",
         always,
         "fixed",
@@ -141,7 +150,7 @@ ROWS = (
             Place(
                 "models/common/language_module/language_module.py",
                 "LanguageModule.compute_language_model_loss",
-                "loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels)",
+                "loss = tensor_parallel.vocab_parallel_cross_entropy(",
             ),
         ),
         "tp > 1 and parallel_output=False",

@@ -35,6 +35,7 @@ ROWS = (
         "Latent attention is a module of ours, built on the parallel linears alone.",
         _HERE,
         (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
+        gone_in="0.19.2",
     ),
     KnownIssue(
         "core attention of latent heads",

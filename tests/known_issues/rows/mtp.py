@@ -21,7 +21,11 @@ ROWS = (
         "depths divided by the tokens of the main loss",
         "In per-token mode the loss of each depth is divided by the tokens of the main loss, though fewer tokens have "
         "another one so far ahead.",
-        (Place(_MODEL, "GPTModel._postprocess", "hidden_states, mtp_loss_scale * mtp_loss"),),
+        (
+            Place(_MODEL, "GPTModel._postprocess", "hidden_states, mtp_loss_scale * mtp_loss", "0.16.1"),
+            # by the depth's tokens, but those of this rank alone
+            Place(_DEPTHS, "process_mtp_loss", "mtp_loss_scale * mtp_loss * (original_num_tokens / num", "0.19.2"),
+        ),
         "model.mtp_depths > 0",
         _has_depths,
         "fixed",
@@ -46,6 +50,7 @@ ROWS = (
             f"{_FAULTS}::test_a_microbatch_without_loss_tokens_is_not_a_number",
             f"{_PARITY}::test_nothing_lies_so_far_ahead",
         ),
+        gone_in="0.19.2",
     ),
     KnownIssue(
         "rolling over the edges of documents",
@@ -70,7 +75,10 @@ ROWS = (
         "depths without a loss mask",
         "A model that is called without its loss mask, which only the depths ask for, trains them on every token, "
         "prompts and padding too.",
-        (Place(_MODEL, "GPTModel._postprocess", "loss_mask = torch.ones_like(mtp_labels)"),),
+        (
+            Place(_MODEL, "GPTModel._postprocess", "loss_mask = torch.ones_like(mtp_labels)", "0.16.1"),
+            Place(_DEPTHS, "process_mtp_loss", "loss_mask = torch.ones_like(mtp_labels)", "0.19.2"),
+        ),
         "model.mtp_depths > 0, where the caller masks the main loss alone",
         _has_depths,
         "fixed",

@@ -6,12 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from mtrain.base.ground import found_megatron
 from mtrain.config import Config
 from mtrain.config.known_issues import Refusal
 from mtrain.plan.layout import Layout
 
-VERSION = "0.16.1"
-"""Version of megatron-core from which the table was made."""
+VERSIONS = ("0.16.1", "0.19.2")
+"""Versions of megatron-core in whose sources each row was looked up; this program runs on the first."""
+VERSION = VERSIONS[0]
+
+
+def installed() -> str:
+    """Returns the version that tests run on, which is one of VERSIONS."""
+    found = found_megatron()
+    assert found is not None
+    assert found.version in VERSIONS
+    return found.version
+
 
 Outcome = Literal["fixed", "refused", "noted"]
 """Outcome of a fault. fixed: absent by construction. refused: a ConfigError before the run. noted: allowed, and
@@ -33,6 +44,8 @@ class Place(NamedTuple):
     """Function, method or class around the code, with dots; empty at the level of the module."""
     quote: str
     """Part of one line of the code."""
+    version: str | None = None
+    """Version whose source has it so; None for all of them."""
 
     def __str__(self) -> str:
         return f"{self.path}::{self.symbol}" if self.symbol else self.path
@@ -59,6 +72,16 @@ class KnownIssue:
     """Tests as `file::function`, which show the fault and its absence."""
     refused: tuple[dict[str, Any], ...] = ()
     """Contents of `model.megatron` that a refused row refuses."""
+    gone_in: str | None = None
+    """First of VERSIONS without the fault; None while all have it."""
+
+    def bites(self, version: str) -> bool:
+        """Says whether a version of VERSIONS has the fault."""
+        return self.gone_in is None or VERSIONS.index(version) < VERSIONS.index(self.gone_in)
+
+    def places_in(self, version: str) -> list[Place]:
+        """Lists where a version has the fault."""
+        return [place for place in self.places if place.version in (None, version)]
 
 
 def issue_test(name: str) -> str:
