@@ -105,8 +105,8 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
     saved = open_adapter(path, dtype)
     family, model = family_of_run(saved.config), saved.config.model
     named = list(peft.tensors(family, model, saved.adapter))
-    plan = {"program": mtrain.__version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
-    with reading(saved.entry), working_folder(out, plan) as folder:
+    conversion = {"program": mtrain.__version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
+    with reading(saved.entry), working_folder(out, conversion) as folder:
         verify_files(saved.entry, saved.entry.manifest.files, 1)
         own = {each.name: _outside(each, saved, dtype) for each in named}  # small: all at once
         with disk_faults(f"write {folder}"), (folder / peft.TENSORS_NAME).open("wb") as file:

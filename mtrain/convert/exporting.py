@@ -61,7 +61,7 @@ def export_hf(
     """
     target = open_target(path, like, dtype)
     files = shards(target, dtype)
-    with reading(target.entry), working_folder(out, _plan(target, files, dtype)) as folder:
+    with reading(target.entry), working_folder(out, _conversion(target, files, dtype)) as folder:
         verify_files(target.entry, target.files(), num_workers)
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
@@ -148,7 +148,7 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
     }
 
 
-def _plan(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
+def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
     """Returns the facts by which a later call is recognized as the same conversion."""
     return {
         "program": mtrain.__version__,

@@ -53,7 +53,7 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
     """
     source = open_source(path)
     dtypes = _dtypes(source, dtype)
-    with working_folder(out, _plan(source, dtype)) as folder:
+    with working_folder(out, _conversion(source, dtype)) as folder:
         known = _write_tensors(folder, source, dtypes, num_workers)
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, source, out)
@@ -143,7 +143,7 @@ def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_S
     return {f"__0_{number}.distcp": slices for number, slices in enumerate(files)}
 
 
-def _plan(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
+def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
     """Returns the facts by which a later call is recognized as the same conversion."""
     files = {name: file.path.stat() for name, file in source.folder.files.items()}
     return {

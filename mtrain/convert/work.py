@@ -1,7 +1,7 @@
 """Working folder of a conversion: files appear one by one, and a repeated call keeps the finished ones.
 
 .OUT.partial/            next to OUT; becomes OUT by one rename when everything is there and proven
-    .plan.json           what is being converted; another plan starts anew
+    .plan.json           what is being converted; another conversion starts anew
     .done/FILE.json      facts of a finished file; written after the file is on disk
 """
 
@@ -83,7 +83,7 @@ class Meter:
                 print(f"{self._title}: {share:.0%}, {self.done_bytes / _GB:.1f} GB, {self.rate}", flush=True)
 
 
-_PLAN, _DONE, _LOCK, _PART = ".plan.json", ".done", ".lock", ".part"
+_CONVERSION, _DONE, _LOCK, _PART = ".plan.json", ".done", ".lock", ".part"
 _STAGING_PREFIX, _STAGING_SUFFIX = ".", ".partial"
 
 
@@ -100,10 +100,10 @@ class StoppedError(Exception):
 
 
 @contextlib.contextmanager
-def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
+def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
     """Yields the folder to write into, which becomes `out` when the block ends well.
 
-    Files that an earlier call with the same plan left are kept, and they stay where the block fails.
+    Files that an earlier call for the same conversion left are kept, and they stay where the block fails.
 
     Raises:
         ConfigError: `out` exists.
@@ -122,11 +122,11 @@ def working_folder(out: Path, plan: dict[str, Any]) -> Iterator[Path]:
             if try_lock(lock.fileno(), fcntl.LOCK_EX) is LockOutcome.BUSY:
                 raise RunFolderError(f"another process is converting into {out}; wait for it or stop it")
         with disk_faults(f"write {folder}"):
-            _begin(folder, plan)
+            _begin(folder, conversion)
         yield folder
         with disk_faults(f"complete {out}"):
             remove(folder / _DONE)
-            for name in (_PLAN, _LOCK):
+            for name in (_CONVERSION, _LOCK):
                 (folder / name).unlink()
             for path in folder.rglob("*"):
                 sync_folder(path) if path.is_dir() else sync_file(path)
@@ -147,12 +147,12 @@ def staging_folders(parent: Path) -> list[Path]:
 
 def is_published(path: Path) -> bool:
     """Says whether a file in the working folder belongs to the result."""
-    return path.name not in (_PLAN, _LOCK) and path.suffix != _PART
+    return path.name not in (_CONVERSION, _LOCK) and path.suffix != _PART
 
 
-def _begin(folder: Path, plan: dict[str, Any]) -> None:
-    said = json.dumps(plan, indent=1, sort_keys=True)
-    path = folder / _PLAN
+def _begin(folder: Path, conversion: dict[str, Any]) -> None:
+    said = json.dumps(conversion, indent=1, sort_keys=True)
+    path = folder / _CONVERSION
     if path.is_file() and path.read_bytes() == said.encode():
         finished = len(list((folder / _DONE).glob("*.json")))
         print(f"going on where an earlier call stopped: {finished} files are done", flush=True)

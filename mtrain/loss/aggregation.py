@@ -44,7 +44,7 @@ def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection
         term: The aggregation and its options.
         is_first_in_step: Whether the sequence has slot 0 of the global batch (or of the validation set).
     """
-    # float64: the plan and the measured D are sums of these shares and are compared with each other
+    # float64: the planned and the measured D are sums of these shares and are compared with each other
     counted = sample_weight * mask.astype(np.float64)
     if term.aggregation == "token-mean":
         # here each token carries its own share of the denominator, so a row may be cut anywhere

@@ -333,7 +333,7 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
             f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return a "
             "mtrain.loss.pair.LossPair(numerator, denominator)"
         )
-    # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like the plan
+    # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like planned ones
     _check_part(pair.numerator, "numerator", torch.float32, name)
     _check_part(pair.denominator, "denominator", torch.float64, name)
     # D divides after backward, so the gradient that such a function expects through D would never flow

@@ -41,7 +41,7 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
         padding: Positions without text of each microbatch, [batch, seq] bool, full rows on the CPU.
         sequence_ids: Sequence of each position of each microbatch, [batch, seq], likewise; None where it is the row.
     """
-    # numpy: the plan is made before the first forward pass, while batches are still on the host
+    # numpy: it is planned before the first forward pass, while batches are still on the host
     is_text = [~each.numpy() for each in padding]
     match term:
         case "router_sequence_balance":

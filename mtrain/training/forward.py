@@ -79,7 +79,7 @@ def forward_totals(
             if objective.preference is not None:
                 found = preference_pass(model, objective.preference, own, count)
                 own, compared = found.batches, compared.plus(found.totals)
-            # the plan is compared in validation too: it reveals a row that is counted twice
+            # planned denominators are compared in validation too: it reveals a row that is counted twice
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
             if objective.preference is not None and len(terms) == 1:
                 continue  # the scoring pass has computed everything

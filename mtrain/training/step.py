@@ -92,7 +92,7 @@ class TrainingStep:
 
         One collective of a short float64 vector over all ranks carries both the losses and the gradient norm. A second
         one overlaps the first forward pass if terms of several denominators (within each pipeline stage) or fp16 need
-        the plan. The host waits for the device once, at the end.
+        planned denominators. The host waits for the device once, at the end.
 
         Args:
             batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data
@@ -161,7 +161,7 @@ class TrainingStep:
             return output_loss.scalar(logits, batch, scalar_of, loss_scale)
 
         step.is_deferred = not is_last
-        # a function, since it waits for the plan: the first router calls it, not the start of the forward pass
+        # a function, since it waits for planned denominators: the first router calls it, not the forward pass's start
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
         with (
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
@@ -198,8 +198,8 @@ class TrainingStep:
 
         Raises:
             NonFiniteError: A loss is not finite; on all ranks.
-            NumericError: A denominator differs from the plan, is negative, not finite or out of the range of float32;
-                on all ranks.
+            NumericError: A denominator differs from the planned one, is negative, not finite or out of the range of
+                float32; on all ranks.
         """
         if not self._config.train.overlap_grad_reduce:
             self.local_gradients = largest_local_gradients(self._chunks)

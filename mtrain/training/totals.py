@@ -91,7 +91,7 @@ def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:
     """Raises NumericError if a total cannot be right; the totals are the same on all ranks, so all raise."""
     for term, totals in terms.items():
-        # before the comparison with the plan, which a nan would pass
+        # before the comparison with planned ones, which a nan would pass
         if not (math.isfinite(totals.denominator) and totals.denominator >= 0):
             raise NumericError(
                 f"the denominator of loss term {term!r} is {totals.denominator}, but must be finite and not negative; "
@@ -100,7 +100,7 @@ def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> No
         if not math.isfinite(totals.numerator):
             raise NonFiniteError(f"the loss of term {term!r} is {totals.numerator}")
         difference = abs(totals.denominator - totals.planned)
-        # if the plan is 0, only 0 agrees
+        # if 0 is planned, only 0 agrees
         if compare_with_plan and difference > _WEIGHT_TOLERANCE * abs(totals.planned):
             raise NumericError(
                 f"the denominator of loss term {term!r} was measured as {totals.denominator!r}, but the batch planned "

@@ -65,7 +65,7 @@ class Groups:
         return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
 
     @property
-    def counts_plan(self) -> bool:
+    def counts_planned(self) -> bool:
         """Says whether this rank's planned denominators count: one rank of those that share a batch."""
         return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
 

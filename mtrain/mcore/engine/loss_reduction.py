@@ -292,7 +292,7 @@ class GlobalTotals:
     """The sums of every rank, added by one collective over the world, which the gradient norm needs anyway.
 
     Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
-    pipeline stage, once for each replica of the data (`Groups.counts_plan`); all other ranks add zeros. So the same
+    pipeline stage, once for each replica of the data (`Groups.counts_planned`); all other ranks add zeros. So the same
     collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
     """
 
@@ -313,9 +313,9 @@ class GlobalTotals:
         self._fields = fields = _VectorFields(len(self._terms), *widths)
         # Host numbers first, those of the device copied over them: one transfer to the device and none back.
         host = [0.0] * fields.size
-        if groups.counts_plan:
+        if groups.counts_planned:
             host[fields.planned], host[fields.tokens] = sums.planned.values(), sums.tokens
-            assert len(host) == fields.size, "a term has no plan"
+            assert len(host) == fields.size, "a term has no planned denominator"
         # The stop request is sent along: a collective of its own would cost a latency in every step.
         host[fields.stop_requested] = float(stop_requested)
         vector = to_device(torch.tensor(host, dtype=torch.float64), groups.device)
@@ -376,7 +376,7 @@ class PlannedTotals:
                     whose ranks read the whole batch themselves.
         """
         # ranks of TP and CP share rows, and every stage reads them: one of all these counts
-        owns = groups.counts_plan if everywhere else groups.tp_rank == groups.cp_rank == 0
+        owns = groups.counts_planned if everywhere else groups.tp_rank == groups.cp_rank == 0
         own = planned if owns else [0.0] * len(planned)
         self._sum = AsyncAllReduce(
             to_device(torch.tensor(own, dtype=torch.float64), groups.device), None if everywhere else groups.stage

@@ -147,7 +147,7 @@ def sequence_scores(
     highest = max((each.slot + 1 for batch in own for each in _present(batch)), default=0)
     size = to_device(torch.tensor(highest), groups.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
-    table = to_device(_known(own if groups.counts_plan else [], int(size)), groups.device)
+    table = to_device(_known(own if groups.counts_planned else [], int(size)), groups.device)
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]
     numbers = itertools.count()

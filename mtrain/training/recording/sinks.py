@@ -125,6 +125,6 @@ def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
         return []
     # files of ranks that no longer exist too, and all of them before one is opened
     on_first_rank(lambda: rewind_ledger(folder.ledger, start))
-    if loader is None or not run.model.groups.counts_plan:
+    if loader is None or not run.model.groups.counts_planned:
         return []
     return [LedgerSink(folder.ledger, run.model.groups.dp_rank, loader.next_entry, loader.start_entry(start))]

@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     coordinate: tuple[int, int, int, int]
     members: dict[str, list[int]]
     counts_loss: bool
-    counts_plan: bool
+    counts_planned: bool
 
 
 def look_around(groups: Groups) -> Seen:
@@ -37,7 +37,7 @@ def look_around(groups: Groups) -> Seen:
         for name, group in {"tp": groups.tp, "cp": groups.cp, "dp_cp": groups.dp_cp}.items()
     }
     place = (groups.tp_rank, groups.cp_rank, groups.dp_rank, groups.pp_rank)
-    return Seen(groups.rank, place, members, groups.counts_loss, groups.counts_plan)
+    return Seen(groups.rank, place, members, groups.counts_loss, groups.counts_planned)
 
 
 def neighbours(layout: Layout, rank: int, axes: set[str]) -> list[int]:
@@ -65,7 +65,7 @@ def test_groups_are_those_of_the_layout(pool: Pool, layout: Layout) -> None:
     owners = sorted((s.coordinate[1], s.coordinate[2]) for s in everyone if s.counts_loss)
     assert owners == sorted((cp, dp) for cp in range(layout.cp) for dp in range(layout.dp))
     assert all(s.coordinate[3] == layout.pp - 1 for s in everyone if s.counts_loss)
-    assert sorted(s.coordinate[2] for s in everyone if s.counts_plan) == list(range(layout.dp))
+    assert sorted(s.coordinate[2] for s in everyone if s.counts_planned) == list(range(layout.dp))
 
 
 def draw(groups: Groups) -> tuple[tuple[int, int, int], float, float]:
