@@ -156,7 +156,8 @@ def _named(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-        yield ".".join(parts), parameter
+        # what 0.16.1 calls transformer_layer is mtp_model_layer in 0.19.2
+        yield ".".join(parts).replace(".mtp_model_layer.", ".transformer_layer."), parameter
 
 
 def _shard(name: str, whole: Tensor, tp: int, tp_rank: int) -> Tensor:

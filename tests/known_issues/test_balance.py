@@ -18,13 +18,18 @@ def logits_of(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((*shape, ranks.EXPERTS)).astype(np.float32)
 
 
-def test_auxiliary_losses_weigh_tokens_without_a_loss_and_shrink_with_ranks_and_rows(pool: Pool) -> None:
+def test_auxiliary_losses_weigh_tokens_without_a_loss(pool: Pool) -> None:
     logits = logits_of(8, 1)
     leaf = torch.as_tensor(logits).requires_grad_()
     (exact,) = torch.autograd.grad(leaf.logsumexp(-1).square().mean(), leaf)
     (whole,) = pool.run(ranks.gradients, Layout(), [logits], False, Z)[0]
     # not divided yet by the tokens with a loss: with one such token of 8 it is 8 times too strong
     np.testing.assert_allclose(whole / 1, 8 * exact, rtol=1e-5)
+
+
+def test_auxiliary_losses_shrink_with_ranks_and_rows(pool: Pool) -> None:
+    logits = logits_of(8, 1)
+    (whole,) = pool.run(ranks.gradients, Layout(), [logits], False, Z)[0]
     parts = [each[0] for each in pool.run(ranks.gradients, Layout(cp=2), [logits], True, Z)]
     np.testing.assert_allclose(np.concatenate(parts), whole / 2, rtol=1e-5)
 

@@ -37,8 +37,7 @@ ROWS = (
     KnownIssue(
         "auxiliary losses of experts",
         "In per-token mode they are weighted by all positions and divided by the tokens that have a loss: ten times "
-        "too strong where a tenth has one. The z-loss is divided by tp x cp as well, the loss of sequences by the rows "
-        "of a microbatch.",
+        "too strong where a tenth has one.",
         (
             Place(
                 _ROUTER,
@@ -53,6 +52,23 @@ ROWS = (
                 "num_local_tokens = (",
                 "0.19.2",
             ),
+        ),
+        "losses of routers with masked tokens",
+        _has_losses,
+        "fixed",
+        "Their sums over text enter backward with coefficient x D_main / D_k of the whole global batch, so that the "
+        "one division leaves coefficient / D_k.",
+        (_BALANCE, "mtrain/loss/router.py", "mtrain/training/step.py"),
+        (
+            f"{_FAULTS}auxiliary_losses_weigh_tokens_without_a_loss",
+            _PARITY,
+            f"{_OURS}the_loss_mask_changes_nothing_of_it",
+        ),
+    ),
+    KnownIssue(
+        "auxiliary losses that shrink with the layout",
+        "In per-token mode the z-loss is divided by tp x cp, and the loss of sequences by the rows of a microbatch.",
+        (
             Place(
                 _ROUTER,
                 "TopKRouter.apply_z_loss",
@@ -60,17 +76,13 @@ ROWS = (
             ),
             Place(_ROUTER, "TopKRouter._apply_seq_aux_loss", "/ bsz"),
         ),
-        "losses of routers with masked tokens, tp, cp or several rows",
+        "losses of routers with tp, cp or several rows",
         _has_losses,
         "fixed",
-        "Their sums over text enter backward with coefficient x D_main / D_k of the whole global batch, so that the "
-        "one division leaves coefficient / D_k.",
+        "Each is a sum over text with a denominator of its own for the whole global batch.",
         (_BALANCE, "mtrain/loss/router.py", "mtrain/training/step.py"),
-        (
-            f"{_FAULTS}auxiliary_losses_weigh_tokens_without_a_loss_and_shrink_with_ranks_and_rows",
-            _PARITY,
-            f"{_OURS}the_loss_mask_changes_nothing_of_it",
-        ),
+        (f"{_FAULTS}auxiliary_losses_shrink_with_ranks_and_rows", _PARITY),
+        gone_in="0.19.2",
     ),
     KnownIssue(
         "running auxiliary losses",

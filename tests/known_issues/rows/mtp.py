@@ -21,11 +21,7 @@ ROWS = (
         "depths divided by the tokens of the main loss",
         "In per-token mode the loss of each depth is divided by the tokens of the main loss, though fewer tokens have "
         "another one so far ahead.",
-        (
-            Place(_MODEL, "GPTModel._postprocess", "hidden_states, mtp_loss_scale * mtp_loss", "0.16.1"),
-            # by the depth's tokens, but those of this rank alone
-            Place(_DEPTHS, "process_mtp_loss", "mtp_loss_scale * mtp_loss * (original_num_tokens / num", "0.19.2"),
-        ),
+        (Place(_MODEL, "GPTModel._postprocess", "hidden_states, mtp_loss_scale * mtp_loss"),),
         "model.mtp_depths > 0",
         _has_depths,
         "fixed",
@@ -35,6 +31,7 @@ ROWS = (
             f"{_FAULTS}::test_depths_are_divided_by_the_tokens_of_the_main_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
         ),
+        gone_in="0.19.2",
     ),
     KnownIssue(
         "depths of a microbatch without loss tokens",
