@@ -124,7 +124,7 @@ DAMAGES: dict[Callable[[Path], None], str] = {
     _shortened: "the two files do not belong together or one is truncated",
     _of_another_pair: "its byte offsets do not follow from its lengths",
     _unreadable: "corpus.bin does not exist",
-    _beyond_the_vocabulary: "stands token 1000, but model.vocab_size is 1000",
+    _beyond_the_vocabulary: "comes token 1000, but model.vocab_size is 1000",
 }
 
 

@@ -137,9 +137,10 @@ class LanguageModel(LanguageModule):
         """
         # where all rows have the same positions, one row of angles broadcasts over the batch
         angles = self.rotary(position_ids[:1] if document_starts is None else position_ids)
+        # by name: where activations move to the host, a hook tells the input from what others hold
         hidden_states = self.decoder(
-            self._embed(input_ids) if self.pre_process else None,
-            document_starts,
+            hidden_states=self._embed(input_ids) if self.pre_process else None,
+            attention_mask=document_starts,
             rotary_pos_emb=angles,
             padding_mask=self._own_part(sequence_ids),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,6 +17,7 @@ VERSIONS = ("0.16.1", "0.19.2")
 VERSION = VERSIONS[0]
 
 
+@functools.cache
 def installed() -> str:
     """Returns the version that tests run on, which is one of VERSIONS."""
     found = found_megatron()
