@@ -62,7 +62,7 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_inner=SUITE)
     Messages(pytester.path / "messages.yaml").write(
-        {f"test_inner.py::test_{name}": told for name, told in ENTRIES.items()}
+        {f"test_inner.py::test_{name}": text for name, text in ENTRIES.items()}
     )
     return pytester
 

@@ -61,6 +61,16 @@ GPT_OSS: dict[str, Any] = {
     },
     "model__experts": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "router_bias": True},
 }
+GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+"""Rotations of GPT_OSS in the words of transformers."""
 
 DEEPSEEK_ATTENTION: dict[str, Any] = {
     "model__num_query_groups": None,

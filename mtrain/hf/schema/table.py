@@ -129,14 +129,14 @@ def _run(axes: list[tuple[range, int]]) -> _Run:
         inner += 1
     # after a second cut the stretches would not have equal distances, which `_Run` cannot express
     assert all(whole[inner + 1 :]), "a dimension is cut in two places"
-    behind = math.prod(size for _, size in axes[inner + 1 :])
+    elements = math.prod(size for _, size in axes[inner + 1 :])
     period = math.prod(size for _, size in axes[first:])
     start = sum(
         axes[place][0].start * math.prod(size for _, size in axes[place + 1 :]) for place in range(first, inner + 1)
     )
     # whole axes before the first cut: the stretch comes once for each index of them
     repeat = math.prod(size for _, size in axes[:first])
-    return _Run(start, len(axes[inner][0]) * behind, period, repeat)
+    return _Run(start, len(axes[inner][0]) * elements, period, repeat)
 
 
 Condition: TypeAlias = Callable[[ModelSection, int], bool]

@@ -30,9 +30,11 @@ def gradients_of_norm(part: Any) -> list[Tensor]:
     return list(part.get_main_grads_for_grad_norm() if of_norm is None else of_norm())
 
 
-def feed_forward_spec(module: type[Any], submodules: Any) -> Any:
-    """Builds the spec of megatron-core's MLP in a layer."""
+def feed_forward_spec(submodules: Any) -> Any:
+    """Builds the spec of megatron-core's MLP in a layer, from its MLPSubmodules."""
+    # not above: what stands in for triton and CUDA is installed before the first import of megatron-core
     from megatron.core.transformer import ModuleSpec
+    from megatron.core.transformer.mlp import MLP
 
-    build = getattr(module, "as_mlp_submodule", None)  # from 0.18 on
-    return ModuleSpec(module=module, submodules=submodules) if build is None else functools.partial(build, submodules)
+    build = getattr(MLP, "as_mlp_submodule", None)  # in 0.19, not in 0.16
+    return ModuleSpec(module=MLP, submodules=submodules) if build is None else functools.partial(build, submodules)

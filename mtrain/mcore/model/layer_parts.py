@@ -18,7 +18,7 @@ from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerL
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.megatron import feed_forward_spec
@@ -124,7 +124,7 @@ def _latent_fields(model: ModelSection) -> dict[str, Any]:
 
 def _dense(draft: LayerDraft, model: ModelSection) -> None:
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    draft.feed_forward = feed_forward_spec(MLP, projections)
+    draft.feed_forward = feed_forward_spec(projections)
 
 
 def _experts(draft: LayerDraft, model: ModelSection) -> None:

@@ -7,7 +7,7 @@ import transformers
 
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import at_night
-from tests.parity.families import GPT_OSS
+from tests.parity.families import GPT_OSS, GPT_OSS_ROPE
 from tests.parity.models import test_against_transformers as dense
 from tests.pool import Pool
 
@@ -18,17 +18,8 @@ CASES = [
 
 
 def gpt_oss() -> tuple[dict[str, Any], Any]:
-    theirs = {
-        "rope_type": "yarn",
-        "rope_theta": 300.0,
-        "factor": 4.0,
-        "beta_fast": 4.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 16,
-    }
     sizes = {"intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 6}
-    return GPT_OSS, transformers.GptOssConfig(**dense.common() | sizes, sliding_window=5, rope_parameters=theirs)
+    return GPT_OSS, transformers.GptOssConfig(**dense.common() | sizes, sliding_window=5, rope_parameters=GPT_OSS_ROPE)
 
 
 @pytest.fixture(scope="module")

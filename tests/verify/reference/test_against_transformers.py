@@ -21,6 +21,7 @@ from mtrain.config.schema.model import ModelSection, RopeSection
 from mtrain.verify.reference.model.modules import activated
 from mtrain.verify.reference.model.shapes import EXPERT_BIAS
 from tests.hf.megatron_names import from_huggingface
+from tests.parity.families import GPT_OSS_ROPE
 from tests.reference import logits_of, random_parameters
 
 SMALL = {
@@ -243,15 +244,7 @@ def gpt_oss() -> tuple[ModelSection, Any]:
         num_local_experts=6,
         num_experts_per_tok=2,
         sliding_window=5,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 300.0,
-            "factor": 4.0,
-            "beta_fast": 4.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
+        rope_parameters=GPT_OSS_ROPE,
     )
 
 

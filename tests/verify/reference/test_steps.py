@@ -127,19 +127,19 @@ class Theirs(nn.Module):
         hidden = model.norm(hidden)
         logits.append(self.whole.lm_head(hidden)[0])
         for depth in range(min(DEPTHS, len(tokens) - 1)):
-            before_embedding, before, behind = self.norms[3 * depth : 3 * depth + 3]
+            before_embedding, before, after = self.norms[3 * depth : 3 * depth + 3]
             joined = [before_embedding(embed(tokens[depth + 1 :]))[None], before(hidden[:, :-1])]
             layer = model.layers[self._num_layers + depth]
-            hidden = behind(self._layers(self.joins[depth](torch.cat(joined, -1)), [layer]))
+            hidden = after(self._layers(self.joins[depth](torch.cat(joined, -1)), [layer]))
             logits.append(self.whole.lm_head(hidden)[0])
         return Document(logits, list(self._seen))
 
     def _layers(self, hidden: Tensor, layers: Any) -> Tensor:
         size = hidden.shape[1]
-        turned = self.whole.model.rotary_emb(hidden, torch.arange(size)[None])
+        angles = self.whole.model.rotary_emb(hidden, torch.arange(size)[None])
         future = torch.full((size, size), -torch.inf, dtype=torch.float64).triu(1)
         for layer in layers:
-            hidden = layer(hidden, attention_mask=future[None, None], position_embeddings=turned)
+            hidden = layer(hidden, attention_mask=future[None, None], position_embeddings=angles)
         return hidden
 
 
