@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.messages import Messages
 from tests.needs import NOT_RUN, leave_out, report_not_run
 from tests.pool import Pool
 from tests.tools import wheels
+from tests.tools.cores import Cores
 from tests.tools.nightly import Nightly
 
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
@@ -43,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers plugins, since this file's hooks run after `-m` has chosen."""
     config.pluginmanager.register(Nightly(), "nightly")
     config.pluginmanager.register(Messages(), "messages")
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Cores(config.workerinput["testrunuid"]), "cores")
 
 
 @pytest.hookimpl(trylast=True)  # tests that -k and -m deselect are not missing
@@ -79,6 +83,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 POOL = Pool()  # here, so that the fork server's preloads are settled before the first test starts it
+# `mtrain tokenize`, called by a test before any rank starts, would settle others: each rank would import everything
+vars(forkserver)["set_forkserver_preload"] = lambda modules: None
 
 
 @pytest.fixture(scope="session")

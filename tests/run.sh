@@ -11,6 +11,6 @@ tests/slurm/install.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE  # images set it; hundreds of processes would compile the package and the tests anew
 tests/check.sh "$python"
-"$python" -m pytest -n 2 --dist worksteal -m "not slurm and not nightly" "$@"
+"$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly" "$@"
 # alone: one cluster at a time, and its jobs have time limits
 (($#)) || "$python" -m pytest -m slurm tests/slurm

@@ -22,6 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 from tests.paths import ROOT
 
 PRELOADED = ("mtrain.cli.main", "mtrain.training.trainer", "mtrain.convert.verifying", "tests.warm")
+_SERVER: Any = vars(forkserver)["_forkserver"]
 _PROGRAM = [sys.executable, "-m", "mtrain"]
 _POLL_S = 0.01
 
@@ -90,7 +92,9 @@ class Command:
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
-        job = (script, rest, str(folder), dict(environment), *map(str, self._outputs))
+        forkserver.ensure_running()
+        server = vars(_SERVER)["_forkserver_address"]
+        job = (script, rest, str(folder), dict(environment), *map(str, self._outputs), server)
         self._process = context.Process(target=run_here, args=job)
         self._process.start()
         assert self._process.pid is not None
@@ -189,7 +193,13 @@ class ForkedRank:
 
 
 def run_here(
-    script: str | None, arguments: Sequence[str], folder: str, environment: Mapping[str, str], output: str, errors: str
+    script: str | None,
+    arguments: Sequence[str],
+    folder: str,
+    environment: Mapping[str, str],
+    output: str,
+    errors: str,
+    server: str,
 ) -> None:
     """Runs the command in this process, which was forked for it and ends with it.
 
@@ -200,6 +210,8 @@ def run_here(
         environment: Whole environment of the command.
         output: Existing file, to which standard output is appended.
         errors: Existing file, to which standard error is appended.
+        server: Address of the fork server, which also forks the ranks of `mtrain verify`: a second one would have to
+            import everything again.
     """
     from mtrain.launch import local
 
@@ -207,6 +219,7 @@ def run_here(
     for path, descriptor in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)
+    vars(_SERVER).update(_forkserver_address=server, ensure_running=lambda: None)
     vars(local)["subprocess"] = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
     os._exit(_main(script, arguments, environment))
 

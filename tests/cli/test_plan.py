@@ -113,23 +113,27 @@ def resolved(files: Sequence[Path], overrides: Sequence[str], lacking: Collectio
     return flat_keys(config_yaml(load_config(list(files), [*overrides, *filled])))
 
 
-@settings(max_examples=12)
-@given(given=configurations())
-def test_a_plan_changes_nothing_but_what_it_chooses(given: tuple[tuple[Path, ...], tuple[str, ...]]) -> None:
-    files, overrides = given
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "planned.yaml"
-        code, text = call("plan", *files, *overrides, "--gpus", 32, "--gpu-memory", "180GiB", "--write", file)
-        if code:  # `check` refuses it, too, or it fits nowhere
-            assume("nothing fits" not in text)
-            assert call("check", *files, *overrides, "--world-size", 32, "--without-files")[0] == code == 2, text
-            reject()
-        said = re.search(r" without ([\w., ]+); add", text)
-        lacking = said[1].split(", ") if said else []
-        before, after = resolved(files, overrides, lacking), resolved([file], (), lacking)
-        event(f"{len(lacking)} keys left out")
-    differing = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}
-    assert {key for key in differing if not CHOSEN.fullmatch(key)} == set()
+@pytest.mark.parametrize("num_examples", [4, pytest.param(40, marks=pytest.mark.nightly)])
+def test_a_plan_changes_nothing_but_what_it_chooses(num_examples: int) -> None:
+    @settings(max_examples=num_examples)
+    @given(given=configurations())
+    def changes_nothing_else(given: tuple[tuple[Path, ...], tuple[str, ...]]) -> None:
+        files, overrides = given
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "planned.yaml"
+            code, text = call("plan", *files, *overrides, "--gpus", 32, "--gpu-memory", "180GiB", "--write", file)
+            if code:  # `check` refuses it, too, or it fits nowhere
+                assume("nothing fits" not in text)
+                assert call("check", *files, *overrides, "--world-size", 32, "--without-files")[0] == code == 2, text
+                reject()
+            said = re.search(r" without ([\w., ]+); add", text)
+            lacking = said[1].split(", ") if said else []
+            before, after = resolved(files, overrides, lacking), resolved([file], (), lacking)
+            event(f"{len(lacking)} keys left out")
+        differing = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}
+        assert {key for key in differing if not CHOSEN.fullmatch(key)} == set()
+
+    changes_nothing_else()
 
 
 def test_programs_get_seconds_and_bytes() -> None:

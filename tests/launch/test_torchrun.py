@@ -44,6 +44,7 @@ def test_a_port_in_use_is_named(pool: Pool, tmp_path: Path, notice: Notice) -> N
     happens="ends after 5 s, since no rank has begun; nothing is left to save",
     exit_code=STOPPED,
 )
+@pytest.mark.waits
 def test_a_stop_while_other_nodes_are_awaited_ends_it(pool: Pool, tmp_path: Path, notice: Notice) -> None:
     with socket.socket() as free:
         free.bind(("", 0))

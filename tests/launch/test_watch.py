@@ -169,6 +169,7 @@ def clock_of_work(folder: Path) -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("body", WORKING.values(), ids=WORKING.keys())
+@pytest.mark.waits
 def test_ranks_that_do_something_are_left_alone(program: Callable[[str], Path], tmp_path: Path, body: str) -> None:
     clock = clock_of_work(tmp_path)
     assert watched(program(body), 2 if "rank == 0" in body else 1, limit_s=1.5, clock=clock) == 0

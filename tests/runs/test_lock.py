@@ -105,6 +105,7 @@ def test_a_second_run_is_refused_while_the_first_marks_its_folder(tmp_path: Path
         assert let_go(first) == "still ours\n"
 
 
+@pytest.mark.waits
 def test_the_folder_of_a_killed_run_is_taken_after_a_while(tmp_path: Path) -> None:
     with holding(tmp_path) as first:
         assert line(first) == "locked\n"
@@ -113,6 +114,7 @@ def test_the_folder_of_a_killed_run_is_taken_after_a_while(tmp_path: Path) -> No
         assert line(second) == "locked\n"
 
 
+@pytest.mark.waits
 def test_a_run_that_was_stopped_meanwhile_finds_the_other_name(tmp_path: Path) -> None:
     with holding(tmp_path) as first:
         assert line(first) == "locked\n"
@@ -125,6 +127,7 @@ def test_a_run_that_was_stopped_meanwhile_finds_the_other_name(tmp_path: Path) -
             assert let_go(second) == "still ours\n"
 
 
+@pytest.mark.waits
 def test_of_two_starts_at_once_one_goes_on(tmp_path: Path) -> None:
     with holding(tmp_path, settle_s=5.0) as first, holding(tmp_path, settle_s=5.0) as second:
         ends = [let_go(process).splitlines()[-1] for process in (first, second)]

@@ -42,6 +42,7 @@ def newest_step(run: Path) -> int:
     happens="the launcher names rank and signal; the same command goes on bit for bit from the step before",
     exit_code=5,
 )
+@pytest.mark.waits
 def test_a_rank_killed_in_a_save_during_training_costs_the_steps_since_the_last_one(
     command: Callable[..., list[str]], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:

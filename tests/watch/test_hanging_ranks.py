@@ -61,6 +61,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         ]
     ],
 )
+@pytest.mark.waits
 def test_a_rank_that_hangs_is_named_with_its_stack(
     command: Any,
     start: Any,
@@ -96,6 +97,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
 @pytest.mark.fault(
     "ranks", "SIGSTOP of a rank, and SIGCONT within the timeout", happens="the run goes on", exit_code=None
 )
+@pytest.mark.waits
 def test_a_rank_that_goes_on_in_time_is_left_alone(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
     longer = (*SHORT[1:], "train.process_group_timeout_s=8", "train.num_steps=40")
     process = start(command(*longer, ranks=2))

@@ -91,6 +91,7 @@ def test_an_old_start_that_comes_back_replaces_nothing(
     happens="it goes on from the newest checkpoint with the losses of the uninterrupted run",
     exit_code=5,
 )
+@pytest.mark.waits
 def test_a_lost_node_costs_steps_and_no_digit(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
     run, saves = tmp_path / "run", "checkpoint.interval_steps=4"
     assert finished(start(command(saves, "train.num_steps=12", "train.micro_batch_size=1", run="straight")))[0] == 0

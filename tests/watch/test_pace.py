@@ -31,6 +31,7 @@ def loss(inputs):
     happens="console, metrics and an alarm name it, with its ratio to the median",
     exit_code=None,
 )
+@pytest.mark.waits
 def test_a_slow_rank_is_named(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     watch = ["watch.window_steps=2", "watch.slow_rank_windows=2", "watch.slow_rank_percent=50"]

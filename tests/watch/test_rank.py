@@ -92,6 +92,7 @@ def watchdogs() -> list[psutil.Process]:
     happens="the watchdog names it after `train.process_group_timeout_s` and ends the job",
     exit_code=-signal.SIGKILL,
 )
+@pytest.mark.waits
 def test_a_rank_that_is_stopped_while_it_loads_is_named(
     ranks: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, notice: Notice
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_rank_that_is_stopped_while_it_loads_is_named(
     assert is_soon(lambda: not folder_of(tmp_path).exists())
 
 
+@pytest.mark.waits
 def test_a_rank_that_never_begins_is_named(ranks: Callable[..., list[subprocess.Popen[str]]]) -> None:
     (first,) = ranks("while True: time.sleep(0.01)", 1, 60)
     assert first.wait(60) == -signal.SIGKILL
@@ -152,6 +154,7 @@ def test_a_rank_without_a_number_is_not_called_minus_one() -> None:
     assert str(Loss(-1, Lost.ABSENT, "", 5.0, True)) == "a rank of this node has never begun, for 5 s"
 
 
+@pytest.mark.waits
 def test_ranks_that_load_for_long_but_live_are_left_alone(ranks: Callable[..., list[subprocess.Popen[str]]]) -> None:
     # a busy machine may keep a live rank from its core for seconds
     begun = ranks("time.sleep(10)", 2, 60, 8)

@@ -41,6 +41,7 @@ def is_waiting(run: Path, rank: int) -> bool:
         pytest.param("layout.pp=2", id="messages and collectives"),
     ],
 )
+@pytest.mark.waits
 def test_a_suspended_job_goes_on(command: Any, start: Any, tmp_path: Path, layout: str, notice: Notice) -> None:
     process = start(command(*SETTINGS, layout, ranks=2))
     run = tmp_path / "run"
@@ -76,6 +77,7 @@ def test_a_suspended_job_goes_on(command: Any, start: Any, tmp_path: Path, layou
     exit_code=5,
 )
 @pytest.mark.parametrize("watchdog", [pytest.param(True, marks=pytest.mark.nightly), False])
+@pytest.mark.waits
 def test_a_lost_rank_is_named_after_a_suspension(
     command: Any, start: Any, tmp_path: Path, watchdog: bool, notice: Notice
 ) -> None:

@@ -92,9 +92,12 @@ def held(folder: Path, adapter: dict[str, Any]) -> Any:
     return model
 
 
-# rslora: test_an_adapter_that_peft_saved_starts_a_run
+# rslora: test_an_adapter_that_peft_saved_starts_a_run; the base in bf16: test_base_precision.py
+BY_NIGHT = ("rslora", "base in bf16", "interleaved experts")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "rslora" else []) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in CASES]
 )
 def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_path: Path, name: str) -> None:
     family, adapter, layout = CASES[name]

@@ -102,6 +102,7 @@ def test_names_stay_those_of_plain_layers(pool: Pool) -> None:
     happens="the part runs as it is written, with one note",
     exit_code=None,
 )
+@pytest.mark.nightly  # by day: without a compiler, which is the same fall-back for all parts
 def test_what_cannot_be_compiled_runs_as_it_is_written(pool: Pool, notice: Notice) -> None:
     with notice:
         (found,) = compiled_rows(pool, [row("recomputed", RECOMPUTED)], refused_after=2)

@@ -116,6 +116,7 @@ def test_of_one_launch_one_rank_speaks(tmp_path: Path) -> None:
     exit_code=7,
 )
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.waits
 def test_two_processes_of_one_rank_are_refused(tmp_path: Path, rank: int, notice: Notice) -> None:
     port = free_port()
     numbers = [0, rank, rank] if rank else [0, 0]
@@ -241,6 +242,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path, notice: Notice) -> Non
     assert all("2 of them (rank 1, 3) have not come within 3 s" in each.text for each in found)
 
 
+@pytest.mark.waits
 def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None:
     port = free_port()
     first = Rank(environ(0, port), purpose(tmp_path), timeout_s=3)

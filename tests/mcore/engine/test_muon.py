@@ -57,10 +57,8 @@ def test_nothing_stays_nothing() -> None:
     ("changes", "layouts"),
     [
         pytest.param({}, "tp2spcp2mbs16,pp2vpp2mbs4", id="axes"),
-        pytest.param(PLAIN, "dp2mbs8", id="plain optimizer"),
         pytest.param(OVERLAPPED, "dp2mbs8", id="overlapped"),
         pytest.param(UNGATED | CONSTANTS, "tp2mbs16", id="ungated, with biases, other constants"),
-        pytest.param(LATENT, "tp2spmbs16", id="latent attention"),
         pytest.param(NO_QUERY_LATENT, "dp2mbs8", id="latent attention without a query rank"),
         pytest.param(
             {},
@@ -68,9 +66,9 @@ def test_nothing_stays_nothing() -> None:
             id="each axis alone",
             marks=pytest.mark.nightly,
         ),
-        pytest.param(PLAIN, "tp2dp2mbs8,tp2spdp2mbs4", id="plain optimizer, sp", marks=pytest.mark.nightly),
+        pytest.param(PLAIN, "dp2mbs8,tp2dp2mbs8,tp2spdp2mbs4", id="plain optimizer", marks=pytest.mark.nightly),
         pytest.param(OVERLAPPED, "dp4mbs4,pp2vpp2dp2mbs2", id="overlapped pipeline", marks=pytest.mark.nightly),
-        pytest.param(LATENT, "dp2mbs8", id="latent attention, dp", marks=pytest.mark.nightly),
+        pytest.param(LATENT, "tp2spmbs16,dp2mbs8", id="latent attention", marks=pytest.mark.nightly),
         pytest.param(NO_QUERY_LATENT, "tp2spdp2mbs8", id="no query rank, sp", marks=pytest.mark.nightly),
     ],
 )

@@ -44,11 +44,12 @@ WHOLE = {"train.distributed_optimizer": False}
             Layout(tp=2), {}, NORM, f"{NORM} has other bits on each of ranks 0, 1", marks=pytest.mark.nightly
         ),
         (Layout(tp=2), {}, MOMENT, f"the optimizer's exp_avg_sq of {NORM} has other bits on each of ranks 0, 1"),
-        (
+        pytest.param(  # which ranks hold what: test_what_has_replicas_is_known_from_names_and_places
             Layout(dp=2, tp=2, ep=2),
             EXPERTS | {"train.precision": "bf16"},
             "decoder.layers.mlp.router.weight",
             "decoder.layers.0.mlp.router.weight has other bits on rank 1 than on ranks 0, 2, 3",
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["weight-dp", "moment-dp", "weight-cp", "norm-tp", "moment of a norm-tp", "router-dp2tp2ep2"],

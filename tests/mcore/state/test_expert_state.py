@@ -123,13 +123,13 @@ SEQUENTIAL, GROUPED = {"implementation": "sequential"}, {"implementation": "grou
 @pytest.mark.parametrize(
     ("saved", "layout", "experts"),
     [
-        (DENSE_FIRST, Layout(), SEQUENTIAL),
         (EVERYWHERE, Layout(pp=2, vpp=2, dp=2, ep=2), {}),
         # each axis without experts: test_save_and_load.py; experts in the keys and stacked, loaded by ranks that hold
-        # all of them or some: the two rows above
+        # some of them: the row above
         *(
             pytest.param(*row, marks=pytest.mark.nightly)
             for row in [
+                (DENSE_FIRST, Layout(), SEQUENTIAL),
                 (DENSE_FIRST, Layout(dp=4, ep=4), GROUPED),
                 (DENSE_FIRST, Layout(tp=2, sp=True, pp=2), {}),
                 (DENSE_FIRST, Layout(tp=4, sp=True, ep=2, etp=2), {}),

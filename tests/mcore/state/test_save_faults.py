@@ -180,6 +180,7 @@ def test_a_failed_save_stops_training_where_it_is_asked_to(
     happens="that save fails after save_timeout_s, the next at once; no second copy of the state; one message",
     exit_code=7,
 )
+@pytest.mark.waits
 def test_a_hanging_writer_holds_up_neither_training_nor_the_message(pool: Pool, saved: Path, notice: Notice) -> None:
     """The next save fails at once, as its writer would add a second copy of the state; the last one must succeed."""
     config = small(**{"checkpoint.save_timeout_s": 5})  # in which the other rank has written, however busy the machine

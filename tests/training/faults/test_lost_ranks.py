@@ -56,6 +56,7 @@ def small(folder: Path) -> Config:
         ]
     ],
 )
+@pytest.mark.waits
 def test_the_others_name_a_rank_that_does_not_answer(
     pool: Pool, tmp_path: Path, kind: str, phase: Phase, words: str, notice: Notice
 ) -> None:

@@ -170,7 +170,15 @@ def steps_of(run: Path) -> list[tuple[float, float]]:
     return [(each["loss"], each["grad_norm"]) for each in records(run)]
 
 
-@pytest.mark.parametrize(("kind", "layout"), {"dpo": Layout(tp=2), "ipo": Layout(pp=2), "kto": Layout(dp=2)}.items())
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("dpo", Layout(tp=2)),
+        # they read the same scores
+        pytest.param("ipo", Layout(pp=2), marks=pytest.mark.nightly),
+        pytest.param("kto", Layout(dp=2), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_from_an_adapter_compares_with_it(pool: Pool, folder: Path, kind: str, layout: Layout) -> None:
     """Each update has TRL's loss and gradient norm; the first loss is that of a model that is its own reference."""
     run = config(folder, kind, kind, layout={"tp": layout.tp, "pp": layout.pp})
@@ -213,7 +221,14 @@ def test_a_run_that_begins_again_looks_at_the_adapter(pool: Pool, folder: Path) 
         shutil.rmtree(here / "run" / "checkpoints")
 
 
-@pytest.mark.parametrize("reference", ["adapter", "other"], ids=["of the run's form", "of another form"])
+@pytest.mark.parametrize(
+    "reference",
+    [
+        pytest.param("adapter", marks=pytest.mark.nightly),  # by day as the start of a run, above
+        "other",
+    ],
+    ids=["of the run's form", "of another form"],
+)
 def test_a_folder_of_peft_is_compared_with(pool: Pool, folder: Path, reference: str) -> None:
     run = config(folder, f"peft {reference}", "dpo", loss__reference=str(folder / reference))
     pool.run(train_fresh, Layout(dp=2), run)

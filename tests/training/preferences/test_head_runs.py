@@ -97,6 +97,7 @@ def packed(pool: Pool, folder: Path) -> list[dict[str, Any]]:
     return records(folder / "packed")
 
 
+@pytest.mark.nightly  # names without a prefix are read by day in tests/hf/io/test_storage.py, heads in the test below
 def test_a_reward_model_begins_at_a_base_model_that_was_saved_without_an_output_layer(pool: Pool, folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
