@@ -43,7 +43,7 @@ def error_of_plain(groups: Groups, has_te: bool) -> str:
         has_te: Whether the module believes that TransformerEngine is there, as it does by itself, or has been
             corrected.
     """
-    assert multi_latent_attention.HAVE_TE
+    assert multi_latent_attention.HAVE_TE or not has_te
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True).submodules.self_attention
     with mock.patch.object(multi_latent_attention, "HAVE_TE", has_te):
         if not has_te:
@@ -66,14 +66,16 @@ def plain_gradients(groups: Groups, weights: Gradients, flag: bool) -> Gradients
     Args:
         groups: Process groups of the ranks.
         weights: Whole arrays by name.
-        flag: Whether config.qk_layernorm says that latents are normalised; they are in either case.
+        flag: Whether config.qk_layernorm says so when gradients are finalised. The latents are normalised in either
+            case: the flag is on while the module is built, since 0.19.2 refuses norms without it.
     """
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True, qk_layernorm=True)
     attention = spec.submodules.self_attention
     attention.submodules.core_attention = DotProductOfLatents
-    config = _config(groups, qk_layernorm=flag)
+    config = _config(groups, qk_layernorm=True)
     with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
         module = build_module(attention, config=config, layer_number=1, pg_collection=groups.collection)
+        config.qk_layernorm = flag
         return _gradients(groups, module, weights, lambda hidden: module(hidden, None)[0])
 
 

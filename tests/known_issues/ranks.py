@@ -306,8 +306,3 @@ def divided_gradient(groups: Groups, config: Config, gradient: float, denominato
     pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(denominator, dtype=torch.float64))})
     finalize_gradients(chunks, StepSums(pairs, {MAIN_TERM: denominator}), groups)
     return float(next(chunks[0].parameters()).main_grad.max())
-
-
-def frees_outputs(groups: Groups, config: Config) -> bool:
-    """Says whether we free pipeline outputs while they may still be in transit."""
-    return bool(transformer_config(config, groups.layout, groups.device).deallocate_pipeline_outputs)

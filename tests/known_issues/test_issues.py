@@ -153,12 +153,12 @@ def test_initial_weights_depend_on_no_layout_here(pool: Pool) -> None:
 
 
 def test_freed_outputs_arrive_as_other_numbers(pool: Pool) -> None:
+    """Shows what the race does that test_whole_steps.py finds in the interleaved schedule of 0.16.1."""
     freed, kept = (
         pool.run(ranks.sent_and_freed, Layout(pp=2), deallocates, 100_000)[1] for deallocates in (True, False)
     )
     assert freed != 1.0
     assert kept == 1.0
-    assert pool.run(ranks.frees_outputs, Layout(pp=2), small()) == [False, False]
 
 
 def test_norms_are_marked_for_sequence_parallelism() -> None:

@@ -52,9 +52,13 @@ def deviations(ranks: list[Gradients], exact: Gradients) -> dict[str, float]:
     return {name: tensor_deviation(whole(ranks, name, value.shape), value) for name, value in exact.items()}
 
 
-def test_it_cannot_be_built_without_transformer_engine(pool: Pool) -> None:
+def test_it_believes_in_transformer_engine(pool: Pool) -> None:
     """Shows a fault that is absent here: the module below uses megatron-core's parallel linears alone."""
     assert "isinstance() arg 2 must be a type" in pool.run(error_of_plain, Layout(), True)[0]
+
+
+def test_its_core_attention_does_not_take_the_sizes(pool: Pool) -> None:
+    """Shows a fault that is absent here: our core attention reads them from the tensors."""
     assert "k_channels" in pool.run(error_of_plain, Layout(), False)[0]
 
 

@@ -34,7 +34,7 @@ ROWS = (
         "fixed",
         "Latent attention is a module of ours, built on the parallel linears alone.",
         _HERE,
-        (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
+        (f"{_TESTS}it_believes_in_transformer_engine", _OURS),
         gone_in="0.19.2",
     ),
     KnownIssue(
@@ -54,7 +54,7 @@ ROWS = (
         "fixed",
         "Our core attention takes the sizes from the tensors.",
         (*_HERE, "mtrain/mcore/model/attention/context_parallel.py"),
-        (f"{_TESTS}it_cannot_be_built_without_transformer_engine", _OURS),
+        (f"{_TESTS}its_core_attention_does_not_take_the_sizes", _OURS),
     ),
     KnownIssue(
         "gradient of the shared rotary key",

@@ -38,6 +38,12 @@ def test_fields_of_transfers_belong_to_a_layout(
     assert (found.overlap_p2p_comm, found.overlap_p2p_comm_warmup_flush, found.batch_p2p_comm) == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_outputs_are_kept_while_gloo_may_be_sending_them(device: str) -> None:
+    found = transformer_config(config(layout={"pp": 2}), Layout(pp=2), torch.device(device))
+    assert found.deallocate_pipeline_outputs is (device == "cuda")
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
