@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_tokens_per_expert_and_token_count
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -63,6 +66,26 @@ def gradients(groups: Groups, microbatches: list[Any], is_cut: bool, fields: dic
     return found
 
 
+def z_loss_of_a_depth(groups: Groups, logits: Any, fields: dict[str, Any]) -> tuple[Any, list[float]]:
+    """Returns the gradient of the z-loss of a router in a depth, and the values that its log got.
+
+    Args:
+        groups: Process groups of the ranks.
+        logits: Logits [seq, batch, experts].
+        fields: Fields of TransformerConfig.
+    """
+    router = TopKRouter(config_of(groups, **fields), groups.collection, is_mtp_layer=True)  # not in 0.16.1
+    router.set_layer_number(1)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))
+    logged: list[float] = []
+    tracker = mock.Mock(record=lambda name, value, *_, **__: logged.append(float(value.detach())))
+    leaf = torch.as_tensor(logits).requires_grad_()
+    with mock.patch.object(megatron_router, "get_moe_metrics_tracker", return_value=tracker):
+        weighed = router.apply_z_loss(leaf)
+    (gradient,) = torch.autograd.grad(weighed.sum() * 0, leaf)
+    return gradient.numpy(), logged
+
+
 def counts_under_a_mask(groups: Groups, logits: Any, padding: Any) -> list[float] | str:
     """Counts the tokens that the bias of the choice is moved by; or returns the error."""
     fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -112,6 +135,19 @@ def padding_mask_of_a_stage(groups: Groups) -> Cut:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     prepared = model._preprocess(tokens, tokens, padding_mask=tokens.bool())
     return Cut(8, prepared[5].shape[1])
+
+
+def padding_mask_by_groups(groups: Groups) -> list[bool]:
+    """Returns the mask that routers of this rank would get where the global group is that of the replicas.
+
+    The whole row is padding in its second half, which is what rank 1 of tp should get.
+    """
+    model = _model(groups)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with mock.patch.object(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", groups.dp_cp):
+        prepared = model._preprocess(tokens, tokens, padding_mask=torch.arange(8).unsqueeze(0) >= 4)
+    mask: list[bool] = prepared[5].flatten().tolist()
+    return mask
 
 
 def layers_without_their_mask(groups: Groups) -> list[int]:

@@ -1,4 +1,4 @@
-"""Faults that the installed megatron-core no longer has: the tests that show them have to fail."""
+"""Faults that the installed megatron-core no longer has, or not yet: the tests that show them have to fail."""
 
 from collections.abc import Generator
 
@@ -11,7 +11,7 @@ from tests.known_issues.rows.row import installed
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Reverses the verdict of such a test: if it passes, the fault has come back."""
+    """Reverses the verdict of such a test: if it passes, the fault is there all the same."""
     gone = {name for row in TABLE if not row.bites(installed()) for name in row.tests}
     gone -= {
         name for row in TABLE if row.bites(installed()) for name in row.tests
@@ -23,4 +23,4 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         yield
     except Exception:  # whatever the fault's absence leads to on a rank or in an assertion
         return True
-    pytest.fail(f"{name} passes: megatron-core {installed()} has the fault again; see gone_in of its row")
+    pytest.fail(f"{name} passes: megatron-core {installed()} has the fault; see since and gone_in of its row")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
@@ -17,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
+    checkpoint,
     param_is_not_tensor_parallel_duplicate,
     vocab_parallel_cross_entropy,
 )
@@ -193,6 +196,27 @@ def gradients_without_tokens(groups: Groups, config: Config) -> tuple[float, flo
             finalize_model_grads(chunks, torch.zeros((), dtype=torch.int32), groups.collection)
         largest.append(max(float(parameter.main_grad.abs().max()) for parameter in parameters))
     return largest[0], largest[1]
+
+
+def divided_by_finalisation(groups: Groups, config: Config, weights: float) -> tuple[float, float]:
+    """Returns the result of the division of a gradient of 1 by the weights of a batch: theirs, ours."""
+    chunks = build_model(config, groups)
+    for parameter in chunks[0].parameters():
+        parameter.main_grad.fill_(1.0)
+    finalize_model_grads(chunks, torch.tensor(weights), groups.collection)
+    theirs = float(next(chunks[0].parameters()).main_grad.max())
+    return theirs, divided_gradient(groups, config, 1.0, weights)
+
+
+def shared_out_activation(groups: Groups) -> list[float]:
+    """Returns the gradient of a sum of squares of dp_rank + 1 that is recomputed from what ranks have shared out, where
+    the global tensor-parallel group is that of the replicas."""
+    values = torch.full((4,), groups.dp_rank + 1.0, requires_grad=True)
+    with mock.patch.object(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", groups.dp_cp):
+        checkpoint(torch.square, True, values).sum().backward()
+    gradient = values.grad
+    assert gradient is not None
+    return gradient.tolist()
 
 
 def reduced_gradient(groups: Groups, per_token: bool, average_in_collective: bool) -> float:

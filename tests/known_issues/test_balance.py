@@ -77,3 +77,20 @@ def test_the_first_stage_alone_cuts_the_padding_mask(pool: Pool) -> None:
 
 def test_layers_beyond_the_recomputed_ones_lose_the_padding_mask(pool: Pool) -> None:
     assert pool.run(ranks.layers_without_their_mask, Layout()) == [[1]]
+
+
+def test_the_padding_mask_is_cut_by_the_global_group(pool: Pool) -> None:
+    """Shows the first half of a row where the second belongs, and the reverse: ranks (dp, tp) = (0, 1) and (1, 0)."""
+    found = pool.run(ranks.padding_mask_by_groups, Layout(tp=2, sp=True, dp=2))
+    assert found == [[False] * 4, [False] * 4, [True] * 4, [True] * 4]
+
+
+def test_the_z_loss_of_a_repeated_depth_is_divided_in_the_log_alone(pool: Pool) -> None:
+    each: dict[str, Any] = {**Z, "mtp_num_layers": 2}
+    logits = logits_of(8, 1)
+    (once, logged), (repeated, divided) = (
+        pool.run(ranks.z_loss_of_a_depth, Layout(), logits, {**each, "mtp_use_repeated_layer": is_repeated})[0]
+        for is_repeated in (False, True)
+    )
+    assert divided == [logged[0] / 2]
+    np.testing.assert_array_equal(repeated, once)  # the router is called twice, so this should be a half

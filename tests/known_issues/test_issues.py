@@ -84,6 +84,23 @@ def test_small_weights_are_divided_by_their_own_sum(pool: Pool) -> None:
     assert pool.run(ranks.divided_gradient, Layout(), small(), 0.25, 0.5) == [0.5]
 
 
+def test_a_batch_that_weighs_less_than_one_is_divided_by_one(pool: Pool) -> None:
+    assert pool.run(ranks.divided_by_finalisation, Layout(), small(), 0.5) == [(1.0, 2.0)]
+
+
+def test_shards_of_a_sequence_are_divided_by_their_own_tokens() -> None:
+    """Has one token with a loss, and a second shard of the sequence without any: half of the gradient is left after
+    the average over ranks, which the next test shows. Ours with cp > 1: tests/parity/layouts/test_layouts.py."""
+    shards = ([1.0, 0.0], [0.0, 0.0])
+    losses = [plain_loss(False, shard_of(torch.tensor(mask)), cp=2)[0].item() for mask in shards]
+    assert sum(losses) / 2 == 0.5
+
+
+def shard_of(mask: Tensor) -> Any:
+    """Makes a closure of a shard, whose tokens all have the loss 1."""
+    return lambda output: ((output * mask).sum(), mask.sum(), {})
+
+
 def test_token_counts_overflow_and_denominators_do_not(pool: Pool) -> None:
     fractions, many = [1.5, 0.25], [2**31, 7]
     assert "can't be cast" in pool.run(ranks.counted_tokens, Layout(), fractions, "float32")[0]
@@ -195,6 +212,12 @@ def test_llama3_scaling_reads_its_constants() -> None:
 def test_recomputed_norms_need_transformer_engine(pool: Pool) -> None:
     assert "is not defined" in pool.run(ranks.recomputed_without_output, Layout())[0]
     assert pool.run(ranks.recomputed_modules, Layout(), small(train__recompute="selective")) == [["core_attn"]]
+
+
+def test_shared_out_activations_mix_replicas(pool: Pool) -> None:
+    found = pool.run(ranks.shared_out_activation, Layout(tp=2, dp=2))
+    assert found == [[2.0, 2.0, 4.0, 4.0]] * 4, "2 at the first replica and 4 at the second would be right"
+    assert_refused({"distribute_saved_activations": True})
 
 
 def test_attention_sinks_miss_in_the_norm(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Faults of multi-token prediction in plain Megatron-Core 0.16.1.
+"""Faults of multi-token prediction in plain Megatron-Core.
 
 The tests that `tests/known_issues/rows/mtp.py` names besides these show that they are absent here."""
 
@@ -8,9 +8,12 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import roll_tensor
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from mtrain.data.collate import moved
 from mtrain.mcore.distributed.groups import Groups
@@ -58,6 +61,34 @@ def test_depths_are_divided_by_the_tokens_of_the_main_loss(pool: Pool) -> None:
     assert tensor_deviation(theirs * (counts["main"] / counts["mtp_1"]), right) < 1e-5
 
 
+def test_tokens_of_depths_weigh_according_to_their_microbatch(pool: Pool) -> None:
+    """Shows that the gradient follows the size of a microbatch, and that it is exact where there is but one."""
+    batch = three_steps()[0]
+    right = exact(batch).gradients[DEPTH].numpy()
+    whole, parts = (run(pool, batch, size, calculate_per_token_loss=True).gradients[DEPTH] for size in (len(batch), 1))
+    assert tensor_deviation(whole, right) < 1e-5
+    assert tensor_deviation(parts, right) > 0.01
+
+
+def logged_after(groups: Groups, model: Any, parameters: Any, batch: GlobalBatch, size: int) -> float:
+    """Returns what the log gets of the depth after a step."""
+    MTPLossLoggingHelper.tracker.clear()
+    step_with_depth(groups, model, parameters, batch, size, {"calculate_per_token_loss": True})
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker["values"] if "values" in tracker else tracker["loss_values"]  # its name in 0.16.1, and in 0.19.2
+    return float(values[0])
+
+
+def test_the_logged_loss_of_a_depth_is_a_mean_of_means(pool: Pool) -> None:
+    """Divides by the number of microbatches, as megatron-core's own training loop does."""
+    batch, config = three_steps()[0], case(4).config(**CHANGES)
+    right = exact(batch).means["mtp_1"]
+    sizes, parameters = (len(batch), 4), initial_parameters(config)
+    whole, parts = (pool.run(logged_after, Layout(), config.model, parameters, batch, size)[0] for size in sizes)
+    assert abs(whole / right - 1) < 1e-5
+    assert abs(parts / (len(batch) // 4) / right - 1) > 1e-3
+
+
 @OF_THEIRS
 def test_a_microbatch_without_loss_tokens_is_not_a_number(pool: Pool) -> None:
     batch = three_steps()[0]
@@ -86,6 +117,51 @@ def test_rolling_takes_tokens_of_other_places() -> None:
     assert rolled(tokens, packed) == [12, 13, 0, 21, 0, 22, 0, 0], "21 is followed by nothing, padding by 21"
     assert rolled(tokens, None)[3] == 21, "over the edge"
     assert moved(np.array(tokens), starts, 1).tolist() == [12, 13, 0, 0, 22, 0, 0, 0]
+
+
+def depths_of(groups: Groups, **changes: Any) -> GPTModel:
+    """Builds a model of 2 layers with 2 depths."""
+    config = TransformerConfig(**fields(groups, mtp_num_layers=2, **changes))
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(
+        config,
+        layers,
+        vocab_size=8,
+        max_sequence_length=SEQ,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False),
+        pg_collection=groups.collection,
+    )
+
+
+def numbers_in_depths(groups: Groups) -> list[int]:
+    """Lists the numbers of the layers in two depths."""
+    return [layer.mtp_model_layer.layer_number for layer in depths_of(groups).mtp.layers]  # not so called in 0.16.1
+
+
+def test_layers_of_depths_are_numbered_as_the_first_ones(pool: Pool) -> None:
+    """Has every third layer without a window: of the layers 3 and 4 the first, and of 1 and 2 none."""
+    numbers = pool.run(numbers_in_depths, Layout())[0]
+    assert numbers == [1, 2]
+    windows = [[is_layer_window_attention((4, 0), 3, number) for number in which] for which in (numbers, [3, 4])]
+    assert windows == [[True, True], [False, True]]
+
+
+def norm_of_depths(groups: Groups, is_detached: bool) -> tuple[float, float]:
+    """Returns the square of the norm of gradients of 1, and the number of parameters."""
+    model = depths_of(groups, mtp_detach_heads=is_detached)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = FP32Optimizer(torch.optim.SGD(model.parameters(), 0.1), OptimizerConfig(lr=0.1), lambda _: None)
+    optimizer.tp_group, optimizer.grad_stats_parallel_group = groups.tp, groups.tp
+    return float(optimizer.get_grad_norm()) ** 2, float(sum(each.numel() for each in model.parameters()))
+
+
+def test_detached_depths_are_missing_in_the_norm(pool: Pool) -> None:
+    counted, present = pool.run(norm_of_depths, Layout(), False)[0]
+    assert abs(counted / present - 1) < 1e-5
+    counted, present = pool.run(norm_of_depths, Layout(), True)[0]
+    assert counted < 0.8 * present
 
 
 def tied_stage(groups: Groups) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ from mtrain.config import known_issues
 from mtrain.plan.layout import Layout
 from mtrain.plan.summary import print_plan
 from tests.known_issues.configs import SMALL, assert_refused, megatron_core, small
-from tests.known_issues.page import PAGE, page
+from tests.known_issues.page import FINDINGS, NUM_FINDINGS, PAGE, UNREAD, findings, page
 from tests.known_issues.rows import TABLE, KnownIssue, applicable
 from tests.known_issues.rows.row import Place, installed
 from tests.known_issues.state_ranks import said_at_the_start
@@ -71,6 +71,16 @@ def test_what_a_row_calls_refused_is_refused(row: KnownIssue) -> None:
 
 def test_names_are_unique() -> None:
     assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+def test_no_model_of_theirs_is_built() -> None:
+    """Looks for imports of their models; parts of them and specs of layers are used."""
+    nodes = [node for path in (ROOT / "mtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    of_models = [node for node in imports if (node.module or "").startswith("megatron.core.models")]
+    models = [name.name for node in of_models for name in node.names]
+    assert "get_gpt_layer_with_transformer_engine_spec" in models
+    assert [name for name in models if name.endswith("Model")] == []
 
 
 LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -140,5 +150,11 @@ def test_notes_are_reported_once_by_the_run_and_by_check(
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")] == lines
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_pages_are_the_table() -> None:
     assert PAGE.read_text() == page(), "see the comment at its top for how to write it again"
+    assert FINDINGS.read_text() == findings(), "see the comment at its top for how to write it again"
+
+
+def test_every_finding_of_the_report_has_a_row() -> None:
+    numbers = [number for row in TABLE for number in row.findings]
+    assert sorted([*numbers, *UNREAD]) == list(range(1, NUM_FINDINGS + 1))

@@ -1,7 +1,8 @@
-"""Table of the silent faults of megatron-core 0.16.1, and what we do about each.
+"""Table of the silent faults of megatron-core 0.16.1 and 0.19.2, and what we do about each.
 
 A row names the fault, its place in the sources, the condition on a configuration, and the outcome: fixed by
-construction, refused, or noted in the log. docs/known-issues.md is written from this table.
+construction, refused, noted in the log, or out of reach. docs/known-issues.md and docs/megatron-lm-7452.md are written
+from this table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GROUPS: dict[str, tuple[KnownIssue, ...]] = {
     "Multi-token prediction": mtp.ROWS,
     "Optimizer": optimizer.ROWS,
     "Checkpoints": checkpoint.ROWS,
-    "Schedules that are not built": schedules.ROWS,
+    "Schedules, layers and models that are not built": schedules.ROWS,
 }
 """Rows of the table by heading."""
 

@@ -117,6 +117,7 @@ ROWS = (
         "Text is counted from the mask itself.",
         (_BALANCE,),
         (f"{_FAULTS}masked_counts_of_a_rank_are_those_of_all_ranks", _PARITY),
+        findings=(10,),
     ),
     KnownIssue(
         "expert bias under a mask",
@@ -166,6 +167,25 @@ ROWS = (
         "Every stage cuts its mask.",
         ("mtrain/mcore/model/language_model.py",),
         (f"{_FAULTS}the_first_stage_alone_cuts_the_padding_mask", _PARITY),
+    ),
+    KnownIssue(
+        "padding masks cut by other ranks' groups",
+        "Sequence parallelism cuts the padding mask by the global tensor-parallel group, where all else of the model "
+        "uses the one that it was given: if they differ, routers get the mask of other tokens.",
+        (
+            Place(
+                "models/gpt/gpt_model.py",
+                "GPTModel._preprocess",
+                "padding_mask.transpose(0, 1).contiguous()",
+            ),
+        ),
+        "padding with sequence parallelism, where process groups are given",
+        lambda config, layout: _counts_text(config, layout) and layout.sp,
+        "fixed",
+        "The shell of the model cuts its mask by the group that it was given.",
+        ("mtrain/mcore/model/language_model.py",),
+        (f"{_FAULTS}the_padding_mask_is_cut_by_the_global_group", _PARITY),
+        findings=(5,),
     ),
     KnownIssue(
         "padding masks of layers that are not recomputed",

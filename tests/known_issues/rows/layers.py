@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config import known_issues
-from tests.known_issues.rows.row import KnownIssue, Place, breaks, issue_test, spec_test
+from tests.known_issues.rows.row import KnownIssue, Place, breaks, has_field, issue_test, spec_test
 
 _LAYERS = "tensor_parallel/layers.py"
 _DOT_PRODUCT = "transformer/dot_product_attention.py"
@@ -217,6 +217,27 @@ ROWS = (
         (issue_test("recomputed_norms_need_transformer_engine"),),
     ),
     KnownIssue(
+        "saved activations shared out by other ranks' groups",
+        "Recomputation that shares out what it saves takes the global tensor-parallel group, where the rest of a layer "
+        "(the case that was reported is a depth) uses the one that it was given: if they differ, an activation is put "
+        "together from parts of several replicas.",
+        (
+            Place(
+                "tensor_parallel/random.py",
+                "CheckpointFunction.forward",
+                "split_tensor_into_1d_equal_chunks(args[0].data, new_buffer=True)",
+            ),
+        ),
+        "distribute_saved_activations, where process groups are given",
+        has_field("distribute_saved_activations"),
+        "refused",
+        "The field is refused: train.recompute saves whole activations.",
+        ("mtrain/config/megatron_fields.py",),
+        (issue_test("shared_out_activations_mix_replicas"),),
+        ({"distribute_saved_activations": True},),
+        findings=(4,),
+    ),
+    KnownIssue(
         "attention sinks are not marked",
         "Learnable attention sinks are not marked as split over tp: the gradient norm leaves those of rank > 0 out.",
         (Place(_DOT_PRODUCT, "DotProductAttention.__init__", '"softmax_offset",'),),
@@ -229,6 +250,7 @@ ROWS = (
             issue_test("attention_sinks_miss_in_the_norm"),
             "tests/parity/models/test_families.py::test_families_keep_the_promise",
         ),
+        findings=(8,),
     ),
     KnownIssue(
         "float32 residuals between stages",

@@ -93,7 +93,6 @@ ROWS = (
         "With 0 tokens gradients are not scaled at all: what other terms left there is applied raw.",
         (
             Place("distributed/finalize_model_grads.py", "finalize_model_grads", "if num_tokens > 0:", "0.16.1"),
-            # and a sum of weights below 1 is divided by 1
             Place(
                 "distributed/finalize_model_grads.py",
                 "finalize_model_grads",
@@ -112,6 +111,25 @@ ROWS = (
         ),
     ),
     KnownIssue(
+        "sums of weights below one",
+        "The weights of the whole batch are raised to at least 1 before gradients are divided by them, so weights that "
+        "add up to less shrink the step.",
+        (
+            Place(
+                "distributed/finalize_model_grads.py",
+                "finalize_model_grads",
+                "safe_num_tokens = torch.clamp(num_tokens, min=1)",
+            ),
+        ),
+        "weights of a global batch that add up to less than 1",
+        always,
+        "fixed",
+        "The division is by the denominator itself; megatron-core's count is not handed on.",
+        ("mtrain/mcore/engine/finalize.py",),
+        (issue_test("a_batch_that_weighs_less_than_one_is_divided_by_one"),),
+        since="0.19.2",
+    ),
+    KnownIssue(
         "averages instead of sums over ranks",
         "By default gradients are multiplied by 1 / (dp x cp) before they are summed, or averaged in the collective.",
         (
@@ -126,7 +144,11 @@ ROWS = (
         "fixed",
         "Gradients are summed: the factor is 1 and averaging in the collective is off.",
         ("mtrain/mcore/model/transformer_config.py",),
-        (issue_test("gradients_are_averaged_over_ranks_and_summed_here"),),
+        (
+            issue_test("gradients_are_averaged_over_ranks_and_summed_here"),
+            issue_test("shards_of_a_sequence_are_divided_by_their_own_tokens"),
+        ),
+        findings=(9,),
     ),
     KnownIssue(
         "label smoothing under tensor parallelism",
@@ -141,6 +163,7 @@ ROWS = (
             spec_test("label_smoothing_is_wrong_under_tensor_parallelism"),
             "tests/loss/vocab_parallel/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
         ),
+        findings=(1,),
     ),
     KnownIssue(
         "gathered logits with labels",
@@ -159,6 +182,7 @@ ROWS = (
         "Logits stay split and the loss is computed outside the model.",
         ("mtrain/mcore/model/language_model.py",),
         (issue_test("gathered_logits_add_log_tp"),),
+        findings=(2,),
     ),
     KnownIssue(
         "fused cross entropy in bf16",

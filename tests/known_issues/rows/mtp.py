@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain.config import Config
 from mtrain.plan.layout import Layout
-from tests.known_issues.rows.row import KnownIssue, Place
+from tests.known_issues.rows.row import KnownIssue, Place, has_field
 
 _MODEL = "models/gpt/gpt_model.py"
 _DEPTHS = "transformer/multi_token_prediction.py"
@@ -14,6 +14,10 @@ _PARITY = "tests/parity/models/test_multi_token.py"
 
 def _has_depths(config: Config, layout: Layout) -> bool:
     return config.model.mtp_depths > 0
+
+
+def _has_depths_with_windows(config: Config, layout: Layout) -> bool:
+    return config.model.mtp_depths > 0 and config.model.sliding_window is not None
 
 
 ROWS = (
@@ -85,6 +89,110 @@ ROWS = (
             f"{_FAULTS}::test_without_a_mask_prompts_are_in_the_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
         ),
+    ),
+    KnownIssue(
+        "depths weighed by the tokens of their own microbatch",
+        "In per-token mode the loss of a depth is multiplied by the ratio of two counts, the main loss's and its own, "
+        "of one rank's part of one microbatch: where their masks differ, so does the weight of a token.",
+        (
+            Place(
+                _DEPTHS,
+                "process_mtp_loss",
+                "mtp_loss_scale * mtp_loss * (original_num_tokens / num_tokens_safe)",
+            ),
+        ),
+        "model.mtp_depths > 0 and several microbatches, replicas or context-parallel ranks",
+        _has_depths,
+        "fixed",
+        "Each depth is a term of its own, scaled by its own planned denominator of the whole global batch.",
+        ("mtrain/data/collate.py", "mtrain/loss/objective.py"),
+        (
+            f"{_FAULTS}::test_tokens_of_depths_weigh_according_to_their_microbatch",
+            f"{_PARITY}::test_depths_do_not_change_with_the_layout",
+        ),
+        since="0.19.2",
+        findings=(3,),
+    ),
+    KnownIssue(
+        "layers of depths numbered as the first layers",
+        "The layer of every depth is numbered from 1 again, so it gets the sliding window, the positions and the "
+        "scaling that a pattern gives the first layers of the model, not those that go on with it.",
+        (
+            Place(
+                "transformer/transformer_layer.py",
+                "TransformerLayer.__init__",
+                "if is_mtp_layer or not add_layer_offset:",
+            ),
+        ),
+        "model.mtp_depths > 0 with windows or positions that follow a pattern of layers",
+        _has_depths_with_windows,
+        "fixed",
+        "Depths are a module of ours and are numbered on after the last layer, under every version.",
+        ("mtrain/mcore/model/mtp.py",),
+        (
+            f"{_FAULTS}::test_layers_of_depths_are_numbered_as_the_first_ones",
+            f"{_PARITY}::test_depths_do_not_change_with_the_layout",
+        ),
+        since="0.19.2",
+    ),
+    KnownIssue(
+        "logged losses of depths",
+        "The loss of a depth in the log is a sum of the means of microbatches, averaged over ranks: another number "
+        "than what is differentiated, and one that follows the layout.",
+        (
+            Place(_MODEL, "GPTModel._postprocess", "torch.sum(mtp_loss) / num_tokens,", "0.16.1"),
+            Place(_DEPTHS, "process_mtp_loss", ") / num_tokens.clamp(min=1)", "0.19.2"),
+        ),
+        "model.mtp_depths > 0 and several microbatches or ranks",
+        _has_depths,
+        "fixed",
+        "Records have each depth's own sum over its own denominator, of the whole global batch.",
+        ("mtrain/mcore/engine/loss_reduction.py",),
+        (
+            f"{_FAULTS}::test_the_logged_loss_of_a_depth_is_a_mean_of_means",
+            f"{_PARITY}::test_depths_do_not_change_with_the_layout",
+        ),
+    ),
+    KnownIssue(
+        "depths with a gradient norm of their own",
+        "With mtp_detach_heads the parameters of depths are left out of the gradient norm, which is reported and "
+        "which the others are clipped by, and are clipped by a norm of their own.",
+        (
+            Place(_DEPTHS, "MultiTokenPredictionBlock.__init__", "param.grad_norm_group = 'mtp'"),
+            Place(
+                "optimizer/optimizer.py",
+                "MegatronOptimizer.get_grads_for_grad_norm",
+                "param_filter = lambda p: not _is_separate_grad_norm_group(_get_param_grad_norm_group(p))",
+            ),
+        ),
+        "mtp_detach_heads",
+        has_field("mtp_detach_heads"),
+        "refused",
+        "The field is refused; one norm counts every parameter once.",
+        ("mtrain/config/megatron_fields.py",),
+        (f"{_FAULTS}::test_detached_depths_are_missing_in_the_norm",),
+        ({"mtp_detach_heads": True},),
+        since="0.19.2",
+    ),
+    KnownIssue(
+        "z-losses of a repeated depth",
+        "Where one layer serves all depths, its balancing losses are divided by their number, but its z-loss only in "
+        "the log: the gradient is as many times too strong.",
+        (
+            Place(
+                "transformer/moe/router.py",
+                "TopKRouter.apply_z_loss",
+                "z_loss = z_loss / self.config.mtp_num_layers",
+            ),
+        ),
+        "mtp_use_repeated_layer with experts and a z-loss",
+        has_field("mtp_use_repeated_layer"),
+        "refused",
+        "The field is refused; each depth has a layer of its own.",
+        ("mtrain/config/megatron_fields.py",),
+        ("tests/known_issues/test_balance.py::test_the_z_loss_of_a_repeated_depth_is_divided_in_the_log_alone",),
+        ({"mtp_use_repeated_layer": True},),
+        since="0.19.2",
     ),
     KnownIssue(
         "tied embeddings with depths",

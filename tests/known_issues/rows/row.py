@@ -26,9 +26,9 @@ def installed() -> str:
     return found.version
 
 
-Outcome = Literal["fixed", "refused", "noted"]
+Outcome = Literal["fixed", "refused", "noted", "absent"]
 """Outcome of a fault. fixed: absent by construction. refused: a ConfigError before the run. noted: allowed, and
-logged."""
+logged. absent: it cannot arise, since nothing here calls that code."""
 
 Condition = Callable[[Config, Layout], bool]
 
@@ -76,10 +76,15 @@ class KnownIssue:
     """Contents of `model.megatron` that a refused row refuses."""
     gone_in: str | None = None
     """First of VERSIONS without the fault; None while all have it."""
+    since: str = VERSIONS[0]
+    """First of VERSIONS with the fault."""
+    findings: tuple[int, ...] = ()
+    """Numbers of the findings of NVIDIA/Megatron-LM#7452 that it is, or is a part of."""
 
     def bites(self, version: str) -> bool:
         """Says whether a version of VERSIONS has the fault."""
-        return self.gone_in is None or VERSIONS.index(version) < VERSIONS.index(self.gone_in)
+        end = len(VERSIONS) if self.gone_in is None else VERSIONS.index(self.gone_in)
+        return VERSIONS.index(self.since) <= VERSIONS.index(version) < end
 
     def places_in(self, version: str) -> list[Place]:
         """Lists where a version has the fault."""

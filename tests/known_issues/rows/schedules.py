@@ -1,4 +1,4 @@
-"""Faults of schedules that are not implemented: their fields are refused.
+"""Faults of schedules, layers and models that are not implemented: their fields are refused.
 
 When one is implemented, its rows get an outcome, and tests, of their own.
 """
@@ -12,7 +12,14 @@ _MODULES = ("mtrain/config/megatron_fields.py", "mtrain/config/schema/layout.py"
 _TESTS = ("tests/config/test_megatron_fields.py::test_other_fields_are_refused",)
 
 
-def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str, ...], value: object) -> KnownIssue:
+def _refused(
+    name: str,
+    fault: str,
+    places: tuple[Place, ...],
+    fields: tuple[str, ...],
+    value: object,
+    findings: tuple[int, ...] = (),
+) -> KnownIssue:
     """Makes a row whose fields all belong to something that is not implemented."""
     return KnownIssue(
         name,
@@ -25,6 +32,7 @@ def _refused(name: str, fault: str, places: tuple[Place, ...], fields: tuple[str
         _MODULES,
         _TESTS,
         tuple({field: value} for field in fields),
+        findings=findings,
     )
 
 
@@ -41,5 +49,36 @@ ROWS = (
         ),
         ("hybrid_context_parallel",),
         True,
+    ),
+    _refused(
+        "output norm of gated delta layers",
+        "Every tensor-parallel rank has a copy of its weight and the gradient of its own heads; without sequence "
+        "parallelism these gradients are not summed, and the copies part.",
+        (
+            Place("ssm/gated_delta_net.py", "GatedDeltaNet.__init__", "submodules.out_norm,", "0.16.1"),
+            Place("ssm/gated_delta_net/common.py", "_GDNBase.__init__", "submodules.out_norm,", "0.19.2"),
+        ),
+        ("experimental_attention_variant",),
+        "gated_delta_net",
+        (11,),
+    ),
+    KnownIssue(
+        "embeddings of images cut by other ranks' groups",
+        "The model with images cuts its embeddings for sequence parallelism by the global tensor-parallel group, where "
+        "its language model uses the one that it was given.",
+        (
+            Place(
+                "models/multimodal/llava_model.py",
+                "LLaVAModel._process_embedding_token_parallel",
+                "combined_embeddings = tensor_parallel.scatter_to_sequence_parallel_region(",
+            ),
+        ),
+        "a LLaVAModel, which no configuration makes",
+        lambda config, layout: False,
+        "absent",
+        "No model of megatron-core's is built, only layers of it.",
+        ("mtrain/mcore/model/language_model.py",),
+        ("tests/known_issues/test_table.py::test_no_model_of_theirs_is_built",),
+        findings=(7,),
     ),
 )
