@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import MachineError
 
-MEGATRON_CORE = "0.16.1"
+MEGATRON_CORE = "0.19.2"
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 9), (2, 16)
 
 
