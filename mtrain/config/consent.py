@@ -26,6 +26,7 @@ NEUTRAL_KEYS = (
     "train.recompute",
     "train.recompute_layers",
     "train.compile",
+    "train.deterministic",
     "train.recompute_modules",
     "train.offload_layers",
     "train.offload_optimizer",

@@ -226,6 +226,20 @@ def compiled(config: Sections) -> Iterator[str]:
         )
 
 
+def deterministic(config: Sections) -> Iterator[str]:
+    """Checks that nothing that is asked for could add in another order the next time."""
+    if not config.train.deterministic:
+        return
+    key = "train.deterministic=true"
+    if config.train.compile != "none":
+        yield (
+            f"{key} cannot be combined with train.compile={config.train.compile}, as torch may choose kernels by "
+            "timing them; turn one of the two off"
+        )
+    if config.model.megatron.get("deterministic_mode") is False:
+        yield f"{key} sets model.megatron.deterministic_mode, which is false here; remove it"
+
+
 def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterator[str]:
     """Checks that each depth has a term of its own and a token to predict."""
     if model.mtp_depths == 0:

@@ -19,6 +19,7 @@ from mtrain.config import Config
 from mtrain.data.datum import Datum
 from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.loss.objective import AnyLoss, Objective
+from mtrain.mcore.distributed.deterministic import deterministic
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
 from mtrain.mcore.distributed.party import purpose_of
@@ -74,6 +75,7 @@ class Engine:
         train = config.train
         with contextlib.ExitStack() as held:
             purpose = purpose_of("Engine", config)
+            held.enter_context(deterministic(train.deterministic))
             device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s, purpose))
             layout = Layout.from_config(config, dist.get_world_size())
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))

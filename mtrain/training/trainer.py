@@ -27,6 +27,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.registry import refuse_unexportable
 from mtrain.mcore.distributed import patience
+from mtrain.mcore.distributed.deterministic import VARIABLES, deterministic
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import (
     any_rank,
@@ -82,6 +83,7 @@ def train(config: Config) -> None:
     with (
         # first, so that a signal that comes while ranks connect is not lost
         StopSignal() as signal,
+        deterministic(config.train.deterministic),
         init_distributed(environment, config.train.device, timeout_s, purpose_of("train", config)) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
     ):
@@ -164,6 +166,7 @@ def _open_reporting(
     heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number, account.write)
     account.phases_of(held.enter_context(heartbeat))
     held.enter_context(recording(folder.path, groups.rank, number, lambda: heartbeat.place))
+    held.enter_context(deterministic(train.deterministic))  # here too: what it raises is recorded
     held.enter_context(naming_lack_of_memory())
     held.enter_context(naming_lost_ranks(heartbeat.missing))
     return heartbeat, account
@@ -200,7 +203,9 @@ def _origin(run: Run) -> Provenance:
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
     """Returns all that can change the last digits of a run; nothing that reveals where or by whom it was run."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {**program_versions(), "device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
+    chosen = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    shape = {"device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
+    return {**program_versions(), **shape, **chosen}
 
 
 def _enter(

@@ -75,7 +75,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     trials = _trials(exact, request, max_ranks)
     if request.fault is not None:
         chosen(request.fault, exact, {axis for trial in trials for axis in trial.axes})
-    pool = pool or Pool(device, PRELOADED, TIMEOUT_S)
+    pool = pool or Pool(device, PRELOADED, TIMEOUT_S, config.train.deterministic)
     tolerances = _tolerances(Sizes.of(exact))
     inputs = _inputs(exact, request.num_steps)
     reference, note = _reference(exact, inputs, progress)

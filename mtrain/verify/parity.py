@@ -72,7 +72,8 @@ def verify_parity(
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
     plan = _plan(shrunk, config.model, request, progress)
-    check = _Check(trials, plan, request.fault, pool or Pool(device, PRELOADED))
+    pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
+    check = _Check(trials, plan, request.fault, pool)
     layouts = check.run(progress)
     return ParityReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -99,6 +99,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "train.compile=layers",
     ),
     (
+        {"train__deterministic": True, "train__compile": "layers"},
+        "train.deterministic=true",
+    ),
+    (
+        {"train__deterministic": True, "model__megatron": {"deterministic_mode": False}},
+        "train.deterministic=true",
+    ),
+    (
         {"optimizer__kind": "muon", "train__offload_optimizer": True},
         "train.offload_optimizer=true",
     ),

@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mtrain.base.errors import MachineError
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.format import snapshot
 from mtrain.config import Config
+from mtrain.loss.functions.likelihood import next_token_loss
+from mtrain.loss.pair import LossPair, TermInputs
+from mtrain.mcore.distributed.deterministic import deterministic
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model import init_weights
 from mtrain.training.trainer import train, train_on
@@ -82,3 +87,31 @@ def in_a_thread(action: Callable[[], None]) -> None:
     thread.join()
     if raised:
         raise raised[0]
+
+
+def stirred(inputs: TermInputs) -> LossPair:
+    """Computes the usual loss, after an operation of which torch has no deterministic form on any device."""
+    torch.zeros(3).put_(torch.tensor([0, 1]), torch.ones(2))
+    return next_token_loss(inputs)
+
+
+def switch_after(groups: Groups, config: Config) -> tuple[bool, bool]:
+    """Trains, and returns whether torch's switch is on afterwards where it was off, and where it was on."""
+    found = []
+    for was_on in (False, True):
+        torch.use_deterministic_algorithms(was_on)
+        train_on(groups, config, StopSignal())
+        found.append(torch.are_deterministic_algorithms_enabled())
+    torch.use_deterministic_algorithms(False)
+    return found[0], found[1]
+
+
+def refusal(groups: Groups, given: Mapping[str, str], has_cuda_started: bool) -> str:
+    """Returns the message that a deterministic run ends with in an environment."""
+    os.environ.update(given)
+    with mock.patch.object(torch.cuda, "is_initialized", return_value=has_cuda_started):
+        try:
+            with deterministic(is_wanted=True):
+                return ""
+        except MachineError as error:
+            return str(error)

@@ -72,6 +72,10 @@ class Config(Sections):
         return _lines(rules.compiled(self))
 
     @rule
+    def a_deterministic_run_can_be(self) -> str | None:
+        return _lines(rules.deterministic(self))
+
+    @rule
     def what_moves_to_the_host_is_of_adamw(self) -> str | None:
         if not self.train.offload_optimizer or self.optimizer.kind == "adamw":
             return None

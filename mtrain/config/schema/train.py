@@ -86,6 +86,9 @@ class TrainSection(Section):
     offload_optimizer: bool = False
     """Whether AdamW's moments lie in pinned memory of the host between updates; the device computes updates as it does
     without, on some parameters after the other."""
+    deterministic: bool = False
+    """Whether a GPU adds in the same order every time, so that a run repeats to the bit on the same GPU, versions and
+    layout; slower. Settings of NCCL, cuBLAS and TransformerEngine in the environment must agree. CPUs always do."""
     compile: Literal["none", "layers"] = "none"
     """Compilation by torch.compile. layers: each transformer layer, without what the layout adds to it (collectives,
     pipelines, recomputation, dispatch to experts, documents); where nothing can be compiled the run goes on

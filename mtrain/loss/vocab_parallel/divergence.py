@@ -130,6 +130,9 @@ class KnownProbabilities:
         """Returns a copy of values, [seq, batch, vocab_local], with exact zeros at the known tokens."""
         # a product, not a scatter: tokens of other ranks all point at column 0, which may be a known token of this rank
         kept = torch.where(self.is_local, 0.0, 1.0).to(values.dtype)
+        if torch.are_deterministic_algorithms_enabled():
+            # torch has no such product on GPUs; of zeros and ones the smallest is the product, whatever the order
+            return values * torch.ones_like(values).scatter_reduce(-1, self.column, kept, reduce="amin")
         return values.scatter_reduce(-1, self.column, kept, reduce="prod")
 
 

@@ -159,6 +159,7 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
         "init_method": as_it_is,
         "output_layer_init_method": as_it_is,
         "embedding_init_method": as_it_is,
+        "deterministic_mode": train.deterministic,
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.mcore.engine.finalize divides them once
         # freed while gloo may still be sending it; on a GPU the stream keeps the order
         "deallocate_pipeline_outputs": not on_cpu,

@@ -85,7 +85,7 @@ def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParam
         if sampling.top_k or sampling.top_p < 1:
             shares = _likeliest(shares, sampling)
         # in the order of the vocabulary: if sorted, two probabilities that differ by rounding could swap places
-        sums = shares.cumsum(-1)
+        sums = _running_sums(shares)
         numbers = [uniform(sampling.seed, place) for place in places]
         draws = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1) * sums[:, -1:]
         # `right`: a token of probability 0 is never drawn, not even by the number 0
@@ -105,9 +105,15 @@ def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
     ranked, order = shares.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ranked[:, sampling.top_k :] = 0.0
-    before = ranked.cumsum(-1) - ranked
+    before = _running_sums(ranked) - ranked
     ranked = torch.where(before < sampling.top_p * ranked.sum(-1, keepdim=True), ranked, 0.0)
     return torch.zeros_like(shares).scatter(-1, order, ranked)
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    # torch refuses to add them on a GPU in a deterministic run
+    where = values.cpu() if torch.are_deterministic_algorithms_enabled() else values
+    return where.cumsum(-1).to(values.device)
 
 
 def uniform(seed: int, place: TokenPlace) -> float:

@@ -22,6 +22,7 @@ from mtrain.config.schema.layout import LayoutSection
 from mtrain.convert.origin import source_of_run
 from mtrain.hf.schema.files import declared_ends
 from mtrain.hf.schema.registry import ORIGIN
+from mtrain.mcore.distributed.deterministic import deterministic
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
 from mtrain.mcore.distributed.party import purpose_of
@@ -118,7 +119,10 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
     timeout_s = found.config.train.process_group_timeout_s
     asked = {"prompts": [each.ids for each in questions], **asdict(sampling)}
     purpose = purpose_of("generate", found.config, path, {name: str(value) for name, value in asked.items()})
-    with joined_distributed(found.config.train.device, timeout_s, purpose) as device:
+    with (
+        deterministic(found.config.train.deterministic),
+        joined_distributed(found.config.train.device, timeout_s, purpose) as device,
+    ):
         config = _for_generation(found.config, dist.get_world_size())
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:

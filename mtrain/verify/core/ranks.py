@@ -57,15 +57,22 @@ def reason_of(fault: RankFailedError | MtrainError) -> str:
 class Pool:
     """Starts ranks; at most one call runs at a time."""
 
-    def __init__(self, device: str = "cpu", preloaded: Sequence[str] = (), timeout_s: int = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        device: str = "cpu",
+        preloaded: Sequence[str] = (),
+        timeout_s: int = TIMEOUT_S,
+        is_deterministic: bool = False,
+    ) -> None:
         """Chooses how ranks are started; starts none yet.
 
         Args:
             device: Kind of device: cpu, or cuda for one GPU per rank.
             preloaded: Further modules that the fork server imports.
             timeout_s: Longest time that a call may take, in seconds.
+            is_deterministic: Value of `train.deterministic`.
         """
-        self.device, self._timeout_s = device, timeout_s
+        self.device, self._timeout_s, self._is_deterministic = device, timeout_s, is_deterministic
         self._context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             self._context.set_forkserver_preload([*_PRELOADED, *preloaded])
@@ -85,7 +92,7 @@ class Pool:
         """
         with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
             store = os.path.join(folder, "store")
-            job = _Job(function, layout, arguments, seed, self.device, store, self._timeout_s)
+            job = _Job(function, layout, arguments, seed, self.device, self._is_deterministic, store, self._timeout_s)
             for rank in range(layout.world_size):
                 ranks.start(self._context, job, rank)
             return ranks.results(self._timeout_s)
@@ -100,6 +107,7 @@ class _Job(NamedTuple):
     seed: int
     device: str
     """Kind of device: cpu or cuda."""
+    is_deterministic: bool
     store: str
     """Path of the file over which the ranks meet."""
     timeout_s: int
@@ -166,7 +174,10 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
     gc.freeze()  # modules that the fork server has imported are not garbage: collections need not scan them
     torch.set_num_threads(1)
     try:
-        answer = (True, _call(job, rank))
+        from mtrain.mcore.distributed.deterministic import deterministic
+
+        with deterministic(job.is_deterministic):
+            answer = (True, _call(job, rank))
     except MtrainError as error:
         answer = (False, error)
     except BaseException:  # of any kind: the caller has to show it

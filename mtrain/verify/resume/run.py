@@ -86,8 +86,9 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
     plan = planned(config, request, max_ranks)
     if request.fault is not None:
         chosen(request.fault, plan.base.config, {CRASH}, RESUME_FAULTS)
+    pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
     with tempfile.TemporaryDirectory(prefix="mtrain-resume-") as folder:
-        check = ResumeCheck(plan, request.at, Path(folder), pool or Pool(device, PRELOADED))
+        check = ResumeCheck(plan, request.at, Path(folder), pool)
         check.prepare()
         results = check.run(progress, request.fault)
     return ResumeReport(

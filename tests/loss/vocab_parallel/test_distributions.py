@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mtrain.loss.vocab_parallel import exponentials
+from mtrain.loss.vocab_parallel.divergence import KnownProbabilities
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
@@ -244,3 +245,16 @@ def test_divergences_keep_no_full_precision_copy() -> None:
         losses = student.kl_divergence(other) + student.reverse_kl_divergence(other)
     assert losses.requires_grad
     assert kept == {(logits.data_ptr(), torch.bfloat16), (teacher.data_ptr(), torch.bfloat16)}
+
+
+def test_a_deterministic_run_leaves_known_tokens_out_with_the_same_numbers() -> None:
+    column, is_local = torch.tensor([[[0, 3, 0, 3]]]), torch.tensor([[[False, True, False, False]]])
+    target = KnownProbabilities(column, is_local, torch.rand(1, 1, 4), torch.rand(1, 1))
+    values = torch.randn(1, 1, 6)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = target.others_of(values)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, target.others_of(values))
+    assert torch.equal(found, values * torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]))

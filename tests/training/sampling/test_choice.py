@@ -39,6 +39,16 @@ def test_a_draw_follows_from_seed_answer_and_place_alone() -> None:
     assert len(numbers) == 2 * len(MANY)
 
 
+def test_a_deterministic_run_draws_the_same_tokens() -> None:
+    sampling = SamplingParams(temperature=1.3, top_p=0.9, seed=5)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = drawn(sampling)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, drawn(sampling))
+
+
 def test_log_probabilities_are_those_of_the_model_itself() -> None:
     sampling = SamplingParams(temperature=0.5, top_p=0.6, seed=1)
     tokens, likely = choose(LOGITS.expand(9, -1), MANY[:9], sampling)

@@ -62,7 +62,10 @@ class EmbeddingAdapter(Adapter):
         """Computes what is added to embeddings of [batch, seq] tokens; one TP collective of `rank` numbers each."""
         is_here = (tokens >= self._first) & (tokens < self._end)
         local = torch.where(is_here, tokens - self._first, 0)
-        found = functional.embedding(local, self.get_parameter(f"embedding_{LORA_A}"))
+        table = self.get_parameter(f"embedding_{LORA_A}")
+        # as in megatron-core's table: the gradient of functional.embedding adds rows in any order on a GPU
+        is_ordered = torch.are_deterministic_algorithms_enabled()
+        found = table[local] if is_ordered else functional.embedding(local, table)
         narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale
         if self._scatters:
             # like the table's own output under sp: [seq_local, batch, ...]
