@@ -120,9 +120,10 @@ def page(times: Iterable[tuple[Row, float]]) -> str:
 
 <!-- Written by `{COMMAND}`, which runs the tests named below; a test compares. Change their marks, not this page. -->
 
-{len(slowest)} faults. The exit code is that of the whole run; "goes on" means that training continues. Time to notice:
-from the fault until the message or the end, as measured when this page was written, on 2 CPU cores, start of the
-processes included where the fault lies in what they read.
+{len(slowest)} faults. The exit code is that of the whole run; "goes on" means that training continues;
+[bit for bit](checkpoints.md#bit-for-bit) it does on CPUs. Time to notice: from the fault until the message or the
+end, as measured when this page was written, on 2 CPU cores, start of the processes included where the fault lies in
+what they read.
 """
     ]
     for area, heading in AREAS.items():

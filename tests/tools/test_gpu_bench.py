@@ -32,6 +32,7 @@ NAMES = (
     "1B",
     "packed finetuning",
     "on the host",
+    "deterministic runs",
 )
 
 
@@ -57,6 +58,8 @@ def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> N
     moved = found["on the host"]["found"] if "on the host" in names else {}
     assert len({each["loss"] for each in moved.values()}) <= 1
     assert [name for name, each in moved.items() if each["estimated bytes on the host"]] == list(moved)[1:]
+    ordered = found["deterministic runs"]["found"] if "deterministic runs" in names else {}
+    assert all(each["compared"] > 70 and each["a run without has the same bits"] for each in ordered.values())
     waits = found["waits of the host"]["found"] if "waits of the host" in names else {}
     assert all(":" in line for reads in waits.values() for line in reads)
     page = markdown({"machine": {"device": "CPU"}, "seconds": 1, "sections": found})

@@ -59,6 +59,7 @@ SECTIONS = {
     "packed finetuning": Section(speed.finetuning, 60),
     "on the host": Section(speed.on_the_host, 80),
     "resume with dropout": Section(correctness.resumed_with_dropout, 80),
+    "deterministic runs": Section(speed.deterministic_runs, 90),
     "verify parity": Section(correctness.verified("parity"), 100),
     "verify resume": Section(correctness.verified("resume"), 100),
 }

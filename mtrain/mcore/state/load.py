@@ -84,8 +84,8 @@ def save_checkpoint(folder: Path, model: RankModel, step: int, tokens: int = 0) 
 def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     """Continues from a checkpoint of any layout. Collective over the world.
 
-    On the layout that saved it, training goes on bit for bit. On another one weights and moments are the same bits and
-    only the order of later sums differs.
+    On the layout that saved it, training goes on bit for bit (on GPUs with train.deterministic). On another one weights
+    and moments are the same bits and only the order of later sums differs.
 
     Args:
         entry: Checkpoint from the checkpoint directory.

@@ -7,18 +7,21 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mtrain import Engine, plan
+from mtrain import Datum, Engine, plan
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.offload import activations
+from mtrain.mcore.state.shards import local_state
 from mtrain.plan.layout import Layout
 from tools.bench.one_gpu.contenders import Build, Contender, one_rank, ours, reference, stock
 from tools.bench.one_gpu.correctness import need, texts
@@ -179,6 +182,74 @@ def on_the_host(bench: Bench) -> dict[str, Any]:
             "estimated bytes on the host": estimate.host_bytes,
         }
     return found
+
+
+def deterministic_runs(bench: Bench) -> dict[str, Any]:
+    """Trains the same steps twice with train.deterministic, which must give the same bits, and once without, and
+    measures both."""
+    few = {"num_layers": 4, "vocab_size": 32000}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "dense": (TINY if bench.is_tiny else ONE_B | few, {}),
+        "experts": (TINY_EXPERTS if bench.is_tiny else EXPERTS | few, {}),
+        "documents": (
+            TINY if bench.is_tiny else ONE_B | few,
+            {"data__packing": {}, "data__isolate_documents": True},
+        ),
+    }
+    found: dict[str, Any] = {}
+    for name, (model, changes) in cases.items():
+        seq = 64 if bench.is_tiny else 4096
+        data = texts(8, seq, model["vocab_size"], log_normal=True)
+        given = {"train__precision": "bf16", "train__global_batch_size": 8, "data__seq_length": seq, **changes}
+        # first: its variables have to be there before CUDA starts, and stay for the one without
+        one, other, free = (
+            _trained(bench, config_of(bench, model, train__deterministic=is_on, **given), data)
+            for is_on in (True, True, False)
+        )
+        differing = [key for key in one.bits if one.bits[key] != other.bits[key]]
+        need(
+            not differing,
+            f"{name}: two deterministic runs differ in {len(differing)} of {len(one.bits)}: {differing[:5]}",
+        )
+        seconds = min(one.seconds, other.seconds)
+        found[name] = {
+            "compared": len(one.bits),
+            "s": seconds,
+            "s without": free.seconds,
+            "slower by": seconds / free.seconds,
+            "a run without has the same bits": one.bits == free.bits,
+        }
+    return found
+
+
+class Trained(NamedTuple):
+    """What a run has come to."""
+
+    bits: dict[str, float]
+    """Losses, gradient norms and digests of weights and moments, by name."""
+    seconds: float
+    """Seconds of the last step."""
+
+
+def _trained(bench: Bench, config: Config, data: Sequence[Datum]) -> Trained:
+    """Makes three steps from the beginning and measures the last one."""
+    bits: dict[str, float] = {}
+    with Engine(config) as engine:
+
+        def step() -> None:
+            engine.forward_backward(data)
+            result = engine.optim_step()
+            bits[f"loss {result.step}"], bits[f"norm {result.step}"] = result.loss, result.grad_norm
+
+        step()
+        step()
+        seconds = _seconds(bench, step)
+        for held in local_state(engine._built().model):
+            count = held.shard.data.numel()
+            digest = hash_of(held.shard.key, held.shard.data, TensorSlice((0,), (count,)), (count,))
+            bits[f"{held.shard.key} {held.shard.at.offset}"] = int(digest)
+    _free(bench)
+    return Trained(bits, seconds)
 
 
 def _compared(bench: Bench, config: Config, builds: Mapping[str, Build]) -> dict[str, Any]:
