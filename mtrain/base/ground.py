@@ -1,6 +1,6 @@
 """Supported versions of torch and megatron-core, checked as an import would find them.
 
-megatron-core must have one exact version, since results depend on how it sums, splits and marks tensors; other
+megatron-core must have one of two exact versions, since results depend on how it sums, splits and marks tensors; other
 versions train, too, and silently give another run. The metadata of a distribution say what was installed, but an
 import may take a source tree or an unpacked wheel on PYTHONPATH. So the source is located as an import would do it,
 and is read, not run.
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import MachineError
 
-MEGATRON_CORE = "0.19.2"
+MEGATRON_CORES = ("0.16.1", "0.19.2")
+"""Proven versions; pip offers the second to Python 3.12 and later alone."""
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 9), (2, 16)
 
 
@@ -82,16 +83,18 @@ def _fault_of_torch(found: Found | None) -> str | None:
 
 
 def _fault_of_megatron(found: Found | None) -> str | None:
-    install = f"install it with `pip install megatron-core=={MEGATRON_CORE}`"
+    proven = " or ".join(MEGATRON_CORES)
+    of_this_python = MEGATRON_CORES[sys.version_info >= (3, 12)]  # as in pyproject.toml
+    install = f"install it with `pip install megatron-core=={of_this_python}`"
     if found is None:
         above = _spec_of("megatron")
         hidden = "" if above is None or above.origin is None else f" ({above.origin} comes first and has no core)"
-        return f"megatron-core is not installed{hidden}, but {MEGATRON_CORE} is needed; {install}"
-    if found.version == MEGATRON_CORE:
+        return f"megatron-core is not installed{hidden}, but {proven} is needed; {install}"
+    if found.version in MEGATRON_CORES:
         return None
     return (
-        f"{_named('megatron-core', found)}, but this program is proven with {MEGATRON_CORE} alone; {install}, and take "
-        "any other off PYTHONPATH"
+        f"{_named('megatron-core', found)}, but this program is proven with {proven} alone; {install}, and take any "
+        "other off PYTHONPATH"
     )
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,8 @@ RUNS = "raise SystemExit('imported')"
 SMALL = {
     "model": {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2, "vocab_size": 64}
 }
+OF_THIS_PYTHON = "0.16.1" if sys.version_info < (3, 12) else "0.19.2"
+"""Version of megatron-core that pip brings here."""
 Put = Callable[[dict[str, str]], Path]
 
 
@@ -61,11 +63,16 @@ def put_files(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
+def loaded() -> list[str]:
+    """Lists the modules of torch and megatron-core that have been imported."""
+    return [name for name in sys.modules if name.partition(".")[0] in ("torch", "megatron")]
+
+
 @pytest.fixture
-def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
     """Writes files into a folder that is first on the path; nothing has been imported yet, as at the start of a
     verb."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "megatron")]:
+    for name in loaded():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -74,7 +81,9 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
         importlib.invalidate_caches()
         return tmp_path
 
-    return written
+    yield written
+    for name in loaded():  # what the test imported
+        del sys.modules[name]
 
 
 def refusal(is_another_machine: bool = False) -> str:
@@ -90,30 +99,39 @@ def test_what_is_installed_here_is_proven() -> None:
     require_ground()
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     oldest, too_new = (".".join(map(str, each)) for each in (ground.OLDEST_TORCH, ground.TOO_NEW_TORCH))
-    assert wanted[:2] == [f"torch>={oldest},<{too_new}", f"megatron-core=={ground.MEGATRON_CORE}"]
+    assert wanted[:3] == [
+        f"torch>={oldest},<{too_new}",
+        f"megatron-core=={ground.MEGATRON_CORES[0]}; python_version < '3.12'",
+        f"megatron-core=={ground.MEGATRON_CORES[1]}; python_version >= '3.12'",
+    ]
 
 
 @given(version=st.from_regex(r"[01]\.(1[4-9]|[0-9])\.[0-3](rc[01]|\.dev0)?", fullmatch=True))
 @example("0.16.0")
+@example("0.16.1")
 @example("0.16.1rc0")
 @example("0.17.1")
+@example("0.18.2")
+@example("0.19.1")
 @example("0.19.2")
+@example("0.19.20")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
 def test_another_megatron_is_refused_by_the_version_that_would_be_imported(put: Put, version: str) -> None:
     folder = put(megatron(version))
-    if version == ground.MEGATRON_CORE:
+    if version in ("0.16.1", "0.19.2"):
         require_ground()
         return
     text = refusal()
     assert f"megatron-core {version} would be imported from {folder / 'megatron' / 'core'}" in text
-    assert "pip install megatron-core==0.16.1" in text
+    assert "proven with 0.16.1 or 0.19.2 alone" in text
+    assert f"pip install megatron-core=={OF_THIS_PYTHON}`" in text
     assert refusal(is_another_machine=True) == text
 
 
 def test_the_source_decides_and_not_the_name_of_a_distribution(put: Put) -> None:
     put({"megatron_core-0.16.1.dist-info/METADATA": "Name: megatron-core\nVersion: 0.16.1\n", **megatron("0.17.1")})
     assert "megatron-core 0.17.1" in refusal()
-    put({"megatron_core-0.19.2.dist-info/METADATA": "Name: megatron-core\nVersion: 0.19.2\n", **megatron("0.16.1")})
+    put({"megatron_core-0.18.2.dist-info/METADATA": "Name: megatron-core\nVersion: 0.18.2\n", **megatron("0.19.2")})
     require_ground()
 
 
@@ -171,7 +189,7 @@ def test_what_is_missing_is_named_and_may_be_missing_for_another_machine(
     monkeypatch.setattr(sys, "path", [str(folder)])
     assert refusal() == (
         "torch is not installed, but torch>=2.9,<2.16 is needed; install it; megatron-core is not installed, but "
-        "0.16.1 is needed; install it with `pip install megatron-core==0.16.1`"
+        f"0.16.1 or 0.19.2 is needed; install it with `pip install megatron-core=={OF_THIS_PYTHON}`"
     )
     require_ground(is_another_machine=True)
     put({"megatron/__init__.py": RUNS, **torch("2.13.0")})
@@ -269,6 +287,6 @@ def test_one_rank_of_each_machine_speaks(tmp_path: Path) -> None:
 
 def test_the_engine_of_a_program_is_refused_before_megatron_is_imported(tmp_path: Path) -> None:
     program = "import mtrain\ntry:\n  mtrain.Engine\nexcept mtrain.MachineError as error:\n  print(error)"
-    done = started(put_files(tmp_path, megatron("0.19.2")), "-c", program)
+    done = started(put_files(tmp_path, megatron("0.18.2")), "-c", program)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("megatron-core 0.19.2 would be imported from")
+    assert done.stdout.startswith("megatron-core 0.18.2 would be imported from")
