@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from mtrain.base import signals
+from mtrain.base.imports import stand_in_for_triton
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.messages import Messages
@@ -29,6 +30,7 @@ os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # building 
 os.environ.setdefault(wheels.FOLDER, str(_OF_USER / "mtrain-tests"))  # likewise, and needs an index
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
+stand_in_for_triton()  # tests import megatron-core first
 # a busy machine is no failure; always the same examples, since more would show nothing new
 settings.register_profile("mtrain", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mtrain")

@@ -3,10 +3,14 @@
 import gc
 import importlib
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from typing import Any
+
+from mtrain.base.ground import found_megatron
 
 _GPU_PACKAGES = {
     "transformer_engine": ("transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"),
@@ -14,8 +18,12 @@ _GPU_PACKAGES = {
 }
 """Package that megatron-core uses wherever it is found -> modules that must be importable for it to be usable."""
 
-_OLDEST, _TOO_NEW = (2, 9), (2, 12)
-"""Versions of TransformerEngine that megatron-core 0.16.1 takes (its extra `dev`): oldest, first too new."""
+_TRANSFORMER_ENGINE = {"0.16.1": ((2, 9), (2, 13)), "0.19.2": ((2, 14), (2, 21))}
+"""Version of megatron-core -> releases of TransformerEngine that it takes: oldest, first too new.
+
+Source: 0.16.1's extra `dev` says >=2.9,<2.12, and NVIDIA's container NeMo 26.02 has 2.12 beside 0.16; 0.19.2 asks for
+no release, and features by release up to 2.14.
+"""
 
 _faults: dict[str, str] | None = None
 """Package -> why it was left out although there is a GPU; None until `settle_gpu_packages` has looked."""
@@ -80,6 +88,7 @@ def settle_gpu_packages(has_gpu: bool) -> None:
     if _faults is not None:
         return
     _faults = {}
+    stand_in_for_triton()
     for package, needed in _GPU_PACKAGES.items():
         if not _is_there(package):
             continue
@@ -88,6 +97,17 @@ def settle_gpu_packages(has_gpu: bool) -> None:
             _faults[package] = fault
         if fault is not None or not has_gpu:
             _hide(package)
+
+
+def stand_in_for_triton() -> None:
+    """Lets megatron-core 0.19 be imported without triton, which comes with torch for GPUs alone.
+
+    The schedules import kernels of an option (`moe_paged_stash`) that is refused here; nothing calls them.
+    """
+    if not _is_there("triton"):
+        kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.__getattr__ = lambda name: None
+        sys.modules.setdefault(kernels.__name__, kernels)
 
 
 def faulty_gpu_packages() -> dict[str, str]:
@@ -112,10 +132,13 @@ def _fault_of(package: str, needed: tuple[str, ...]) -> str | None:
     parts = version.split(".")[:2]
     if package != "transformer_engine" or not all(part.isdigit() for part in parts):
         return None
-    if _OLDEST <= tuple(map(int, parts)) < _TOO_NEW:
+    found = found_megatron()
+    megatron = None if found is None else found.version
+    bounds = _TRANSFORMER_ENGINE.get(str(megatron))
+    if bounds is None or bounds[0] <= tuple(map(int, parts)) < bounds[1]:
         return None
-    oldest, too_new = (".".join(map(str, each)) for each in (_OLDEST, _TOO_NEW))
-    return f"version {version} is not one that megatron-core takes (>={oldest},<{too_new})"
+    oldest, too_new = (".".join(map(str, each)) for each in bounds)
+    return f"version {version} is not one that megatron-core {megatron} takes (>={oldest},<{too_new})"
 
 
 def _hide(package: str) -> None:

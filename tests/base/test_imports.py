@@ -23,6 +23,21 @@ from mtrain.base.imports import (
 from tests.fault_table import Notice
 from tests.paths import ROOT
 
+
+def transformer_engine(release: str) -> dict[str, str]:
+    """Returns the modules of a TransformerEngine that works."""
+    return {"transformer_engine": f"__version__ = '{release}'"} | {
+        f"transformer_engine.pytorch{part}": "" for part in ("", ".optimizers")
+    }
+
+
+def megatron(version: str) -> dict[str, str]:
+    """Returns the modules of a megatron-core that says its version."""
+    numbers = dict(zip(("MAJOR", "MINOR", "PATCH"), version.split(".")))
+    info = "".join(f"{name} = {number}\n" for name, number in numbers.items())
+    return {"megatron.core": "", "megatron.core.package_info": f"{info}PRE_RELEASE = ''"}
+
+
 Install = Callable[[str, str], Path]
 BROKEN = "raise OSError('libcudart.so.13: cannot open shared object file')"
 FUSED_ADAM = """
@@ -85,7 +100,7 @@ def test_users_do_not_read_what_python_says_of_megatrons_source() -> None:
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a module on the path; no package for GPUs has been looked for yet, and changes by such a search are
     undone."""
-    families = ("transformer_engine", "apex", "amp_C", "wandb")
+    families = ("transformer_engine", "apex", "amp_C", "wandb", "megatron")
     before = dict(sys.modules)
     for name in before:
         if name.partition(".")[0] in families:
@@ -107,9 +122,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_packages_for_gpus_are_found_where_there_is_one(install: Install) -> None:
-    install("transformer_engine", "__version__ = '2.11.0'")
-    install("transformer_engine.pytorch", "")
-    install("transformer_engine.pytorch.optimizers", "")
+    for name, text in (transformer_engine("2.11.0") | megatron("0.16.1")).items():
+        install(name, text)
     settle_gpu_packages(has_gpu=True)
     assert faulty_gpu_packages() == {}
     assert "transformer_engine.pytorch.optimizers" in sys.modules
@@ -127,11 +141,14 @@ def test_packages_for_gpus_are_found_where_there_is_one(install: Install) -> Non
     ("package", "texts", "reason"),
     [
         ("transformer_engine", {"transformer_engine": BROKEN}, "OSError: libcudart.so.13: cannot open"),
-        (
-            "transformer_engine",
-            {"transformer_engine": "__version__ = '2.12.1'", "transformer_engine.pytorch": ""}
-            | {"transformer_engine.pytorch.optimizers": ""},
-            "version 2.12.1 is not one that megatron-core takes (>=2.9,<2.12)",
+        *(
+            (
+                "transformer_engine",
+                transformer_engine(release) | megatron(core),
+                f"version {release} is not one that megatron-core {core} takes (>={oldest},<{too_new})",
+            )
+            for core, oldest, too_new in (("0.16.1", "2.9", "2.13"), ("0.19.2", "2.14", "2.21"))
+            for release in ("2.8.0", "2.13.0", "2.21.0")
         ),
         (
             "transformer_engine",
@@ -155,9 +172,19 @@ def test_a_package_that_cannot_be_used_is_not_found_and_the_reason_is_known(
     assert faulty_gpu_packages().keys() == {package}
     assert faulty_gpu_packages()[package].startswith(reason)
     assert find_spec(package) is None
-    for name in texts:  # includes packages that were imported before the fault
+    for name in [
+        name for name in texts if name.startswith(package)
+    ]:  # includes packages that were imported before the fault
         with pytest.raises(ImportError):
             importlib.import_module(name)
+
+
+@pytest.mark.parametrize(("core", "release"), [("0.16.1", "2.9.0"), ("0.16.1", "2.12.1"), ("0.19.2", "2.14.0+cu132")])
+def test_a_release_that_the_megatron_which_is_there_takes_is_used(install: Install, core: str, release: str) -> None:
+    for name, text in (transformer_engine(release) | megatron(core)).items():
+        install(name, text)
+    settle_gpu_packages(has_gpu=True)
+    assert faulty_gpu_packages() == {}
 
 
 def test_nothing_is_said_of_packages_that_are_not_there(install: Install) -> None:

@@ -9,10 +9,15 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from mtrain.base.ground import MEGATRON_CORES, found_megatron
+
 FOLDER = "MTRAIN_TEST_WHEELS"
 """Environment variable: folder where they are kept from session to session (tests/conftest.py)."""
-TRANSFORMER_ENGINE = "transformer-engine==2.11.0"
-"""Newest release that megatron-core 0.16.1 accepts; 0.7 MB of pure Python, whose compiled part is another package."""
+_MEGATRON = found_megatron()
+_IS_OLDER = _MEGATRON is not None and _MEGATRON.version == MEGATRON_CORES[0]
+TRANSFORMER_ENGINE = f"transformer-engine=={'2.12.0' if _IS_OLDER else '2.20.2'}"
+"""Newest release that is accepted with the megatron-core that is installed; 1 MB of pure Python, whose compiled part is
+another package."""
 TRANSFORMERS_4 = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
 """Last release of version 4, and its requirements that are older than the suite's own packages."""
 

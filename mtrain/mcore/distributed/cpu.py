@@ -19,7 +19,6 @@ import torch
 
 from mtrain.base.imports import settle_gpu_packages
 from mtrain.mcore.distributed import cpu_collectives
-from mtrain.mcore.distributed.megatron import stand_in_for_triton
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -166,7 +165,6 @@ def install() -> None:
     _patch_factories()
     _patch_tensor()
     _patch_cuda()
-    stand_in_for_triton()
     # jit.py keeps torch.compile as it is at first import (jit_fuser): later imports get the plain functions as well.
     with _without_compile():
         import megatron.core.tensor_parallel.random as rng

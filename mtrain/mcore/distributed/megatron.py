@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-import types
 from typing import Any
 
 from torch import Tensor
-
-PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
-
-
-def stand_in_for_triton() -> None:
-    """Lets megatron-core 0.19 be imported without triton, which comes with torch for GPUs alone.
-
-    The schedules import kernels of an option (`moe_paged_stash`) that is refused here; nothing calls them.
-    """
-    if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType(PAGED_STASH)
-        kernels.__getattr__ = lambda name: None
-        sys.modules.setdefault(PAGED_STASH, kernels)
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:

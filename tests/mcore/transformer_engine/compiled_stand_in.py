@@ -22,19 +22,20 @@ _NOT_NEEDED = (
     *(
         f"transformer_engine.{package}.triton.{kernel}"
         for package in ("common", "pytorch")
-        for kernel in ("pad", "permutation", "cross_entropy")
+        for kernel in ("pad", "permutation", "cross_entropy", "grouped_dbias_dscales")
     ),
 )
 """Modules that nothing here calls and that would import packages of hundreds of megabytes."""
 
 
 class _Enumeration(type):
-    """A class that has any member it is asked for; it cannot be called."""
+    """A class that has any member it is asked for, numbered in this order; it cannot be called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         member: Any = object.__new__(cls)  # type: ignore[arg-type]
+        cls.__members__[name] = member
         setattr(cls, name, member)
         return member
 
@@ -46,7 +47,10 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = _Enumeration(name, (), {})
+        members: dict[str, Any] = {}  # TransformerEngine has a copy of some enumerations, and compares the two
+        found = _Enumeration(
+            name, (), {"__members__": members, "__int__": lambda self: [*members.values()].index(self)}
+        )
         setattr(self, name, found)
         return found
 
