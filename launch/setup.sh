@@ -8,19 +8,68 @@
 # stays: it is built for its CUDA, and other packages there for it. Where there is none and no GPU either, the newest one
 # that pyproject.toml allows would bring 3 to 6 GB of CUDA libraries that nothing can use; the wheel for CPUs has 0.2 GB.
 # So $cpu_torch is taken there, the version that the tests run with day by day, from the index of CPU wheels or
-# from where pip's own settings find it. With a GPU pip takes the newest that is allowed.
+# from where pip's own settings find it, and a Python that has such a wheel. With a GPU pip takes the newest that is allowed.
 cpu_torch=2.13.0
 
-find_python() { # the first interpreter on PATH that is new enough
-  local candidate
-  for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      command -v "$candidate"
-      return
+python_facts() { # of an interpreter that can make an environment: its rank among others, version, torch or -, path
+  "$1" -c '
+import ensurepip, importlib.metadata, sys, venv
+major, minor = sys.version_info[:2]
+(major, minor) >= (3, 11) or sys.exit(1)
+rank = minor if minor <= 13 else 0  # the newest one that megatron-core has wheels for
+torch = [found.version for found in importlib.metadata.distributions(name="torch")][:1] or ["-"]
+print(rank, sys.version.split()[0], *torch, sys.executable)' 2>/dev/null
+}
+
+has_cpu_torch() { # whether pip offers an interpreter torch's wheel for CPUs; downloads nothing
+  [[ $("$1" -m pip --disable-pip-version-check index versions torch ${index:+"$index"} 2>/dev/null) == *" $cpu_torch+cpu"* ]]
+}
+
+# Sets $base to the interpreter of a new environment, and says which one it is and why:
+# 1. $MTRAIN_PYTHON, where it is set;
+# 2. python3, where it has a torch, as in a container: that torch is to stay;
+# 3. without a GPU, the newest one for which pip offers torch's wheel for CPUs;
+# 4. the newest one.
+# Candidates are on PATH or in pyenv's folder. One that megatron-core has no wheels for yet comes last.
+find_python() {
+  local rank version torch candidate facts why found=()
+  if [[ -n ${MTRAIN_PYTHON:-} ]]; then
+    if ! read -r rank version torch base < <(python_facts "$MTRAIN_PYTHON"); then
+      echo "error: MTRAIN_PYTHON=$MTRAIN_PYTHON is no Python 3.11 or newer with the modules venv and ensurepip; name" \
+        "another one, or unset it" >&2
+      return 7
     fi
-  done
-  echo "error: no Python 3.11 or newer is on PATH; install one" >&2
-  return 7
+    echo "Python $version ($base), named by MTRAIN_PYTHON"
+    return
+  fi
+  if read -r rank version torch base < <(python_facts python3) && [[ $torch != - ]]; then
+    echo "Python $version ($base), whose torch $torch stays; MTRAIN_PYTHON can name another one"
+    return
+  fi
+  mapfile -t found < <(
+    for candidate in python3 python3.{11..14} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3; do
+      python_facts "$candidate" || true
+    done | sort --stable --numeric-sort --reverse --key=1,1
+  )
+  if ((!${#found[@]})); then
+    echo "error: no Python 3.11 or newer with the modules venv and ensurepip is on PATH or in pyenv's folder; install" \
+      "one" >&2
+    return 7
+  fi
+  why="the newest one here"
+  read -r rank version torch base <<<"${found[0]}"
+  if ! command -v nvidia-smi >/dev/null; then
+    index=$(torch_index "$base")
+    for facts in "${found[@]}"; do
+      read -r rank version torch candidate <<<"$facts"
+      if has_cpu_torch "$candidate"; then
+        base=$candidate why="the newest one that has a wheel of torch $cpu_torch for CPUs, since there is no GPU"
+        break
+      fi
+    done
+  fi
+  read -r rank version torch base < <(python_facts "$base")
+  echo "Python $version ($base), $why; MTRAIN_PYTHON can name another one"
 }
 
 torch_index() { # of the wheels for CPUs, unless it is out of reach
@@ -37,7 +86,7 @@ version_of_torch() { # of an interpreter; empty where it has none
 setup_environment() {
   local venv=${MTRAIN_VENV:-$PWD/.venv} base stamp now index torch kept
   if [[ ! -x $venv/bin/python ]]; then
-    base=$(find_python)
+    find_python
     echo "making the virtual environment $venv"
     kept=$(version_of_torch "$base")
     "$base" -m venv ${kept:+--system-site-packages} "$venv"
@@ -52,7 +101,7 @@ setup_environment() {
       torch=
     elif [[ -z $torch ]] && ! command -v nvidia-smi >/dev/null; then
       torch=$cpu_torch
-      index=$(torch_index "$python")
+      index=${index:-$(torch_index "$python")}
     fi
     echo "${torch:+torch==$torch}" >"$venv/.constraints.txt"
     "$python" -m pip install --quiet --disable-pip-version-check ${index:+"$index"} \
