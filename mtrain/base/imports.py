@@ -73,7 +73,7 @@ def ignore_warnings_of_megatron() -> None:
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]core[/\\]")
 
 
-def settle_gpu_packages(has_gpu: bool) -> None:
+def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
     """Decides once, before megatron-core is first imported, whether it finds TransformerEngine and apex.
 
     megatron-core only tests whether they can be imported, and only an ImportError counts as absence. Without a GPU its
@@ -83,6 +83,7 @@ def settle_gpu_packages(has_gpu: bool) -> None:
 
     Args:
         has_gpu: Whether torch can use a GPU.
+        takes_any_version: Whether TransformerEngine may have a version that megatron-core does not take.
     """
     global _faults
     if _faults is not None:

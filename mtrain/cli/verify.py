@@ -1,4 +1,4 @@
-"""`mtrain verify`: four checks of the promise with one body and one set of options."""
+"""`mtrain verify`: checks of the promise with one body and one set of options, and of layers of other libraries."""
 
 import functools
 import inspect
@@ -26,6 +26,11 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
     """Prints the faults of the verb that was called, and exits."""
     if not wanted:
         return
+    if context.info_name == backend.__name__:
+        from mtrain.verify.backend.planted import PLANTED  # loads torch
+
+        print(*(fault.name for fault in PLANTED), sep="\n")
+        raise typer.Exit
     from mtrain.verify.planted.inject import NAMES
     from mtrain.verify.preempt.start import PREEMPT_FAULTS
     from mtrain.verify.resume.inject import RESUME_NAMES
@@ -37,7 +42,7 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Options that all four checks share; each field is an option of the command line."""
+    """Options that all checks of runs share; each field is an option of the command line."""
 
     layouts: Annotated[
         str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
@@ -158,6 +163,46 @@ def hf(
 
     start = (f"model.hf={json.dumps(str(folder))}", "checkpoint.initialize_from=null")
     _verify("hf", arguments, options, run, start)
+
+
+@verify_app.command()
+def backend(
+    arguments: ConfigArguments,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda instead of train.device.")] = None,
+    certificates: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the certificate; by default MTRAIN_CERTIFICATES, or certificates in the user's cache."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the report as JSON and HTML; by default backend below run.dir.")
+    ] = None,
+    inject: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Compares layers with a known fault, to see it found.")
+    ] = None,
+    list_injections: Annotated[
+        bool,
+        typer.Option(
+            "--list-injections", is_eager=True, callback=_list_injections, help="List the names for --inject."
+        ),
+    ] = False,
+) -> None:
+    """Compares layers of TransformerEngine and torch.compile with ours and certifies them; exit 0 pass, 1 fail."""
+
+    def run(config: "Config") -> "Report":
+        from mtrain.base.certificate import certificate_folder
+        from mtrain.verify.backend.run import BackendRequest, verify_backend  # loads torch
+
+        request = BackendRequest(inject, " ".join(["mtrain", *sys.argv[1:]]))
+        outcome = verify_backend(config, request, _show)
+        if inject is None and outcome.certificate.candidates:
+            path = outcome.certificate.save(certificate_folder() if certificates is None else certificates)
+            _show(f"certificate: {path}")
+        return outcome.report
+
+    start = () if device is None else (f"train.device={device}",)
+    _verify("backend", arguments, VerifyOptions(output=output), run, start)
 
 
 def _verify(

@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mtrain.base import pulse
-from mtrain.base.errors import DataError, MachineError
+from mtrain.base.certificate import cache_folder
+from mtrain.base.errors import DataError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, try_lock
 from mtrain.base.signals import leave_if_stopped
@@ -261,13 +262,7 @@ def default_folder() -> Path:
     Raises:
         MachineError: The user has no home folder.
     """
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given and Path(given).is_absolute():  # other values are to be ignored, as the XDG specification says
-        return Path(given) / "mtrain"
-    try:
-        return Path.home() / ".cache" / "mtrain"
-    except RuntimeError as fault:
-        raise MachineError("this user has no home folder for the token cache; set data.cache_dir") from fault
+    return cache_folder("the token cache; set data.cache_dir")
 
 
 def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> TokenCache:

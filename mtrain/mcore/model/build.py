@@ -21,6 +21,7 @@ from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matri
 from mtrain.mcore.model.compiled import compile_layers
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.language_model import LanguageModel, of_text
+from mtrain.mcore.model.layer_parts import Backend
 from mtrain.mcore.model.layer_spec import chosen_backend
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.model.swiglu import use_own_swiglu
@@ -76,14 +77,27 @@ def unwrap(chunk: torch.nn.Module) -> LanguageModel:
     return inner
 
 
+def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Module:
+    """Builds this rank's only chunk of layers that the caller chose, although a run may not take them: no DDP, weights
+    still to be set.
+
+    Raises:
+        ConfigError: megatron-core refuses the configuration.
+    """
+    translated = transformer_config(config, groups.layout, groups.device)
+    return _in_precision(config.train, translated, _build_chunk(config, translated, groups, None, backend))
+
+
 def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, list[LanguageModel]]:
     translated = transformer_config(config, groups.layout, groups.device)
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
-    return translated, [_build_chunk(config, translated, groups, stage) for stage in stages]
-
-
-def _build_chunk(config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None) -> LanguageModel:
     backend = chosen_backend(config, groups.device)
+    return translated, [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
+
+
+def _build_chunk(
+    config: Config, translated: TransformerConfig, groups: Groups, vp_stage: int | None, backend: Backend
+) -> LanguageModel:
     is_narrow = holds_narrow(config)
     if config.model.megatron.get(products.FIELD):
         products.install()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.model.attention.rotating import RotatingAttention
@@ -48,7 +49,7 @@ def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) 
         case _:
             assert_never(config.train.compile)
     try:
-        on_all_ranks(lambda: _try_compiler(groups.device))
+        on_all_ranks(lambda: try_compiler(groups.device))
     except MachineError as error:
         _note(groups, str(error))
         return
@@ -71,7 +72,7 @@ def as_written() -> contextlib.AbstractContextManager[object]:
     return stance
 
 
-def _kept_out(layer: TransformerLayer, config: Config, groups: Groups) -> list[tuple[nn.Module, str]]:
+def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list[tuple[nn.Module, str]]:
     """Lists methods inside a layer that run uncompiled."""
     layout, attention, feed_forward = groups.layout, layer.self_attention, layer.mlp
     # checkpointed parts run a second time in backward, outside of the graphs: they must run the same way both times
@@ -92,7 +93,7 @@ def _kept_out(layer: TransformerLayer, config: Config, groups: Groups) -> list[t
     return kept
 
 
-def _try_compiler(device: torch.device) -> None:
+def try_compiler(device: torch.device) -> None:
     """
     Raises:
         MachineError: Forward or backward of a small function cannot be compiled here.

@@ -11,9 +11,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.imports import faulty_gpu_packages
-from mtrain.config import Config
 from mtrain.config.known_issues import beyond_transformer_engine
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
 from mtrain.mcore.model.layer_parts import FUSED_NAMES, Backend, layer_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan.features import FEATURES
@@ -50,16 +50,12 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE)
 
 
-def chosen_backend(config: Config, device: torch.device) -> Backend:
-    """Resolves `model.backend`: `auto` means te where it is importable, a GPU is present and it supports the work.
+def unbuildable(config: Sections, device: torch.device) -> list[str]:
+    """Lists what keeps a run from TransformerEngine's layers; none where they can do the work.
 
     TransformerEngine cuts packed rows by document, ours by row, so rows of documents need the torch spec. It also fuses
     norms into the projections after them, whose inputs an adapter has to read.
-
-    Raises:
-        ConfigError: `te`, or fp8, was asked for where it cannot run.
     """
-    model = config.model
     fault = faulty_gpu_packages().get("transformer_engine")
     reasons = {
         "there is no GPU": device.type != "cuda",
@@ -68,9 +64,18 @@ def chosen_backend(config: Config, device: torch.device) -> Backend:
         "adapter needs the torch backend": config.adapter is not None,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
-    ours = (feature.needs_torch_layers(model) for feature in FEATURES)
+    ours = (feature.needs_torch_layers(config.model) for feature in FEATURES)
     unmet += [f"{keys} needs the torch backend" for keys in ours if keys is not None]
-    unmet += beyond_transformer_engine(config)
+    return [*unmet, *beyond_transformer_engine(config)]
+
+
+def chosen_backend(config: Sections, device: torch.device) -> Backend:
+    """Resolves `model.backend`: `auto` means te where it is importable, a GPU is present and it supports the work.
+
+    Raises:
+        ConfigError: `te`, or fp8, was asked for where it cannot run.
+    """
+    model, unmet = config.model, unbuildable(config, device)
     match model.backend:
         case "torch":
             return "torch"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
 
 from mtrain.base.errors import DataError
-from mtrain.verify.report.text import HF, PARITY, PREEMPT, RESUME, TENSOR_KINDS, TITLES, ReportText
+from mtrain.verify.report.text import BACKEND, HF, PARITY, PREEMPT, RESUME, TENSOR_KINDS, TITLES, ReportText
 
 FORMAT = 1
 """Version of the JSON file; raised when a field changes its meaning."""
@@ -242,6 +242,19 @@ class HfReport(Report):
     text = HF
 
 
+@dataclass(frozen=True)
+class BackendReport(Report):
+    """Report of `mtrain verify backend`; the reference is one layer in float64, and what takes the place of a layout is
+    a layer of one candidate."""
+
+    text = BACKEND
+
+    times: tuple[str, ...] = ()
+    """Times of forward and backward pass as lines, one for each layer of a candidate."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Reason for each candidate that was not compared."""
+
+
 _TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -265,6 +278,7 @@ def _members(content: dict[str, Any]) -> dict[str, Any]:
     diagnosis = content["diagnosis"]
     return {
         "changes": tuple(content["changes"]),
+        **({"times": tuple(content["times"])} if "times" in content else {}),
         "tensors": tuple(content["tensors"]),
         "tolerances": tuple(Tolerance(**each) for each in content["tolerances"]),
         "reference": _layout(content["reference"]),

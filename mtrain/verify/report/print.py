@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.verify.core.result import Deviation, Report
+from mtrain.verify.core.result import BackendReport, Deviation, Report
 
 _PLAIN_WIDTH = 260
 """Characters per line if the output is no terminal, so that no row is broken in two."""
@@ -44,6 +44,9 @@ def print_report(report: Report, folder: Path, output: Console) -> None:
         if said := [*layout.guards, *([layout.error] if layout.error else [])]:
             more = f" (and {len(said) - 1} more in {text.json_name})" if len(said) > 1 else ""
             output.print(escape(f"{layout.name}: {said[0]}{more}"), soft_wrap=True)
+    if isinstance(report, BackendReport):
+        for line in (*report.times, *(f"{name}: not compared: {why}" for name, why in report.left_out.items())):
+            output.print(escape(line), soft_wrap=True)
     if report.diagnosis is not None:
         output.print()
         for line in report.diagnosis.lines:

@@ -11,6 +11,8 @@ TITLES = {
     "lr": "learning rate",
     "denominator": "denominator",
     "loss": "loss",
+    "layer_output": "output of a layer",
+    "input_gradient": "gradient of its input",
     "gradient": "gradients",
     "grad_norm": "gradient norm",
     "update": "updated weights",
@@ -36,6 +38,8 @@ IN_WORDS = {
     "lr": "learning rate",
     "denominator": "denominator of term {name}",
     "loss": "loss of term {name}",
+    "layer_output": "output of the layer",
+    "input_gradient": "gradient of the layer's input",
     "gradient": "gradient of {name}",
     "grad_norm": "gradient norm",
     "update": "updated weights of {name}",
@@ -243,4 +247,30 @@ HF = ReportText(
     curves=_curves("transformers", "layouts") + " Below: the relative deviation.",
     tensors="",
     everything="every layout fails, one process too: not a fault of a layout",
+)
+
+BACKEND = ReportText(
+    verb="backend",
+    noun="layer",
+    columns={"output": ("layer_output",), "input gradient": ("input_gradient",), "gradients": ("gradient",)},
+    maps=("gradient",),
+    shows_tolerances=False,
+    agreement="layers of candidates compute what ours do",
+    disagreement="layers of candidates do not compute what ours do",
+    headline="All {count} layers of candidates compute what ours do, as far as rounding can tell.",
+    failed_headline="{failed} of {count} layers of candidates do not compute what ours do.",
+    caption="Worst error of a candidate's layers from float64",
+    length="Every layer ran forward and backward once, and was timed against ours.",
+    compared=(
+        "Errors of output, gradient of the input and gradients of the weights, relative to the exact tensor from the "
+        "reference in float64. Of root mean square and largest element the one is shown that is worse in units of its "
+        "tolerance, which follows from the error of our torch layers on the same weights and inputs."
+    ),
+    curves="",
+    tensors=(
+        "Each square is one gradient of one candidate's layer, in units of its tolerance. A cross marks what rounding "
+        "cannot explain."
+    ),
+    everything="every layer fails",
+    undecided="",
 )

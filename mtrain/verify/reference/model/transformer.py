@@ -63,6 +63,11 @@ class Transformer:
             found.ahead.append(self._head(hidden))
         return found
 
+    def layer(self, number: int, hidden: Tensor, rows: Rows, seen: list[Routed]) -> Tensor:
+        """Computes one layer of hidden states, [batch, seq, hidden]; appends its router's choices to `seen`."""
+        found = Forward(logits=torch.empty(0), seen=seen)
+        return self._layer(f"decoder.layers.{number}", number, hidden, rows, rows.is_text, found, None)
+
     def _depth(self, depth: int, hidden: Tensor, rows: Rows, found: Forward) -> Tensor:
         """Returns the hidden states of a depth after its final norm."""
         name, ahead = f"mtp.layers.{depth}", rows.ahead(depth + 1)

@@ -1,0 +1,110 @@
+"""What certificates of `mtrain verify backend` say of a run's layers on this machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mtrain.base.certificate import Certificate, Comparison, certificate_folder, certificates
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import MachineError
+from mtrain.config.schema.sections import Sections
+
+_OTHER_PACKAGES = ("transformer-engine-torch", "flash-attn", "apex", "triton")
+_NO_CAUSE = ("python", "numpy")
+"""Packages of `program_versions` that layers do not compute with."""
+_NOT_OF_LAYERS = {
+    *("hf", "num_layers", "vocab_size", "vocab_multiple", "tied_embeddings", "scale_embeddings", "num_labels"),
+    *("mtp_depths", "init_std", "backend"),
+}
+"""Keys of `model.*` that no layer reads."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Finding(NamedTuple):
+    """What certificates say of one candidate."""
+
+    comparison: Comparison | None
+    """Comparison on this machine, of these layers; None if there is none."""
+    certificate: str
+    """File name of the certificate; of the nearest one if it is not of this machine; empty without any."""
+    differs: str
+    """How the machine of that nearest certificate differs from this one; empty if it does not."""
+
+
+def finding(config: Sections, device: torch.device, candidate: str) -> Finding:
+    """Looks a candidate up in the certificates of this user."""
+    asked, here = layers_of(config), machine_of(device)
+    try:
+        known = [each for each in certificates(certificate_folder()) if each.layers == asked]
+    except MachineError:  # without a home folder there are none
+        known = []
+    for each in known:
+        if each.machine == here and candidate in each.candidates:
+            return Finding(each.candidates[candidate], each.name, "")
+    others = sorted((_differences(each, here), each.name) for each in known if each.machine != here)
+    return Finding(None, others[0][1], ", ".join(others[0][0])) if others else Finding(None, "", "")
+
+
+def _differences(certificate: Certificate, here: Mapping[str, str]) -> list[str]:
+    names = sorted(certificate.machine.keys() | here.keys())
+    return [
+        f"{name} {certificate.machine.get(name, 'none')} and not {here.get(name, 'none')}"
+        for name in names
+        if certificate.machine.get(name) != here.get(name)
+    ]
+
+
+def layers_of(config: Sections) -> dict[str, Any]:
+    """Returns the part of a configuration that one layer depends on, in the form of JSON.
+
+    Tensor, expert and pipeline parallelism cut layers that stay the same; context parallelism changes their attention.
+    """
+    model = config.model.model_dump(mode="json", exclude=_NOT_OF_LAYERS)
+    adapter = None if config.adapter is None else config.adapter.model_dump(mode="json", exclude={"path"})
+    return {
+        "model": model,
+        "adapter": adapter,
+        "precision": config.train.precision,
+        "fp8": config.train.fp8,
+        "fp8_recipe": config.train.fp8_recipe,
+        "isolate_documents": config.data.isolate_documents,
+        "cp": config.layout.cp,
+        "cp_comm": config.layout.cp_comm if config.layout.cp > 1 else None,
+    }
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """Returns GPU, driver, and the versions of what can change a layer's numbers or its time."""
+    return dict(_machine(device.type, device.index or 0))
+
+
+@functools.cache
+def _machine(kind: str, index: int) -> Mapping[str, str]:
+    found = {name: version for name, version in program_versions().items() if name not in _NO_CAUSE}
+    for name in _OTHER_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if kind != "cuda":
+        return found | {"gpu": f"none, {platform.machine()}"}
+    return found | {
+        "gpu": torch.cuda.get_device_name(index),
+        "driver": _driver_version(),
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+    }
+
+
+def _driver_version() -> str:
+    with suppress(OSError):
+        if (found := re.search(r"Module\s+([\d.]+)", _DRIVER.read_text())) is not None:
+            return found[1]
+    return "unknown"

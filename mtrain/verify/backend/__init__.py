@@ -1,0 +1,8 @@
+"""Check `mtrain verify backend`: layers of other libraries compared with ours and the reference, on this machine."""
+
+import torch
+
+from mtrain.base.imports import settle_gpu_packages
+
+# before megatron-core is imported, here and in the ranks: a version that runs refuse is what a certificate is about
+settle_gpu_packages(torch.cuda.is_available(), takes_any_version=True)

@@ -1,0 +1,88 @@
+"""Candidates: other ways to build a run's layers, each compared with our torch layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from mtrain.base.errors import MachineError, MtrainError
+from mtrain.config import Config
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import build_with
+from mtrain.mcore.model.compiled import compile_layers, try_compiler
+from mtrain.mcore.model.layer_spec import unbuildable
+
+
+@dataclass(frozen=True)
+class Place:
+    """What layers are built for."""
+
+    config: Config
+    """Configuration from `few_layers`."""
+    groups: Groups
+
+
+def _never(place: Place) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to build the layers; its functions are found by their names in the ranks."""
+
+    name: str
+    title: str
+    """Name for readers."""
+    build: Callable[[Place], nn.Module]
+    """Function that builds the chunk of a rank, in the run's precision, weights still to be set."""
+    absent: Callable[[Place], str | None] = _never
+    """Function that says why the layers cannot be built here; None where they can."""
+
+
+def torch_layers(place: Place) -> nn.Module:
+    """Builds our own layers."""
+    return build_with("torch", place.config, place.groups)
+
+
+def _transformer_engine(place: Place) -> nn.Module:
+    return build_with("te", place.config, place.groups)
+
+
+def _without_transformer_engine(place: Place) -> str | None:
+    return "; ".join(unbuildable(place.config, place.groups.device)) or None
+
+
+def _compiled(place: Place) -> nn.Module:
+    chunk = torch_layers(place)
+    compile_layers([chunk], _with_compilation(place), place.groups)
+    return chunk
+
+
+def _without_compiler(place: Place) -> str | None:
+    if place.config.train.fp8 is not None:
+        return "train.fp8 needs TransformerEngine's layers, and torch.compile compiles ours"
+    try:
+        Config.model_validate(_with_compilation(place).model_dump())
+        try_compiler(place.groups.device)
+    except (MachineError, MtrainError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _with_compilation(place: Place) -> Config:
+    config = place.config
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": "layers"})})
+
+
+CANDIDATES = (
+    Candidate("te", "TransformerEngine", _transformer_engine, _without_transformer_engine),
+    Candidate("compile", "torch.compile (train.compile=layers)", _compiled, _without_compiler),
+)
+NO_CANDIDATES = {
+    "apex": "its norms and softmax take no place in these layers; its optimizer is no part of them",
+    "flash-attn": "torch's own kernels of the same algorithm serve documents and windows; TransformerEngine takes it",
+    "flash-linear-attention": "no layer of this model has linear attention",
+}
+"""Packages that the layers take nothing from by themselves, with the reason."""

@@ -1,0 +1,146 @@
+"""The layers that are compared: one of each kind that the user's model has, on rows of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
+from mtrain.plan.features import kinds
+from mtrain.verify.reference.model.grouped_attention import rotates, window_of
+from mtrain.verify.reference.text import Rows
+
+MAX_LENGTH = 1024
+"""Longest rows on which errors are measured: the reference keeps the scores of all pairs in float64."""
+NUM_ROWS = 2
+_EDGES = (0.13, 0.37, 0.38, 0.81)
+"""Ends of documents as parts of a row; each row has them a little later than the one before."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of layer."""
+
+    layer: int
+    """First layer of the kind, counted from 0."""
+    num_layers: int
+    """Number of layers of the kind in the user's model."""
+    features: tuple[str, ...]
+    """Features of the layer in words, such as `window 1024`."""
+
+    @property
+    def name(self) -> str:
+        """Names the layer and its features."""
+        return ", ".join((f"layer {self.layer}", *self.features))
+
+
+def cases_of(config: Sections) -> tuple[Case, ...]:
+    """Returns the kinds of layers of the model, with or without documents as the data have them."""
+    model = config.model
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for layer, kind in enumerate(kinds(model)):
+        found.setdefault((kind, window_of(model, layer), rotates(model, layer)), []).append(layer)
+    return tuple(Case(layers[0], len(layers), _features(config, layers[0])) for layers in found.values())
+
+
+def _features(config: Sections, layer: int) -> tuple[str, ...]:
+    model, train, layout = config.model, config.train, config.layout
+    window = window_of(model, layer)
+    has_experts = model.experts is not None and model.experts.has_experts(layer)
+    told = {
+        "latent attention": model.attention(layer) == "latent",
+        f"window {window}": window is not None,
+        "sinks": model.attention_sinks,
+        "experts": has_experts,
+        "documents": config.data.isolate_documents,
+        f"adapters ({'' if config.adapter is None else config.adapter.kind})": config.adapter is not None,
+        f"cp{layout.cp} {layout.cp_comm}": layout.cp > 1,
+        f"fp8 {train.fp8} {train.fp8_recipe or 'tensorwise'}": train.fp8 is not None,
+    }
+    return tuple(name for name, holds in told.items() if holds)
+
+
+def few_layers(config: Sections, length: int) -> Config:
+    """Returns the configuration with as many layers as show all kinds, without what is around them.
+
+    Sizes, precision and kind of context parallelism are the user's. Not kept: dropout, which draws other numbers in
+    every library; recomputation and offloading, which compute the same; other parallelism, which cuts the same layers.
+    A window that is as long as the rows becomes shorter, so that it hides something.
+
+    Args:
+        config: Configuration of the user.
+        length: Length of the rows.
+    """
+    model = config.model
+    num_layers = max(case.layer for case in cases_of(config)) + 1
+    megatron = {name: value for name, value in model.megatron.items() if name != "gradient_accumulation_fusion"}
+    if "no_rope_freq" in megatron:
+        megatron["no_rope_freq"] = [int(not rotates(model, layer)) for layer in range(num_layers)]
+    changed: dict[str, Mapping[str, Any]] = {
+        "model": {
+            "hf": None,
+            "backend": "auto",
+            "num_layers": num_layers,
+            "vocab_size": 8,
+            "vocab_multiple": 1,
+            "num_labels": None,
+            "mtp_depths": 0,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "sliding_window": None if model.sliding_window is None else min(model.sliding_window, max(2, length // 3)),
+            "megatron": megatron,
+        },
+        "layout": {"cp": config.layout.cp, "cp_comm": config.layout.cp_comm},
+        "train": {
+            "global_batch_size": NUM_ROWS,
+            "micro_batch_size": NUM_ROWS,
+            "tokens_per_micro_batch": None,
+            "compile": "none",
+            "recompute": "none",
+            "recompute_modules": None,
+            "recompute_layers": None,
+            "offload_layers": None,
+        },
+        "data": {"kind": "mock", "seq_length": length, "isolate_documents": config.data.isolate_documents},
+    }
+    content = config.model_dump() | {name: {} for name in ("loss", "valid", "eval", "checkpoint", "metrics")}
+    for section in ("model", "train"):
+        content[section] |= changed[section]
+    return Config.model_validate(content | {name: changed[name] for name in ("layout", "data")})
+
+
+def length_of(cp: int, row_width: int) -> int:
+    """Returns the length of the rows on which errors are measured, which every context-parallel rank can divide."""
+    step = 2 * cp * 8
+    return max(step, min(MAX_LENGTH, row_width) // step * step)
+
+
+def rows_like(has_documents: bool, num_rows: int, length: int, device: torch.device) -> Rows:
+    """Makes rows that are full of text, whole or of several documents, one of a single token if the row is long."""
+    starts = torch.zeros(num_rows, length, dtype=torch.int64)
+    for row in range(num_rows if has_documents else 0):
+        for part in _EDGES:
+            edge = min(length - 1, max(1, int(length * part)) + row)
+            starts[row, edge:] = edge
+    places = torch.arange(length)
+    tokens = torch.zeros_like(starts)
+    documents = (starts != starts.roll(1, dims=1)).long().cumsum(1)
+    return Rows(
+        tokens=tokens.to(device),
+        labels=tokens.to(device),
+        weights=tokens.double().to(device),
+        documents=documents.to(device),
+        positions=(places - starts).to(device),
+        sample_weights=torch.ones(num_rows, dtype=torch.float64, device=device),
+    )
+
+
+def starts_of(rows: Rows) -> Tensor:
+    """Returns the start of each token's document as the layers take it, [batch, seq] int32 on the CPU."""
+    places = torch.arange(rows.positions.shape[1])
+    return (places - rows.positions.cpu()).to(torch.int32)

@@ -1,0 +1,130 @@
+"""Errors of a layer's tensors from the exact ones, and how large those of a candidate may be.
+
+A candidate and our torch layers compute the same function in the same precision, in another order and with other
+roundings on the way. How much that is follows from no formula that holds for every layer, but it is known: our own
+layers, on the same weights and inputs, are so far from float64. Errors are modelled as independent roundings of mean 0
+(mtrain/verify/core/tolerances.py). Then
+
+- the root mean square of a tensor's error is that of one element's distribution, however many elements there are: a
+  candidate may round four times as often as our layers, which doubles it;
+- the largest error is that of the tail: another draw of as many elements, with four times as many roundings, stays
+  within four times ours;
+- and each of them may round its result once more than ours: u / sqrt(3) where roundings are spread evenly over +-u, and
+  2 u in the largest, as the largest element may be halved by what follows.
+
+A product in 8 bits rounds both operands to b bits after the leading one, to 2^-(b + 1) of an element: forward to
+e4m3's 3 bits, backward, where the format is hybrid, to e5m2's 2. A layer has two projections in each of its two halves,
+whose errors add as squares, and as many again in backward. So sqrt(4 x 2) 2^-4 is added forward and sqrt(4 x 2 + 8 x 2)
+2^-3 (2^-4 in e4m3 alone) in backward, and four times that to the largest errors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config.schema.train import TrainSection
+from mtrain.verify.core.result import Tolerance
+
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+MEASURES = ("root mean square", "largest")
+FACTORS = {"root mean square": 2.0, "largest": 4.0}
+"""Multiple of our own layers' error that a candidate may have."""
+_ROUNDINGS = {"root mean square": 3**-0.5, "largest": 2.0}
+_TAIL = {"root mean square": 1.0, "largest": 4.0}
+_NUM_PRODUCTS = 4
+
+
+class TensorError(NamedTuple):
+    """Error of one tensor, in both measures, relative to the same measure of the exact tensor."""
+
+    kind: str
+    """layer_output, input_gradient or gradient."""
+    name: str
+    measure: str
+    own: float
+    """Error of our torch layers."""
+    candidate: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Says whether rounding explains the candidate's error; never one that is not a finite number."""
+        return math.isfinite(self.candidate) and self.candidate <= self.tolerance
+
+
+def errors_of(found: Tensor | None, exact: Tensor) -> dict[str, float]:
+    """Returns the error in each measure; inf for a missing tensor, another shape, and anything beside an exact 0."""
+    if found is None or found.shape != exact.shape:
+        return dict.fromkeys(MEASURES, math.inf)
+    difference = found.detach().to(torch.float64) - exact
+    measured = {
+        "root mean square": (difference.square().mean().sqrt(), exact.square().mean().sqrt()),
+        "largest": (difference.abs().max(), exact.abs().max()),
+    }
+    return {name: _relative(float(error), float(size)) for name, (error, size) in measured.items()}
+
+
+def _relative(error: float, size: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / size if size > 0 else math.inf
+
+
+def floor(train: TrainSection, kind: str, measure: str) -> float:
+    """Returns the part of a tolerance that does not depend on our own layers' error."""
+    return _ROUNDINGS[measure] * UNIT_ROUNDOFF[train.precision] + _TAIL[measure] * _in_8_bits(train, kind)
+
+
+def _in_8_bits(train: TrainSection, kind: str) -> float:
+    if train.fp8 is None:
+        return 0.0
+    if kind == "layer_output":
+        return math.sqrt(2 * _NUM_PRODUCTS) * 2.0**-4
+    return math.sqrt(3 * 2 * _NUM_PRODUCTS) * (2.0**-3 if train.fp8 == "hybrid" else 2.0**-4)
+
+
+def compared(
+    train: TrainSection, kind: str, name: str, own: Tensor | None, candidate: Tensor | None, exact: Tensor
+) -> list[TensorError]:
+    """Compares one tensor of a candidate and ours with the exact one.
+
+    Args:
+        train: Section with the precision.
+        kind: Kind of the tensor, as in `TensorError`.
+        name: Name of the tensor.
+        own: Tensor of our torch layers; None if they have none.
+        candidate: Tensor of the candidate; None if it has none.
+        exact: Exact tensor, float64.
+    """
+    ours, theirs = errors_of(own, exact), errors_of(candidate, exact)
+    return [
+        TensorError(
+            kind,
+            name,
+            measure,
+            ours[measure],
+            theirs[measure],
+            FACTORS[measure] * ours[measure] + floor(train, kind, measure),
+        )
+        for measure in MEASURES
+    ]
+
+
+def tolerances(train: TrainSection) -> tuple[Tolerance, ...]:
+    """Returns the parts of the tolerances that do not depend on a tensor, with their derivation."""
+    meanings = {"layer_output": "The output of a layer.", "input_gradient": "The gradient of a layer's input."}
+    return tuple(
+        Tolerance(
+            kind,
+            floor(train, kind, "largest"),
+            "4 e + 2 u + 4 q (largest element), 2 e + u / sqrt(3) + q (root mean square); here with e = 0",
+            {"u": UNIT_ROUNDOFF[train.precision], "q": _in_8_bits(train, kind)},
+            meanings.get(kind, "The gradient of a weight.") + " e is the error of our torch layers from float64, q the "
+            "rounding of products in 8 bits, u that of the run's precision.",
+        )
+        for kind in ("layer_output", "input_gradient", "gradient")
+    )

@@ -1,0 +1,87 @@
+"""Wrong candidates: our own layers with a known fault, which the check has to find."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtrain.mcore.model.build import unwrap
+from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
+
+
+def _without_gradient(place: Place) -> nn.Module:
+    """The projection of the attention's output gets no gradient."""
+    chunk = torch_layers(place)
+    for layer in unwrap(chunk).decoder.layers:
+        layer.self_attention.linear_proj.weight.requires_grad_(False)
+    return chunk
+
+
+def _late_documents(place: Place) -> nn.Module:
+    """The first token of a document belongs to the one before."""
+
+    def shifted(layer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        starts = options["attention_mask"]
+        before = torch.cat((starts[:, :1], starts[:, :-1]), dim=1)
+        return args, {**options, "attention_mask": torch.where(before > 0, before + 1, 0)}
+
+    chunk = torch_layers(place)
+    for layer in unwrap(chunk).decoder.layers:
+        layer.register_forward_pre_hook(shifted, with_kwargs=True)
+    return chunk
+
+
+def _without_window(place: Place) -> nn.Module:
+    """Attention sees all keys."""
+    chunk = torch_layers(place)
+    for layer in unwrap(chunk).decoder.layers:
+        layer.self_attention.core_attention.window = None
+    return chunk
+
+
+def _bf16_sums(place: Place) -> nn.Module:
+    """The weight gradient of the attention's output projection is added up over tokens in bfloat16."""
+    chunk = torch_layers(place)
+    for layer in unwrap(chunk).decoder.layers:
+        projection = layer.self_attention.linear_proj
+        projection.forward = functools.partial(_projected, projection.weight)
+    return chunk
+
+
+def _projected(weight: Tensor, inputs: Tensor) -> tuple[Tensor, None]:
+    return _NarrowSum.apply(inputs, weight), None  # type: ignore[no-untyped-call]
+
+
+class _NarrowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        total = torch.zeros_like(weight, dtype=torch.bfloat16)
+        for given, column in zip(inputs.flatten(0, 1), gradient.flatten(0, 1), strict=True):
+            total += torch.outer(column, given).to(torch.bfloat16)
+        return gradient @ weight, total.to(weight.dtype)
+
+
+def _has_no_documents(place: Place) -> str | None:
+    return None if place.config.data.isolate_documents else "there are no documents in the rows"
+
+
+def _has_no_window(place: Place) -> str | None:
+    return None if place.config.model.sliding_window is not None else "no layer has a window"
+
+
+PLANTED = (
+    Candidate("missing-gradient", "a gradient is missing", _without_gradient),
+    Candidate("document-boundary", "a document begins one token late", _late_documents, _has_no_documents),
+    Candidate("dropped-window", "the window is left out", _without_window, _has_no_window),
+    Candidate("bf16-sums", "a weight gradient is added up in bfloat16", _bf16_sums),
+)
+"""Faults for `--inject`."""

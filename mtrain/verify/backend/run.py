@@ -1,0 +1,207 @@
+"""Check `mtrain verify backend`: compares the layers that a configuration could take with ours, and certifies them."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mtrain.base.certificate import Certificate, Comparison
+from mtrain.base.errors import ConfigError, MtrainError
+from mtrain.config import Config
+from mtrain.mcore.model.certified import layers_of, machine_of
+from mtrain.plan.layout import Layout
+from mtrain.verify.backend.candidates import CANDIDATES, NO_CANDIDATES, Candidate
+from mtrain.verify.backend.cases import NUM_ROWS, Case, cases_of, few_layers, length_of
+from mtrain.verify.backend.errors import MEASURES, TensorError, tolerances
+from mtrain.verify.backend.planted import PLANTED
+from mtrain.verify.backend.worker import BackendJob, CaseResult, compare
+from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
+from mtrain.verify.core.result import BackendReport, Deviation, LayoutResult, badness, summary
+from mtrain.verify.parity import Progress, device_for
+
+PRELOADED = ("mtrain.verify.backend.worker", "mtrain.verify.backend.planted")
+TIMEOUT_S = 600
+_REPEATS = {"cuda": 10, "cpu": 3}
+_CPU_TOKENS = 512
+"""Most tokens that are timed on a CPU."""
+
+
+@dataclass(frozen=True)
+class BackendRequest:
+    """Arguments of the command line."""
+
+    fault: str | None
+    """Name of a fault to plant; None compares the candidates."""
+    command: str
+
+
+@dataclass(frozen=True)
+class Certified:
+    """Report for readers, and the certificate for runs."""
+
+    report: BackendReport
+    certificate: Certificate
+
+
+def verify_backend(
+    config: Config,
+    request: BackendRequest,
+    progress: Progress,
+    pool: Pool | None = None,
+    candidates: Sequence[Candidate] = CANDIDATES,
+) -> Certified:
+    """Runs the check.
+
+    Args:
+        config: Configuration of the user.
+        request: Arguments of the command line.
+        progress: Function that is called with a line for every finished comparison.
+        pool: Pool of ranks to use; None starts one.
+        candidates: Candidates to compare where no fault is planted.
+
+    Raises:
+        ConfigError: The configuration has no layers that can be compared alone, or the fault is unknown.
+        MachineError: The device does not exist, or there are fewer GPUs than context-parallel ranks.
+    """
+    device, num_devices = device_for(config.train, max_ranks=config.layout.cp)
+    if num_devices < config.layout.cp:
+        raise ConfigError(
+            f"layout.cp={config.layout.cp} needs as many GPUs to compare attention under it, but there are "
+            f"{num_devices}; add layout.cp=1 to certify the layers of runs without it"
+        )
+    if request.fault is not None:
+        candidates = [_planted(request.fault)]
+    few = few_layers(config, length_of(config.layout.cp, config.row_width))
+    shape = _timed_shape(config.train.micro_batch_size, config.row_width, config.layout.cp, device)
+    check = _Comparisons(few, cases_of(config), shape, pool or Pool(device, PRELOADED, TIMEOUT_S), progress)
+    found = {candidate: check.of(candidate) for candidate in candidates}
+    compared = {candidate: each for candidate, each in found.items() if isinstance(each, Comparison)}
+    absent = {candidate.name: each for candidate, each in found.items() if isinstance(each, str)}
+    if request.fault in absent:
+        raise ConfigError(f"--inject {request.fault} would change nothing, as {absent[request.fault]}; choose another")
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    machine = machine_of(torch.device(device))
+    report = BackendReport(
+        created=created,
+        command=request.command,
+        environment={**environment_of(device), **machine},
+        config=few.model_dump(mode="json"),
+        changes=(),
+        data=f"random hidden states, {NUM_ROWS} rows of {few.data.seq_length} tokens",
+        num_steps=1,
+        tolerances=tolerances(few.train),
+        tensors=tuple(dict.fromkeys(each.name for result in check.results for each in result.deviations)),
+        reference=LayoutResult("float64", {}, 1, 0.0),
+        layouts=tuple(check.results),
+        injected=request.fault,
+        times=tuple(check.times),
+        left_out={**absent, **NO_CANDIDATES},
+    )
+    candidates_found = {candidate.name: each for candidate, each in compared.items()}
+    return Certified(report, Certificate(created, machine, layers_of(config), candidates_found))
+
+
+def _planted(name: str) -> Candidate:
+    for each in PLANTED:
+        if each.name == name:
+            return each
+    raise ConfigError(f"--inject {name} is not a known fault; choose from {', '.join(each.name for each in PLANTED)}")
+
+
+def _timed_shape(rows: int, length: int, cp: int, device: str) -> tuple[int, int]:
+    """Returns the shape of a run's microbatch; on a CPU of a small one."""
+    if device == "cpu":
+        step = 2 * cp
+        return 1, max(step, min(length, _CPU_TOKENS) // step * step)
+    return rows, length
+
+
+@dataclass
+class _Comparisons:
+    """Comparisons of one configuration."""
+
+    config: Config
+    cases: Sequence[Case]
+    timed_shape: tuple[int, int]
+    pool: Pool
+    progress: Progress
+    results: list[LayoutResult] = field(default_factory=list)
+    times: list[str] = field(default_factory=list)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(cp=self.config.layout.cp, cp_comm=self.config.layout.cp_comm)
+
+    def of(self, candidate: Candidate) -> Comparison | str:
+        """Compares one candidate; returns instead why it cannot be built here."""
+        job = BackendJob(self.config, candidate, self.cases, self.timed_shape, _REPEATS[self.pool.device])
+        began = time.monotonic()
+        try:
+            ranks = self.pool.run(compare, self._layout, job)
+        except (RankFailedError, MtrainError) as fault:
+            reason = reason_of(fault)
+            self._add(LayoutResult(candidate.name, {}, self._layout.world_size, time.monotonic() - began, error=reason))
+            return Comparison(False, 0.0, 0.0, error=reason)
+        if isinstance(ranks[0], str):
+            self.progress(f"{candidate.name}: left out ({ranks[0]})")
+            return ranks[0]
+        seconds = (time.monotonic() - began) / len(self.cases)
+        results = [_of_all_ranks([rank[number] for rank in ranks]) for number in range(len(self.cases))]
+        for case, result in zip(self.cases, results, strict=True):
+            name, deviations = f"{candidate.name}: {case.name}", tuple(_deviations(result.errors))
+            self._add(LayoutResult(name, {}, self._layout.world_size, seconds, deviations=deviations))
+            self.times.append(f"{name}: {result.ms:.3g} ms, torch layers {result.own_ms:.3g} ms")
+        weighed = list(zip(self.cases, results, strict=True))
+        return Comparison(
+            passed=all(each.passed for result in results for each in result.errors),
+            ms=sum(case.num_layers * result.ms for case, result in weighed),
+            own_ms=sum(case.num_layers * result.own_ms for case, result in weighed),
+            cases=tuple(self._told(case, result) for case, result in weighed),
+        )
+
+    def _add(self, result: LayoutResult) -> None:
+        self.results.append(result)
+        self.progress(summary(result))
+
+    def _told(self, case: Case, result: CaseResult) -> dict[str, Any]:
+        """Describes one comparison for the certificate."""
+        return {
+            "case": case.name,
+            "num_layers": case.num_layers,
+            "shape": [NUM_ROWS, self.config.data.seq_length, self.config.model.hidden_size],
+            "timed_shape": [*self.timed_shape, self.config.model.hidden_size],
+            "ms": result.ms,
+            "own_ms": result.own_ms,
+            "errors": [{**each._asdict(), "passed": each.passed} | _finite(each) for each in result.errors],
+        }
+
+
+def _finite(error: TensorError) -> dict[str, Any]:
+    """Returns the numbers of an error that JSON does not know, as texts."""
+    numbers = {"own": error.own, "candidate": error.candidate, "tolerance": error.tolerance}
+    return {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
+
+
+def _of_all_ranks(ranks: Sequence[CaseResult]) -> CaseResult:
+    """Takes of each tensor the rank that is worst, and the time of the slowest."""
+    worst = [max(each, key=lambda error: badness(_deviation(error))) for each in zip(*(rank.errors for rank in ranks))]
+    return CaseResult(worst, max(rank.ms for rank in ranks), max(rank.own_ms for rank in ranks))
+
+
+def _deviations(errors: Sequence[TensorError]) -> list[Deviation]:
+    """Returns of each tensor the measure that is worse in units of its tolerance."""
+    count = len(MEASURES)
+    pairs = (errors[start : start + count] for start in range(0, len(errors), count))
+    return [max((_deviation(each) for each in pair), key=badness) for pair in pairs]
+
+
+def _deviation(error: TensorError) -> Deviation:
+    # where our own layers fail, every candidate would pass
+    tolerance = error.tolerance if error.passed or error.candidate > error.tolerance else 0.0
+    return Deviation(error.kind, error.name, 1, error.candidate, tolerance)

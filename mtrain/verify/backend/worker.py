@@ -1,0 +1,244 @@
+"""Rank side of the check: one candidate, our torch layers and the reference on the same weights and inputs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
+from mtrain.data.zigzag import zigzag_index
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
+from mtrain.mcore.model.transformer_config import DTYPES
+from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
+from mtrain.verify.backend.cases import NUM_ROWS, Case, rows_like, starts_of
+from mtrain.verify.backend.errors import UNIT_ROUNDOFF, TensorError, compared
+from mtrain.verify.core.weights import drawn, set_weights
+from mtrain.verify.reference.model.adapters import is_trained, merged
+from mtrain.verify.reference.model.experts import Routed, routed
+from mtrain.verify.reference.model.transformer import Transformer
+from mtrain.verify.reference.text import Rows
+
+_DRAWS = 8
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class BackendJob:
+    """Comparison of one candidate."""
+
+    config: Config
+    """Configuration from `few_layers`."""
+    candidate: Candidate
+    cases: Sequence[Case]
+    timed_shape: tuple[int, int]
+    """Rows and their length at which both are timed."""
+    repeats: int
+    """Number of timed passes of each."""
+
+
+class CaseResult(NamedTuple):
+    """Result of one kind of layer on this rank."""
+
+    errors: list[TensorError]
+    ms: float
+    own_ms: float
+
+
+class _Given(NamedTuple):
+    """Inputs of a layer; [batch, seq, hidden]."""
+
+    rows: Rows
+    hidden: Tensor
+    gradient: Tensor
+    """Gradient of the output."""
+
+
+class _Tensors(NamedTuple):
+    """What one pass of a layer gives, [seq_local, batch, hidden] and gradients by global name."""
+
+    output: Tensor
+    input_gradient: Tensor | None
+    gradients: Mapping[str, Tensor]
+
+
+def compare(groups: Groups, job: BackendJob) -> list[CaseResult] | str:
+    """Compares all kinds of layers; returns instead why the candidate cannot be built here. Collective over CP."""
+    config, place = job.config, Place(job.config, groups)
+    if (absent := job.candidate.absent(place)) is not None:
+        return absent
+    chunks = [build(place) for build in (torch_layers, job.candidate.build)]
+    set_weights(chunks[:1], groups, lambda name, shape: drawn(name, shape, config))
+    weights = {name: each.detach() for name, each in _named(chunks[0], groups).items()}
+    # what is widened or rounded in ours is the same in the candidate
+    set_weights(chunks[1:], groups, lambda name, shape: weights[name].cpu().to(torch.float32).view(*shape))
+    ours, candidate = (_Layers(chunk, place) for chunk in chunks)
+    return [_compare_one(case, job, weights, ours, candidate) for case in job.cases]
+
+
+def _compare_one(
+    case: Case, job: BackendJob, weights: Mapping[str, Tensor], ours: _Layers, candidate: _Layers
+) -> CaseResult:
+    place, layer = ours.place, case.layer
+    config, groups = place.config, place.groups
+    given, exact = _judged(case, place, weights)
+    own, other = ours.run(layer, given), candidate.run(layer, given)
+    held = _positions(groups, given.hidden.shape[1])
+    output, input_gradient = (each.transpose(0, 1)[held] for each in (exact.output, _there(exact.input_gradient)))
+    is_counted = given.gradient.transpose(0, 1)[held] != 0
+    errors = compared(
+        config.train,
+        "layer_output",
+        "output",
+        torch.where(is_counted, own.output, 0),
+        torch.where(is_counted, other.output, 0) if other.output.shape == own.output.shape else None,
+        torch.where(is_counted, output, 0),
+    )
+    errors += compared(
+        config.train, "input_gradient", "input", own.input_gradient, other.input_gradient, input_gradient
+    )
+    for name, each in exact.gradients.items():
+        found = own.gradients.get(name), other.gradients.get(name)
+        errors += compared(config.train, "gradient", name, *found, each)
+    del given, exact, own, other
+    timed = _drawn_inputs(place, *job.timed_shape)
+    return CaseResult(
+        errors, *_times(job.repeats, groups, lambda: candidate.run(layer, timed), lambda: ours.run(layer, timed))
+    )
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _positions(groups: Groups, length: int) -> Tensor:
+    """Returns the positions of a row that this rank holds."""
+    layout = groups.layout
+    return torch.arange(length) if layout.cp == 1 else zigzag_index(length, layout.cp, groups.cp_rank)
+
+
+def _named(chunk: nn.Module, groups: Groups, of_gradients: bool = False) -> dict[str, Tensor]:
+    """Returns weights or gradients, whole, by global name; those without a gradient are left out."""
+    found: dict[str, Tensor] = {}
+    for place in sharded_parameters([unwrap(chunk)], groups):
+        values = place.data.grad if of_gradients else place.data
+        for each in () if values is None else shards(place, place.key, values):
+            axes = each.prepend_axis_num
+            name, shape = global_name(each.key, tuple(each.global_offset[:axes])), each.global_shape[axes:]
+            whole = found.setdefault(name, values.new_zeros(shape))
+            whole[tuple(slice(at, at + size) for at, size in zip(each.global_offset[axes:], each.data.shape))] = (
+                each.data
+            )
+    return found
+
+
+class _Layers:
+    """Layers of one kind of library."""
+
+    def __init__(self, chunk: nn.Module, place: Place) -> None:
+        self._chunk, self.place = chunk, place
+        self._model = unwrap(chunk)
+        self._layers = self._model.decoder.layers
+        self._model.decoder.final_layernorm = None  # not a part of a layer
+
+    def run(self, layer: int, given: _Given) -> _Tensors:
+        """Runs one layer forward and backward, by the block that a run calls; weight gradients are summed over CP."""
+        groups, model = self.place.groups, self._model
+        held = _positions(groups, given.hidden.shape[1]).to(groups.device)
+        hidden = given.hidden.transpose(0, 1)[held].requires_grad_()
+        has_documents = self.place.config.data.isolate_documents
+        positions = given.rows.positions[:, held] if has_documents else given.rows.positions[:1, held]
+        model.decoder.layers = nn.ModuleList([self._layers[layer]])
+        self._chunk.zero_grad(set_to_none=True)
+        output = model.decoder(
+            hidden_states=hidden,
+            attention_mask=starts_of(given.rows) if has_documents else None,
+            rotary_pos_emb=model.rotary(positions),
+        )
+        torch.autograd.backward(output, given.gradient.transpose(0, 1)[held])
+        model.decoder.layers = self._layers
+        gradients = _named(self._chunk, groups, of_gradients=True)
+        if groups.layout.cp > 1:
+            gradients = {name: each.float() for name, each in gradients.items()}
+            for _, each in sorted(gradients.items()):
+                dist.all_reduce(each, group=groups.cp)
+        return _Tensors(output.detach(), hidden.grad, gradients)
+
+
+def _drawn_inputs(place: Place, num_rows: int, length: int) -> _Given:
+    config, device = place.config, place.groups.device
+    generator = torch.Generator().manual_seed(config.train.seed)
+    shape = num_rows, length, config.model.hidden_size
+    hidden, gradient = (
+        torch.randn(shape, generator=generator).to(device, DTYPES[config.train.precision]) for _ in range(2)
+    )
+    return _Given(rows_like(config.data.isolate_documents, num_rows, length, device), hidden, gradient)
+
+
+def _judged(case: Case, place: Place, weights: Mapping[str, Tensor]) -> tuple[_Given, _Tensors]:
+    """Returns inputs and exact results of a layer.
+
+    A token whose choice of experts hangs by a rounding has no gradient of the output and is not compared: in float64 it
+    may have other experts, which is no error.
+    """
+    config = place.config
+    given = _drawn_inputs(place, NUM_ROWS, config.data.seq_length)
+    prefix = f"decoder.layers.{case.layer}."
+    leaves = {
+        name: each.to(torch.float64).requires_grad_(name.startswith(prefix) and is_trained(name, config.adapter))
+        for name, each in weights.items()
+    }
+    hidden = given.hidden.to(torch.float64).requires_grad_()
+    seen: list[Routed] = []
+    output = Transformer(config.model, merged(config, leaves)).layer(case.layer, hidden, given.rows, seen)
+    for each in seen:
+        is_settled = _is_settled(each.logits, leaves.get(f"{each.name}.expert_bias"), config)
+        given = given._replace(gradient=torch.where(is_settled.unsqueeze(-1), given.gradient, 0))
+    wanted = {name: each for name, each in leaves.items() if each.requires_grad and "expert_bias" not in name}
+    found = torch.autograd.grad(output, [hidden, *wanted.values()], given.gradient.to(torch.float64), allow_unused=True)
+    gradients = {name: each for name, each in zip(wanted, found[1:], strict=True) if each is not None}
+    return given, _Tensors(output.detach(), found[0], gradients)
+
+
+def _is_settled(logits: Tensor, bias: Tensor | None, config: Sections) -> Tensor:
+    """Says which tokens have the same experts after roundings of their logits, [batch, seq]."""
+    section = config.model.experts
+    assert section is not None
+    generator = torch.Generator().manual_seed(config.train.seed)
+    size = 8 * UNIT_ROUNDOFF[config.train.precision] * float(logits.detach().std())
+    chosen, settled = routed(logits, bias, section)[0], torch.ones(logits.shape[:2], dtype=torch.bool).to(logits.device)
+    for _ in range(_DRAWS):
+        moved = logits + size * torch.randn(logits.shape, generator=generator).to(logits)
+        settled &= (routed(moved, bias, section)[0] == chosen).all(-1)
+    return settled
+
+
+def _times(repeats: int, groups: Groups, *passes: Callable[[], object]) -> list[float]:
+    """Returns the median time of each pass in milliseconds, measured in turn, so that both meet the same clock."""
+    found: list[list[float]] = [[] for _ in passes]
+    for number in range(_WARM_UP + repeats):
+        for index, run in enumerate(passes):
+            dist.barrier(groups.cp)
+            _settle(groups.device)
+            start = time.perf_counter()
+            run()
+            _settle(groups.device)
+            if number >= _WARM_UP:
+                found[index].append(1000 * (time.perf_counter() - start))
+    return [statistics.median(each) for each in found]
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
