@@ -28,7 +28,7 @@ from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import Dequantised, plain_config
 from mtrain.hf.io.source import HfSource, open_source
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, TIKTOKEN_NAME
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
 
@@ -197,7 +197,7 @@ def _model_yaml(source: HfSource, out: Path) -> str:
         "checkpoint": {"initialize_from": str(out)},
     }
     names = {path.name for path in source.folder.side_files()}
-    if "tokenizer.json" in names or any(name.endswith(".model") for name in names):
+    if "tokenizer.json" in names or any(name.endswith(".model") for name in names - {TIKTOKEN_NAME}):
         content["data"] = {"tokenizer": str(out / ORIGIN)}
     return (
         f"# {source.family.model_type} from {source.folder.path}, by mtrain {mtrain.__version__}; to go last:\n"

@@ -30,6 +30,7 @@ EXPERTS = {
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
     "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
     "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624),
+    "kimi_k2": (1_026_408_209_408, 32_861_477_888),
 }
 """Number of all and of active parameters, without tokens predicted ahead. gpt-oss's card leaves the embeddings out of
 the active ones; the total of DeepSeek-V3 counts the experts' biases, which are not trained by gradients."""
@@ -42,7 +43,7 @@ ILLEGAL = {
     ("gemma3_4b", "tp8pp4"),
 }
 """Models with too few query groups for a number of tensor ranks."""
-EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | {"deepseek_v3": ("pp16ep32", 512)}
+EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | dict.fromkeys(("deepseek_v3", "kimi_k2"), ("pp16ep32", 512))
 
 
 def fragments(model: str, layout: str, run: str) -> list[Path]:

@@ -248,7 +248,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"model__rope": {"scaling": "llama3", "low_freq_factor": 4}},
         "model.rope.low_freq_factor=4.0",
     ),
-    ({"model__rope": {"scaling": "yarn", "beta_slow": 32}}, "model.rope.beta_slow=32.0"),
+    ({"model__rope": {"scaling": "yarn", "beta_slow": 33}}, "model.rope.beta_slow=33.0"),
     ({"model__hidden_size": 68}, "model.hidden_size=68"),
     ({"model__head_dim": 7}, "model.head_dim=7"),
     ({"model__num_query_groups": 3}, "model.num_query_groups=3"),

@@ -1,12 +1,14 @@
 """Hugging Face -> checkpoint -> Hugging Face, judged by transformers and by megatron-core."""
 
 import filecmp
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.verification import verify_files
@@ -56,6 +58,32 @@ def test_a_model_comes_back_byte_for_byte_and_computes_the_same(pool: Pool, tmp_
     expected = transformers_logits(back, tokens).numpy()
     np.testing.assert_allclose(
         pool.run(hf_ranks.logits, Layout(), ours)[0], expected, rtol=0, atol=2e-5 * np.abs(expected).max()
+    )
+
+
+def test_an_alias_is_the_model_that_its_bytes_are_under_the_other_name(pool: Pool, tmp_path: Path) -> None:
+    """Kimi-K2 has DeepSeek-V3's layers and brings Python code, which transformers would need to read its name."""
+    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    named = save("deepseek", theirs)
+    said = json.loads((theirs / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
+    (theirs / "config.json").write_text(json.dumps(said | {"model_type": "kimi_k2", "auto_map": code}))
+    (theirs / "tiktoken.model").write_text("IQ== 0")
+    for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
+        (theirs / name).write_text("raise SystemExit")
+    import_hf(theirs, ours, None, num_workers=1)
+    export_hf(ours, back, None, None, num_workers=1)
+    assert names(back) == names(theirs) - {"configuration_deepseek.py", "modeling_deepseek.py"}
+    assert [file for file in names(back) if not filecmp.cmp(theirs / file, back / file, shallow=False)] == []
+    verify_hf(ours, theirs, num_workers=1)
+    assert "data" not in yaml.safe_load((ours / "model.yaml").read_text()), "a tokenizer that nothing here reads"
+
+    tokens = random_tokens(57)
+    with torch.no_grad():
+        expected = named.float()(tokens).logits
+    assert torch.equal(transformers_logits(theirs, tokens), expected)
+    np.testing.assert_allclose(
+        pool.run(hf_ranks.logits, Layout(), ours)[0], expected, rtol=0, atol=2e-5 * float(expected.abs().max())
     )
 
 

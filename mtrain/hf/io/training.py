@@ -16,6 +16,8 @@ from torch import Tensor
 
 from mtrain.base.errors import MachineError
 from mtrain.config.schema.train import AdamWSection
+from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.registry import family_of
 
 
 @torch.no_grad()
@@ -47,9 +49,18 @@ def open_model(folder: Path) -> Any:
             "this needs transformers, which is not installed; pip install 'transformers>=5,<6'"
         ) from None
     transformers.utils.logging.disable_progress_bar()
+    said = read_json(folder / CONFIG_NAME)
+    # under the class's own name: transformers knows Kimi-K2 only by code of the folder
+    known = getattr(transformers, family_of(said).architecture)
+    config = known.config_class.from_dict({**said, "model_type": known.config_class.model_type})
     # eager: fused attention rounds otherwise and differs by version; local files only: missing ones would be fetched
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+    return known.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=False,
+        local_files_only=True,
     ).eval()
 
 

@@ -20,6 +20,8 @@ from mtrain.base.plain_files import open_plain_file, parsed_json, read_plain_fil
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+TIKTOKEN_NAME = "tiktoken.model"
+"""Vocabulary that only Python code of a folder reads; a conversion copies it."""
 ADAPTER_NAME = "adapter_config.json"
 NAMED_WEIGHTS = "transformers_weights"
 """Field of config.json that names the file which transformers reads in place of the usual ones."""
@@ -27,7 +29,7 @@ _MOST_BYTES = 1 << 26
 """Largest size of a JSON file; the index of the largest models has ten million bytes."""
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
-    r"generation_config\.json|tokenizer.*\.(json|model)|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
+    r"generation_config\.json|tokenizer.*\.(json|model)|tiktoken\.model|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
     r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|preprocessor_config\.json|"
     r"sentencepiece.*\.model|LICENSE.*|NOTICE.*|USE_POLICY.*|README\.md"
 )

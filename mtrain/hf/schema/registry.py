@@ -19,7 +19,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import UnsayableError
-from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3
+from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, KIMI_K2
 from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3
@@ -32,7 +32,20 @@ from mtrain.hf.schema.values import shown
 # In the order in which `fitting_family` tries them: the plain ones first.
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GEMMA3, GPT_OSS, OLMO2, OLMO3)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        MIXTRAL,
+        QWEN3_MOE,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        GEMMA3,
+        GPT_OSS,
+        OLMO2,
+        OLMO3,
+    )
 }
 _SHOWN_KEYS = 2
 """Largest number of keys that are shown for each family, where none fits."""

@@ -1,16 +1,20 @@
 """config.json -> model -> config.json: nothing is lost, in the style of any version."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import transformers
 
 from mtrain.base.errors import DataError
+from mtrain.config.load import load_config
 from mtrain.config.schema.model import ModelSection
+from mtrain.hf.schema.config import differences
 from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family
 from tests.hf.folders import CONFIGS
 from tests.messages import refuses
+from tests.paths import CONFIGS as CONFIG_FILES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -46,6 +50,65 @@ def test_every_family_says_the_same_again_with_and_without_its_file(name: str) -
     read_by_transformers = transformers.AutoConfig.for_model(**alone)
     assert family.model(json.loads(read_by_transformers.to_json_string(use_diff=False))) == model
     assert fitting_family(model).config(model, None)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "kimi_k2": {
+        "model_type": "kimi_k2",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "vocab_size": 163840,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "num_nextn_predict_layers": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+"""Name in configs/model -> fields of the published config.json that describe the model."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_the_model_under_configs(name: str) -> None:
+    said = PUBLISHED[name]
+    family = family_of(said)
+    files = [CONFIG_FILES / axis / f"{each}.yaml" for axis, each in {"model": name, "run": "pretrain"}.items()]
+    model = family.model(said)
+    assert differences(load_config(files, []).model, model) == []
+    assert family.config(model, said) == said
+
+
+def test_an_alias_has_every_entry_and_rule_of_its_family() -> None:
+    assert replace(FAMILIES["kimi_k2"], model_type="deepseek_v3") == FAMILIES["deepseek_v3"]
 
 
 def test_files_of_older_versions_keep_their_style() -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, shared and routed experts after dense layers, predictions further ahead."""
+"""DeepSeek-V3 and Kimi-K2: latent attention, shared and routed experts after dense layers, predictions ahead."""
 
 from __future__ import annotations
 
@@ -272,3 +272,5 @@ DEEPSEEK_V3 = Family(
     ),
     (*VOCABULARY, *_LAYER, *_AHEAD),
 )
+# the same function under another name, and with other sizes
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

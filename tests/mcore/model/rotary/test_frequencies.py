@@ -28,6 +28,18 @@ SECTIONS = {
         scaling="yarn", factor=40.0, original_max_positions=4096, mscale=0.707, mscale_all_dim=1.2
     ),
     "yarn, factor 1": RopeSection(scaling="yarn", factor=1.0, original_max_positions=512),
+    "yarn, Kimi-K2": RopeSection(
+        base=50000.0,
+        scaling="yarn",
+        factor=32.0,
+        beta_fast=1.0,
+        original_max_positions=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+    "yarn, equal bands": RopeSection(
+        scaling="yarn", factor=4.0, beta_fast=2.0, beta_slow=2.0, original_max_positions=512, truncate=False
+    ),
     "yarn, ramp without width": RopeSection(
         scaling="yarn", factor=2.0, beta_fast=8.0, beta_slow=2.6, original_max_positions=16
     ),
