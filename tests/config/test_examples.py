@@ -30,6 +30,7 @@ EXPERTS = {
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
     "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
     "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624),
+    "glm4.7_flash": (29_943_390_976, 3_896_763_136),
     "kimi_k2": (1_026_408_209_408, 32_861_477_888),
 }
 """Number of all and of active parameters, without tokens predicted ahead. gpt-oss's card leaves the embeddings out of

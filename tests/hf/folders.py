@@ -96,6 +96,15 @@ CONFIGS: dict[str, Any] = {
         num_experts_per_tok=2,
         first_k_dense_replace=0,
     ),
+    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
+        **LATENT,
+        n_routed_experts=6,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        mlp_layer_types=["dense", "dense", "sparse"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **AWKWARD,
         query_pre_attn_scalar=24,

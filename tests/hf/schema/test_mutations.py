@@ -57,6 +57,9 @@ OTHERS: list[dict[str, Any]] = [
     {"num_experts_per_tok": 1, "norm_topk_prob": True},
     {"first_k_dense_replace": 0},
     {"first_k_dense_replace": 3},
+    {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    {"mlp_layer_types": ["sparse", "sparse", "dense"]},
+    {"mlp_layer_types": None},
     {"sliding_window": 3, "layer_types": ["full_attention"] * 3},
 ]
 TOKENS = torch.arange(24)[None] * 7 % 57
@@ -176,6 +179,12 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
     ("qwen2", {"per_layer_config": {"0": {"hidden_size": 3}}}, "per_layer_config="),
     ("qwen3-moe", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    (
+        "glm4-moe-lite",
+        {"mlp_layer_types": ["dense", "sparse", "dense"]},
+        "mlp_layer_types=['dense', 'sparse', 'dense']",
+    ),
+    ("glm4-moe-lite", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 contradicts mlp_layer_types"),
     ("deepseek", {"head_dim": 16}, "head_dim=16 contradicts qk_rope_head_dim=4"),
     ("deepseek", {"num_key_value_heads": 2}, "num_key_value_heads=2 contradicts num_attention_heads=4"),
     ("gpt-oss", {"num_experts": 2}, "num_local_experts=3 and num_experts=2 are two names of one value"),

@@ -28,6 +28,7 @@ ALLOWED = [
 REFUSED = [
     "deepseek_v3",
     "gemma3_4b",
+    "glm4.7_flash",
     "gpt_oss_20b",
     "kimi_k2",
     "mixtral_8x7b",

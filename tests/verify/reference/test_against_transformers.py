@@ -306,13 +306,17 @@ def deepseek_v3_direct_queries() -> tuple[ModelSection, Any]:
     return deepseek(rope, transformers.DeepseekV3Config, q_lora_rank=None, rope_interleave=False)
 
 
-def kimi_k2() -> tuple[ModelSection, Any]:
+def kimi_k2(config: Callable[..., Any] = transformers.DeepseekV3Config) -> tuple[ModelSection, Any]:
     """DeepSeek-V3 without groups of experts, whose dimensions are scaled from one on."""
     rope = DEEPSEEK_YARN.model_copy(update={"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0})
     sizes = {name: value for name, value in CHOICE.items() if "group" not in name}
     experts = ExpertsSection(**sizes, score="sigmoid", expert_bias=True)
     own = {"q_lora_rank": 12, **GROUPS, "n_group": 1, "topk_group": 1}
-    return deepseek(rope, transformers.DeepseekV3Config, experts, **own)
+    return deepseek(rope, config, experts, **own)
+
+
+def glm4_moe_lite() -> tuple[ModelSection, Any]:
+    return kimi_k2(transformers.Glm4MoeLiteConfig)
 
 
 def deepseek_v2() -> tuple[ModelSection, Any]:
@@ -399,6 +403,7 @@ def smollm3_marked() -> tuple[ModelSection, Any]:
 FAMILIES = [
     deepseek_v3_experts,
     kimi_k2,
+    glm4_moe_lite,
     deepseek_v2_experts,
     mixtral,
     qwen3_moe,

@@ -1,7 +1,8 @@
-"""DeepSeek-V3 and Kimi-K2: latent attention, shared and routed experts after dense layers, predictions ahead."""
+"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, shared and routed experts, predictions further ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -25,13 +26,40 @@ from mtrain.hf.schema.families.common import (
 )
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule
-from mtrain.hf.schema.values import needed_value, value_of
+from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _SCORED = 2
 """Number of best experts whose sum ranks a group."""
 _LATENT_EPSILON = 1e-6
 _TOP_K = "num_experts_per_tok"
 _ROTATED = ("mla.qk_rope_head_dim", 64)
+_DEEPSEEK: dict[str, Any] = {
+    "num_attention_heads": 128,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    _TOP_K: 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+_GLM: dict[str, Any] = {
+    "num_attention_heads": 20,
+    "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    _TOP_K: 4,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+}
+"""Values of fields that a file lacks; those of both families alike stand at the fields."""
 
 
 def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
@@ -51,13 +79,18 @@ def _has_shared_experts(model: ModelSection, layer: int) -> bool:
 class _SharedExperts(Entry):
     """Number of shared experts, each as large as a routed one; ours is their total size."""
 
+    size: int
+    """Size of an expert where the file has none."""
+
     @property
     def names(self) -> tuple[str, ...]:
         return ("n_shared_experts", "moe_intermediate_size")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = value_of(config, "n_shared_experts", int, 1) or 0  # null: there are none
-        return {"experts.shared_ffn_hidden_size": number * needed_value(config, "moe_intermediate_size", int, 2048)}
+        return {
+            "experts.shared_ffn_hidden_size": number * needed_value(config, "moe_intermediate_size", int, self.size)
+        }
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         together, one = lookup(model, "experts.shared_ffn_hidden_size"), lookup(model, "experts.ffn_hidden_size")
@@ -89,6 +122,50 @@ class _DenseLayers(Entry):
         return {"first_k_dense_replace": lookup(model, "experts.first_dense_layers")}
 
 
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+@final
+@dataclass(frozen=True)
+class _ListedExperts(Entry):
+    """Layers with experts: one word for each layer. Other programs read the number of dense layers before them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        number = _num_dense(config.get("mlp_layer_types"), needed_value(config, "num_hidden_layers", int))
+        if needed_value(config, "first_k_dense_replace", int, number) != number:
+            raise DataError(
+                f"config.json: first_k_dense_replace={config['first_k_dense_replace']} contradicts mlp_layer_types, "
+                f"which transformers reads, with {number} dense layers; correct the file"
+            )
+        return {"experts.first_dense_layers": number}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        number = lookup(model, "experts.first_dense_layers") or 0
+        older = {name: number for name in ("first_k_dense_replace",) if name in config}
+        return {"mlp_layer_types": _mlp_kinds(number, model.num_layers), **older}
+
+
+def _mlp_kinds(num_dense: int, num_layers: int) -> list[str]:
+    return [_DENSE] * num_dense + [_SPARSE] * (num_layers - num_dense)
+
+
+def _num_dense(kinds: object, num_layers: int) -> int:
+    """Counts the dense layers, which are the first ones: one where the file lists no layers."""
+    number = kinds.count(_DENSE) if isinstance(kinds, list) else 1
+    # made of the list's own length: that of a mistyped number would fill the memory
+    is_listed = isinstance(kinds, list) and len(kinds) == num_layers and kinds == _mlp_kinds(number, len(kinds))
+    if number >= num_layers or not (kinds is None or is_listed):
+        raise DataError(
+            f"config.json: mlp_layer_types={shown(kinds)} must list {_DENSE} for the first layers, if any, and "
+            f"{_SPARSE} for the others, at least one of num_hidden_layers={num_layers}; correct the file"
+        )
+    return number
+
+
 @final
 @dataclass(frozen=True)
 class _DividedScores(Entry):
@@ -98,12 +175,15 @@ class _DividedScores(Entry):
     is 1.
     """
 
+    top_k: int
+    """Number of chosen experts where the file has none."""
+
     @property
     def names(self) -> tuple[str, ...]:
         return ("norm_topk_prob", _TOP_K)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        said, top_k = needed_value(config, "norm_topk_prob", bool, True), needed_value(config, _TOP_K, int, 8)
+        said, top_k = needed_value(config, "norm_topk_prob", bool, True), needed_value(config, _TOP_K, int, self.top_k)
         if said != (top_k > 1):
             raise DataError(
                 f"config.json: norm_topk_prob={said} with {_TOP_K}={top_k} is not supported, but {top_k > 1} "
@@ -147,13 +227,15 @@ class _Groups(Entry):
     computed the family's function.
     """
 
+    defaults: Mapping[str, Any]
+    """Values of fields that a file lacks."""
+
     @property
     def names(self) -> tuple[str, ...]:
-        return ("n_group", "topk_group", "num_experts_per_tok")
+        return ("n_group", "topk_group", _TOP_K)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        num_groups, kept = needed_value(config, "n_group", int, 8), needed_value(config, "topk_group", int, 4)
-        top_k = needed_value(config, "num_experts_per_tok", int, 8)
+        num_groups, kept, top_k = (needed_value(config, name, int, self.defaults[name]) for name in self.names)
         is_free = top_k == _SCORED * kept or (num_groups == kept > 0 == top_k % kept)
         return {
             "experts.num_groups": num_groups,
@@ -174,12 +256,15 @@ class _LatentNorms(Entry):
     Our field is left out where rms_norm_eps has the same value, as it is our default.
     """
 
+    outer: float
+    """The other norms' where the file has none."""
+
     @property
     def names(self) -> tuple[str, ...]:
         return ("rms_norm_eps",)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        epsilon = needed_value(config, "rms_norm_eps", float, _LATENT_EPSILON)
+        epsilon = needed_value(config, "rms_norm_eps", float, self.outer)
         return {"mla.norm_epsilon": None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -234,43 +319,72 @@ _AHEAD = (  # transformers omits these tensors, so the names are those of DeepSe
     same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
 )
 
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    (
-        *common(),
+
+def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, ...]:
+    """Returns the fields of config.json.
+
+    Args:
+        defaults: Values of fields that a file lacks.
+        dense_layers: Entry of the layers without experts.
+    """
+
+    def own(theirs: str, ours: str, alias: str = "") -> Field:
+        return Field(theirs, ours, defaults[theirs], alias=alias)
+
+    return (
+        *common(norm_epsilon=defaults["rms_norm_eps"]),
         *ACTIVATION,
         # latent attention has no groups, but transformers repeats keys by the ratio of both numbers
-        Computed("num_key_value_heads", {"num_attention_heads": ("num_attention_heads", 128)}, is_written=True),
-        # DeepseekV3Config calls the rotated part head_dim, as rotary embeddings read their size there
+        Computed(
+            "num_key_value_heads",
+            {"num_attention_heads": ("num_attention_heads", defaults["num_attention_heads"])},
+            is_written=True,
+        ),
+        # the configurations call the rotated part head_dim, as rotary embeddings read their size there
         Computed("head_dim", {"qk_rope_head_dim": _ROTATED}),
-        Computed("qk_head_dim", {"qk_nope_head_dim": ("mla.qk_nope_head_dim", 128), "qk_rope_head_dim": _ROTATED}),
-        _LatentNorms(),
-        Field("q_lora_rank", "mla.q_lora_rank", 1536),
+        Computed(
+            "qk_head_dim",
+            {
+                "qk_nope_head_dim": ("mla.qk_nope_head_dim", defaults["qk_nope_head_dim"]),
+                "qk_rope_head_dim": _ROTATED,
+            },
+        ),
+        _LatentNorms(defaults["rms_norm_eps"]),
+        own("q_lora_rank", "mla.q_lora_rank"),
         Field("kv_lora_rank", "mla.kv_lora_rank", 512),
-        Field("qk_nope_head_dim", "mla.qk_nope_head_dim", 128),
+        own("qk_nope_head_dim", "mla.qk_nope_head_dim"),
         Field("qk_rope_head_dim", "mla.qk_rope_head_dim", 64),
-        Field("v_head_dim", "mla.v_head_dim", 128),
-        # the alias is in its attribute_map, and some programs write it
-        Field("n_routed_experts", "experts.num_experts", 256, alias="num_local_experts"),
-        Field("num_experts_per_tok", "experts.top_k", 8),
-        Field("moe_intermediate_size", "experts.ffn_hidden_size", 2048),
-        _SharedExperts(),
-        _DenseLayers(),
-        _Groups(),
-        Field("routed_scaling_factor", "experts.scaling_factor", 2.5),
+        own("v_head_dim", "mla.v_head_dim"),
+        # the alias is in their attribute_map, and some programs write it
+        own("n_routed_experts", "experts.num_experts", alias="num_local_experts"),
+        own(_TOP_K, "experts.top_k"),
+        own("moe_intermediate_size", "experts.ffn_hidden_size"),
+        _SharedExperts(defaults["moe_intermediate_size"]),
+        dense_layers,
+        _Groups(defaults),
+        own("routed_scaling_factor", "experts.scaling_factor"),
         Constant("experts.score", "sigmoid"),
         Constant("experts.expert_bias", True),
         _Depths(),
         Field("rope_interleave", "rope.interleaved", True),
-        _DividedScores(),
+        _DividedScores(defaults[_TOP_K]),
         Required("scoring_func", "sigmoid", "sigmoid"),
         Required("topk_method", "noaux_tc", "noaux_tc"),
         Required("moe_layer_freq", 1, 1),
         Required("attention_bias", False, False),
         Rope(),
-    ),
-    (*VOCABULARY, *_LAYER, *_AHEAD),
+    )
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", _entries(_DEEPSEEK, _DenseLayers()), (*VOCABULARY, *_LAYER, *_AHEAD)
 )
 # the same function under another name, and with other sizes
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+# GLM-4.7-Flash: the same function with defaults of its own
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    entries=_entries(_GLM, _ListedExperts()),
+)

@@ -1,0 +1,54 @@
+"""Families that are tables alone, from the config.json that transformers writes to the run that it computes."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+
+from mtrain.hf.schema.registry import family_of
+from tests.parity.cases import Case, case
+from tests.parity.compare import at_night
+from tests.parity.models import test_against_transformers as plain
+from tests.pool import Pool
+
+ALONE = case(8)
+CASES = [ALONE, case(8, tp=2, sp=True, pp=2), case(4, tp=2, sp=True, cp=2, dp=2)]
+
+
+def glm4_moe_lite() -> Any:
+    return transformers.Glm4MoeLiteConfig(
+        **plain.common() | {"num_key_value_heads": 8, "rms_norm_eps": 1e-3},
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_routed_experts=16,
+        moe_intermediate_size=12,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+
+
+FAMILIES = [glm4_moe_lite]
+RUNS = [(config, each) for config in FAMILIES for each in CASES]
+
+
+def read(config: Any) -> tuple[dict[str, Any], Any]:
+    """Returns the model that the family reads, and transformers' description of it."""
+    said = json.loads(config.to_json_string(use_diff=False))
+    model = family_of(said).model(said)
+    return {f"model__{name}": value for name, value in model.model_dump(exclude={"vocab_multiple"}).items()}, config
+
+
+@pytest.mark.parametrize(
+    ("config", "each"),
+    [run if run[1] == ALONE else at_night(*run) for run in RUNS],
+    ids=[f"{config.__name__}-{each}" for config, each in RUNS],
+)
+def test_what_a_table_reads_trains_as_in_transformers(pool: Pool, config: Callable[[], Any], each: Case) -> None:
+    plain.assert_like_the_reference(pool, plain.computed(lambda: read(config())), each)
