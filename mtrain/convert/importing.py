@@ -26,7 +26,7 @@ from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
-from mtrain.hf.io.block_scaled import Dequantised, plain_config
+from mtrain.hf.io.block_scaled import BLOCKS_SUFFIX, plain_config
 from mtrain.hf.io.source import HfSource, open_source
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, TIKTOKEN_NAME
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME
@@ -172,7 +172,7 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     origin = folder / ORIGIN
     origin.mkdir(exist_ok=True)
     config = plain = source.folder.config
-    if isinstance(source.weights, Dequantised):
+    if source.weights is not source.folder:
         plain = plain_config(config) | {"dtype" if "dtype" in config else "torch_dtype": "bfloat16"}
     theirs = [Path(CONFIG_NAME)] if plain == config else []
     if source.folder.has_index:
@@ -180,8 +180,12 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     for name in [*theirs, *source.folder.side_files()]:
         (origin / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source.folder.path / name, origin / name)
+    named = source.weights.names()
     shards = {
-        name: {"metadata": file.metadata, "tensors": [one for one in file.entries if one in source.weights.names()]}
+        name: {
+            "metadata": file.metadata,
+            "tensors": [one for each in file.entries if (one := each.removesuffix(BLOCKS_SUFFIX)) in named],
+        }
         for name, file in source.folder.files.items()
     }
     if plain != config:
