@@ -57,7 +57,7 @@ class Certificate:
     def name(self) -> str:
         """Returns the file name, the same for one machine and one kind of layers."""
         told = json.dumps([self.machine, self.layers], sort_keys=True)
-        return f"backend-{hashlib.sha256(told.encode()).hexdigest()[:12]}.json"
+        return f"backend-{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
 
     def save(self, folder: Path) -> Path:
         """Writes the certificate, in the place of an earlier one of the same machine and layers.

@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
+from mtrain.base.certificate import certificate_folder, certificates
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import MachineError
 from mtrain.base.ground import found_megatron
 
 _GPU_PACKAGES = {
@@ -25,8 +28,12 @@ Source: 0.16.1's extra `dev` says >=2.9,<2.12, and NVIDIA's container NeMo 26.02
 no release, and features by release up to 2.14.
 """
 
+_OPTIMIZERS = "transformer_engine.pytorch.optimizers"
+
 _faults: dict[str, str] | None = None
 """Package -> why it was left out although there is a GPU; None until `settle_gpu_packages` has looked."""
+_beyond: str | None = None
+"""Fault of a TransformerEngine that is there although megatron-core does not take its release: see certificates."""
 
 
 @contextmanager
@@ -81,11 +88,14 @@ def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
     built for another CUDA does, would end every run. So both are hidden where they are unusable: an import anywhere in
     this process then says that they are not installed.
 
+    A release of TransformerEngine that megatron-core does not take stays where a certificate of `mtrain verify backend`
+    knows it, for its layers alone: nothing has compared its optimizers.
+
     Args:
         has_gpu: Whether torch can use a GPU.
-        takes_any_version: Whether TransformerEngine may have a version that megatron-core does not take.
+        takes_any_version: Whether TransformerEngine may have any release, as where it is to be certified.
     """
-    global _faults
+    global _faults, _beyond
     if _faults is not None:
         return
     _faults = {}
@@ -94,6 +104,12 @@ def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
         if not _is_there(package):
             continue
         fault = _fault_of(package, needed) if has_gpu else None
+        if has_gpu and fault is None and package == "transformer_engine":
+            _beyond = _beyond_bounds(str(getattr(sys.modules[package], "__version__", "")))
+            if _beyond is not None and not (takes_any_version or _is_certified()):
+                fault, _beyond = _beyond, None
+            elif _beyond is not None:
+                _hide(_OPTIMIZERS)
         if fault is not None:
             _faults[package] = fault
         if fault is not None or not has_gpu:
@@ -116,6 +132,24 @@ def faulty_gpu_packages() -> dict[str, str]:
     return dict(_faults or {})
 
 
+def release_beyond_bounds() -> str | None:
+    """Returns what is wrong with the release of a TransformerEngine that was not left out; None where it is taken."""
+    return _beyond
+
+
+def _is_certified() -> bool:
+    """Says whether some certificate is of the installed releases; `mtrain/mcore/model/certified.py` compares all."""
+    here, names = program_versions(), ("megatron-core", "transformer-engine")
+    with suppress(MachineError):  # without a home folder there are none
+        return any(
+            all(each.machine.get(name) == here.get(name) for name in names)
+            and "te" in each.candidates
+            and each.candidates["te"].passed
+            for each in certificates(certificate_folder())
+        )
+    return False
+
+
 def _is_there(package: str) -> bool:
     with suppress(ValueError):  # raised for a module that something put into sys.modules by hand
         return find_spec(package) is not None
@@ -129,9 +163,13 @@ def _fault_of(package: str, needed: tuple[str, ...]) -> str | None:
             importlib.import_module(name)
     except Exception as error:  # whatever it raises, the package is unusable
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    version = str(getattr(sys.modules[package], "__version__", ""))
+    return None
+
+
+def _beyond_bounds(version: str) -> str | None:
+    """Returns the fault of a release of TransformerEngine that the installed megatron-core does not take."""
     parts = version.split(".")[:2]
-    if package != "transformer_engine" or not all(part.isdigit() for part in parts):
+    if not all(part.isdigit() for part in parts):
         return None
     found = found_megatron()
     megatron = None if found is None else found.version
@@ -139,7 +177,8 @@ def _fault_of(package: str, needed: tuple[str, ...]) -> str | None:
     if bounds is None or bounds[0] <= tuple(map(int, parts)) < bounds[1]:
         return None
     oldest, too_new = (".".join(map(str, each)) for each in bounds)
-    return f"version {version} is not one that megatron-core {megatron} takes (>={oldest},<{too_new})"
+    taken = f"megatron-core {megatron} takes (>={oldest},<{too_new})"
+    return f"version {version} is not one that {taken} without a certificate of `mtrain verify backend`"
 
 
 def _hide(package: str) -> None:

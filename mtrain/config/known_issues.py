@@ -263,8 +263,9 @@ CLIPPING = Note(
 )
 TORCH_LAYERS = Note(
     lambda config: config.model.backend == "auto" and config.data.isolate_documents,
-    "model.backend=auto takes torch layers even where TransformerEngine is there, because its attention does not see "
-    "the documents of a row (data.isolate_documents=true or data.packing)",
+    "model.backend=auto takes torch layers for the documents of a row (data.isolate_documents=true or data.packing) "
+    "even where TransformerEngine is there, unless layout.cp=1 and a certificate of `mtrain verify backend` says that "
+    "its layers are right and faster on this machine",
 )
 ADAPTER_LAYERS = Note(
     lambda config: config.model.backend == "auto" and config.adapter is not None,

@@ -11,6 +11,7 @@ from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.config import Config, known_issues
+from mtrain.config.schema.sections import Sections
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.loss.objective import Objective, objective_of
@@ -19,6 +20,7 @@ from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank, with_the_
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
+from mtrain.mcore.model.layer_spec import choose
 from mtrain.mcore.state.teacher import Teacher, teacher_config
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.lr import LearningRate, learning_rate
@@ -125,7 +127,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """
     objective = objective_of(config)
     if groups.rank == 0:
-        of_objective, of_machine = objective.notes(config.loss), _notes_on_packages()
+        of_objective = objective.notes(config.loss)
+        of_machine = (*_notes_on_packages(), *_notes_on_layers(config, groups))
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *of_objective, *of_machine):
             print(f"note: {note}", flush=True)
     # opened before the model is built: bad data end the run while that is still cheap
@@ -158,6 +161,11 @@ def _notes_on_packages() -> list[str]:
         f"({fault}); repair or remove it"
         for package, fault in faulty_gpu_packages().items()
     ]
+
+
+def _notes_on_layers(config: Sections, groups: Groups) -> list[str]:
+    note = choose(config, groups.device).note
+    return [note] if note else []
 
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:

@@ -22,6 +22,7 @@ from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
 from mtrain.data.shown import as_text
@@ -38,6 +39,7 @@ from mtrain.mcore.distributed.init import (
 )
 from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.health.replicas import ReplicaCheck
+from mtrain.mcore.model.certified import finding
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
@@ -109,7 +111,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     """
     folder = RunFolder(Path(config.run.dir))
     with contextlib.ExitStack() as held:
-        environment = _environment(groups.device, groups.layout)
+        environment = _environment(groups.device, groups.layout) | _certificate(config, groups.device)
         life = Life(folder, groups.rank)
         lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
         held.enter_context(life)
@@ -206,6 +208,12 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
     chosen = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     shape = {"device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
     return {**program_versions(), **shape, **chosen}
+
+
+def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
+    """Names the certificate of `mtrain verify backend` by which layers are chosen; nothing where there is none."""
+    found = finding(config, device, "te")
+    return {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
 
 
 def _enter(

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from mtrain.base import imports
+from mtrain.base.certificate import Certificate, Comparison
 from mtrain.base.imports import (
     faulty_gpu_packages,
     ignore_warnings_of_megatron,
+    release_beyond_bounds,
     settle_gpu_packages,
     without_collections,
     without_trackers,
@@ -107,6 +109,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(imports, "_faults", None)
+    monkeypatch.setattr(imports, "_beyond", None)
 
     def written(name: str, text: str) -> Path:
         path = tmp_path.joinpath(*name.split("."), "__init__.py")
@@ -185,6 +188,33 @@ def test_a_release_that_the_megatron_which_is_there_takes_is_used(install: Insta
         install(name, text)
     settle_gpu_packages(has_gpu=True)
     assert faulty_gpu_packages() == {}
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_certified_release_beyond_the_bounds_brings_its_layers_alone(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
+) -> None:
+    monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path / "certificates"))
+    monkeypatch.setattr("mtrain.base.imports.program_versions", lambda: {"transformer-engine": "2.30.0"})
+    found = Comparison(passed, 1.0, 2.0)
+    Certificate("now", {"transformer-engine": "2.30.0"}, {}, {"te": found}).save(tmp_path / "certificates")
+    for name, text in (transformer_engine("2.30.0") | megatron("0.19.2")).items():
+        install(name, text)
+    settle_gpu_packages(has_gpu=True)
+    assert (faulty_gpu_packages() == {}) == passed
+    assert (release_beyond_bounds() is not None) == passed
+    with pytest.raises(ImportError):  # megatron-core then takes torch's AdamW
+        importlib.import_module("transformer_engine.pytorch.optimizers")
+    if passed:
+        importlib.import_module("transformer_engine.pytorch")
+
+
+def test_a_release_that_is_to_be_certified_is_found(install: Install) -> None:
+    for name, text in (transformer_engine("2.30.0") | megatron("0.19.2")).items():
+        install(name, text)
+    settle_gpu_packages(has_gpu=True, takes_any_version=True)
+    assert faulty_gpu_packages() == {}
+    assert "version 2.30.0" in str(release_beyond_bounds())
 
 
 def test_nothing_is_said_of_packages_that_are_not_there(install: Install) -> None:

@@ -11,10 +11,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.model import products
 from mtrain.mcore.model.adapters.attach import attach
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
@@ -91,8 +94,26 @@ def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Mod
 def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, list[LanguageModel]]:
     translated = transformer_config(config, groups.layout, groups.device)
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
-    backend = chosen_backend(config, groups.device)
+    backend = _agreed(chosen_backend(config, groups.device), config, groups)
     return translated, [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
+
+
+def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
+    """Returns layers that all ranks take: certificates are files, which one node may have and another not.
+
+    One all-reduce over the world where ranks of GPUs choose for themselves.
+
+    Raises:
+        ConfigError: A rank has to take TransformerEngine's layers, and another one cannot.
+    """
+    if config.model.backend != "auto" or groups.device.type != "cuda" or not any_rank(backend != "te", groups.device):
+        return backend
+    if backend == "te" and config.train.fp8 is not None:
+        raise ConfigError(
+            f"train.fp8={config.train.fp8} needs TransformerEngine's layers on all ranks, but another rank cannot take "
+            "them; give all nodes the same packages and certificates (MTRAIN_CERTIFICATES), or remove train.fp8"
+        )
+    return "torch"
 
 
 def _build_chunk(

@@ -42,16 +42,20 @@ class Finding(NamedTuple):
 
 def finding(config: Sections, device: torch.device, candidate: str) -> Finding:
     """Looks a candidate up in the certificates of this user."""
-    asked, here = layers_of(config), machine_of(device)
+    asked = layers_of(config)
     try:
         known = [each for each in certificates(certificate_folder()) if each.layers == asked]
     except MachineError:  # without a home folder there are none
         known = []
+    here = machine_of(device) if known else {}
     for each in known:
         if each.machine == here and candidate in each.candidates:
             return Finding(each.candidates[candidate], each.name, "")
-    others = sorted((_differences(each, here), each.name) for each in known if each.machine != here)
-    return Finding(None, others[0][1], ", ".join(others[0][0])) if others else Finding(None, "", "")
+    others = [(_differences(each, here), each.name) for each in known if each.machine != here]
+    if not others:
+        return Finding(None, "", "")
+    differences, name = min(others, key=lambda other: (len(other[0]), other[1]))
+    return Finding(None, name, ", ".join(differences))
 
 
 def _differences(certificate: Certificate, here: Mapping[str, str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -10,10 +10,11 @@ from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mtrain.base.errors import ConfigError
-from mtrain.base.imports import faulty_gpu_packages
+from mtrain.base.imports import faulty_gpu_packages, release_beyond_bounds
 from mtrain.config.known_issues import beyond_transformer_engine
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
+from mtrain.mcore.model.certified import Finding, finding
 from mtrain.mcore.model.layer_parts import FUSED_NAMES, Backend, layer_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan.features import FEATURES
@@ -50,17 +51,28 @@ def has_transformer_engine() -> bool:
     return bool(gpt_layer_specs.HAVE_TE)
 
 
-def unbuildable(config: Sections, device: torch.device) -> list[str]:
-    """Lists what keeps a run from TransformerEngine's layers; none where they can do the work.
+class Choice(NamedTuple):
+    """Layers that a run takes."""
 
-    TransformerEngine cuts packed rows by document, ours by row, so rows of documents need the torch spec. It also fuses
-    norms into the projections after them, whose inputs an adapter has to read.
+    backend: Backend
+    certificate: str = ""
+    """Name of the certificate that decided; empty where none did."""
+    note: str = ""
+    """What a certificate decided, or why it did not, for the run's output; empty where there is none."""
+
+
+def unbuildable(config: Sections, device: torch.device) -> list[str]:
+    """Lists what keeps a run from TransformerEngine's layers, whatever a certificate says.
+
+    TransformerEngine fuses norms into the projections after them, whose inputs an adapter has to read. Under context
+    parallelism it cuts every document for itself, ours are rows that are cut.
     """
     fault = faulty_gpu_packages().get("transformer_engine")
+    documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
     reasons = {
         "there is no GPU": device.type != "cuda",
         f"transformer_engine cannot be used ({fault or 'it is not installed'})": not has_transformer_engine(),
-        "documents in rows (data.isolate_documents, data.packing) need torch layers": config.data.isolate_documents,
+        f"{documents} under layout.cp={config.layout.cp}": config.data.isolate_documents and config.layout.cp > 1,
         "adapter needs the torch backend": config.adapter is not None,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
@@ -69,29 +81,77 @@ def unbuildable(config: Sections, device: torch.device) -> list[str]:
     return [*unmet, *beyond_transformer_engine(config)]
 
 
-def chosen_backend(config: Sections, device: torch.device) -> Backend:
-    """Resolves `model.backend`: `auto` means te where it is importable, a GPU is present and it supports the work.
+def uncertified(config: Sections) -> list[str]:
+    """Lists for what a run takes TransformerEngine's layers with a certificate of `mtrain verify backend` alone."""
+    beyond = release_beyond_bounds()
+    reasons = {
+        f"transformer_engine cannot be used ({beyond})": beyond is not None,
+        "documents in rows (data.isolate_documents, data.packing) need torch layers without a certificate": (
+            config.data.isolate_documents
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def choose(config: Sections, device: torch.device) -> Choice:
+    """Resolves `model.backend` on this rank.
+
+    `auto` means te where it can be built and a certificate of these layers on this machine says that it is right and
+    faster; without a certificate, where it has always been taken.
 
     Raises:
         ConfigError: `te`, or fp8, was asked for where it cannot run.
     """
-    model, unmet = config.model, unbuildable(config, device)
-    match model.backend:
-        case "torch":
-            return "torch"
+    backend = config.model.backend
+    if backend == "torch":
+        return Choice("torch")
+    unmet, opened = unbuildable(config, device), uncertified(config)
+    found = Finding(None, "", "") if unmet else finding(config, device, "te")
+    is_wrong = found.comparison is not None and not found.comparison.passed
+    if found.comparison is None:
+        unmet += opened
+    elif is_wrong:
+        unmet.append(f"transformer_engine failed `mtrain verify backend` ({found.certificate})")
+    match backend:
         case "te":
             if unmet:
                 raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
-            return "te"
+            return Choice("te", found.certificate if opened else "")
         case "auto":
             if unmet and config.train.fp8 is not None:
                 raise ConfigError(
                     f"train.fp8={config.train.fp8} needs TransformerEngine's layers, which cannot be used: "
                     f"{'; '.join(unmet)}; remove train.fp8"
                 )
-            return "torch" if unmet else "te"
+            is_taken = not unmet and (found.comparison is None or found.comparison.is_faster or bool(config.train.fp8))
+            chosen: Backend = "te" if is_taken else "torch"
+            return Choice(chosen, "" if found.comparison is None else found.certificate, _note(found, chosen))
         case _:
-            assert_never(model.backend)
+            assert_never(backend)
+
+
+def _note(found: Finding, chosen: Backend) -> str:
+    """Says in one line what a certificate decided, or why it could not."""
+    layers = {"te": "TransformerEngine's layers", "torch": "torch layers"}[chosen]
+    if found.comparison is None:
+        if not found.certificate:
+            return ""
+        return (
+            f"model.backend=auto takes {layers} without the certificate {found.certificate}, which is of "
+            f"{found.differs}; `mtrain verify backend` measures this machine"
+        )
+    times = f"{found.comparison.ms:.3g} ms a pass, torch layers {found.comparison.own_ms:.3g} ms"
+    verdict = times if found.comparison.passed else "its results are wrong"
+    return f"model.backend=auto takes {layers} by the certificate {found.certificate} of TransformerEngine ({verdict})"
+
+
+def chosen_backend(config: Sections, device: torch.device) -> Backend:
+    """Returns the layers that `choose` takes.
+
+    Raises:
+        ConfigError: See `choose`.
+    """
+    return choose(config, device).backend
 
 
 def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
@@ -104,9 +164,17 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
     """
     match backend:
         case "te":
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+            return _transformer_engine_spec(model)
         case "torch":
             layer_specs = [layer_spec(model, layer) for layer in layers]
             return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=Norm)
         case _:
             assert_never(backend)
+
+
+def _transformer_engine_spec(model: ModelSection) -> ModuleSpec:
+    from mtrain.mcore.model.attention.te_documents import DocumentAttention  # a subclass of TransformerEngine's
+
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+    spec.submodules.self_attention.submodules.core_attention = DocumentAttention
+    return spec

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.model.attention.context_parallel import _document_runs
+from mtrain.mcore.model.attention.context_parallel import document_runs
 from mtrain.mcore.model.attention.documents import (
     Segments,
     attend_segments,
@@ -65,7 +65,7 @@ def held(cp: int, rank: int) -> tuple[Tensor, list[tuple[int, int]]]:
 
 
 def segments(runs: list[tuple[int, int]], device: torch.device) -> Segments:
-    documents = _document_runs(torch.from_numpy(starts()))
+    documents = document_runs(torch.from_numpy(starts()))
     return segments_of(tuple(tuple(pieces_of(runs, own)) for own in documents), SEQ, device)
 
 

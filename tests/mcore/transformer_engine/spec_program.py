@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mtrain.base.errors import ConfigError
@@ -40,6 +44,7 @@ from mtrain.mcore.model.layer_spec import canonical_name, chosen_backend
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 from mtrain.mcore.model.transformer_config import transformer_config
 from mtrain.plan.layout import Layout
+from mtrain.verify.backend.cases import rows_like, starts_of
 
 WORLD_SIZE, RANK = 2, 1
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tp": 2, "sp": True}, {"pp": 2})
@@ -143,6 +148,47 @@ def compare(path: Path, layout: dict[str, Any], *further: str) -> list[str]:
     ]
 
 
+def by_cu_seqlens(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Tensor:
+    """Attends as TransformerEngine documents its packed form, one document after the other, [tokens, heads, dim]."""
+    assert (mask, options["qkv_format"], options["attn_mask_type"]) == (None, "thd", "padding_causal")
+    ends = options["cu_seqlens_q"].tolist()
+    assert ends == options["cu_seqlens_kv"].tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    assert max(lengths) == options["max_seqlen_q"] == options["max_seqlen_kv"]
+    left, right = attention.window_size
+    assert right == 0
+    found = []
+    for parts in zip(*(torch.split(part, lengths) for part in (query, key, value)), strict=True):
+        places = torch.arange(len(parts[0]))
+        distance = places[:, None] - places
+        seen = (distance >= 0) & ((distance <= left) | (left < 0))
+        queries, keys, values = (part.transpose(0, 1) for part in parts)
+        output = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
+        found.append(output.transpose(0, 1))
+    return torch.cat(found).flatten(1)
+
+
+def document_error(path: Path) -> float:
+    """Returns the largest difference between both core attentions on rows of documents, with a window and without."""
+    from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
+
+    DotProductAttention.forward = by_cu_seqlens
+    config = small(path, {}, "model.sliding_window=9", "model.global_attention_every=2", "data.isolate_documents=true")
+    worst = 0.0
+    with opened_groups(Layout.from_config(config, WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
+        chunks = [built(config, groups, backend) for backend in BACKENDS]
+        starts = starts_of(rows_like(True, 2, 64, torch.device("cpu")))
+        for layers in zip(*(chunk.decoder.layers for chunk in chunks), strict=True):
+            ours, theirs = (layer.self_attention.core_attention for layer in layers)
+            generator = torch.Generator().manual_seed(0)
+            heads = config.model.num_attention_heads, config.model.query_groups, config.model.query_groups
+            given = [torch.randn(64, 2, number, config.model.head_size, generator=generator) for number in heads]
+            mask_type = AttnMaskType.causal
+            outputs = [core(*given, starts, attn_mask_type=mask_type) for core in (ours, theirs)]
+            worst = max(worst, float((outputs[0] - outputs[1]).abs().max()))
+    return worst
+
+
 def recipes(path: Path) -> dict[str, str]:
     """Returns train.fp8_recipe -> the recipe that TransformerEngine builds for it."""
     found = {}
@@ -165,7 +211,16 @@ def main() -> None:
     differences = [line for path in compared for layout in LAYOUTS for line in compare(path, layout)]
     differences += compare(compared[0], {}, "train.fp8=hybrid")
     names = {kind: [path.stem for path in found] for kind, found in (("compared", compared), ("refused", refused))}
-    print(json.dumps({**names, "differences": differences, "recipes": recipes(compared[0])}))
+    print(
+        json.dumps(
+            {
+                **names,
+                "differences": differences,
+                "recipes": recipes(compared[0]),
+                "documents": document_error(compared[0]),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """The layers that a run gets, as if there were a GPU and TransformerEngine."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mtrain.base.certificate import Certificate, Comparison
 from mtrain.base.errors import ConfigError
-from mtrain.mcore.model import layer_spec
-from mtrain.mcore.model.layer_spec import chosen_backend
+from mtrain.mcore.model import build, certified, layer_spec
+from mtrain.mcore.model.certified import layers_of
+from mtrain.mcore.model.layer_spec import choose, chosen_backend
+from mtrain.training import trainer
 from tests.config.samples import config
 from tests.messages import refuses
 
@@ -15,9 +20,14 @@ CUDA = torch.device("cuda")
 IN_8_BITS: dict[str, Any] = {"train__fp8": "hybrid"}
 
 
+MACHINE = {"gpu": "NVIDIA H100", "driver": "570.1", "torch": "2.13.0"}
+
+
 @pytest.fixture
-def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(certified, "machine_of", lambda device: MACHINE)
+    monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path))
 
 
 @pytest.mark.usefixtures("_with_transformer_engine")
@@ -53,3 +63,104 @@ def test_without_transformer_engine_auto_takes_torch_and_te_is_refused(monkeypat
     monkeypatch.setattr(layer_spec, "faulty_gpu_packages", lambda: {"transformer_engine": "OSError: no libcudart"})
     with refuses(ConfigError, "transformer_engine"):
         chosen_backend(config(model__backend="te"), CUDA)
+
+
+DOCUMENTS: dict[str, Any] = {"data__isolate_documents": True}
+
+
+def certify(folder: Path, changes: dict[str, Any], machine: dict[str, str] = MACHINE, **found: Any) -> str:
+    """Writes a certificate of TransformerEngine's layers, which are right and twice as fast unless `found` differs."""
+    comparison = Comparison(**{"passed": True, "ms": 1.0, "own_ms": 2.0, **found})
+    layers = layers_of(config(**changes))
+    return Certificate("now", machine, layers, {"te": comparison}).save(folder).name
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+@pytest.mark.parametrize("changes", [{}, DOCUMENTS], ids=["plain", "documents"])
+@pytest.mark.parametrize(
+    ("found", "expected"), [({}, "te"), ({"own_ms": 0.5}, "torch"), ({"passed": False}, "torch")], ids=str
+)
+def test_auto_takes_what_is_certified_and_faster(
+    tmp_path: Path, changes: dict[str, Any], found: dict[str, Any], expected: str
+) -> None:
+    without = "torch" if changes else "te"
+    assert choose(config(**changes), CUDA) == (without, "", "")
+    name = certify(tmp_path, changes, **found)
+    chosen = choose(config(**changes), CUDA)
+    assert (chosen.backend, chosen.certificate) == (expected, name)
+    assert name in chosen.note
+    assert "\n" not in chosen.note
+    assert choose(config(**changes, train__precision="fp16"), CUDA).certificate == "", "other layers"
+    assert choose(config(**changes), torch.device("cpu")) == ("torch", "", "")
+    assert choose(config(**changes, model__backend="torch"), CUDA) == ("torch", "", "")
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+@pytest.mark.parametrize(("changes", "without"), [({}, "te"), (DOCUMENTS, "torch")], ids=["plain", "documents"])
+def test_a_certificate_of_another_machine_is_named_and_not_used(
+    tmp_path: Path, changes: dict[str, Any], without: str
+) -> None:
+    name = certify(tmp_path, changes, {**MACHINE, "driver": "550.0"})
+    certify(tmp_path, changes, {"gpu": "NVIDIA A100"})
+    chosen = choose(config(**changes), CUDA)
+    assert (chosen.backend, chosen.certificate) == (without, "")
+    for fact in (name, "driver 550.0 and not 570.1", "mtrain verify backend"):
+        assert fact in chosen.note
+    assert "A100" not in chosen.note, "one line, of the nearest"
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+def test_what_certificates_cannot_open_stays_with_torch(tmp_path: Path) -> None:
+    for changes in (
+        {"adapter": {"kind": "lora", "rank": 2, "targets": ["qkv"]}},
+        {**DOCUMENTS, "layout": {"cp": 2}},
+        {"model__attention_sinks": True},
+    ):
+        certify(tmp_path, changes)
+        assert choose(config(**changes), CUDA) == ("torch", "", "")
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+def test_layers_that_failed_are_refused_by_name_and_under_fp8(tmp_path: Path) -> None:
+    by_name = {"model__backend": "te"}
+    certify(tmp_path, by_name, own_ms=0.5)
+    assert chosen_backend(config(**by_name), CUDA) == "te", "slower is not wrong"
+    name = certify(tmp_path, by_name, passed=False)
+    with refuses(ConfigError, "model.backend=te", name):
+        chosen_backend(config(**by_name), CUDA)
+    certify(tmp_path, IN_8_BITS, own_ms=0.5)
+    assert chosen_backend(config(**IN_8_BITS), CUDA) == "te", "ours have no fp8"
+    name = certify(tmp_path, IN_8_BITS, passed=False)
+    with refuses(ConfigError, "train.fp8=hybrid", name):
+        chosen_backend(config(**IN_8_BITS), CUDA)
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+def test_a_release_beyond_the_bounds_needs_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_spec, "release_beyond_bounds", lambda: "version 2.30 is not taken without a certificate")
+    by_name = {"model__backend": "te"}
+    assert chosen_backend(config(), CUDA) == "torch"
+    with refuses(ConfigError, "model.backend=te", "version 2.30", "certificate"):
+        chosen_backend(config(**by_name), CUDA)
+    certify(tmp_path, {})
+    assert chosen_backend(config(), CUDA) == chosen_backend(config(**by_name), CUDA) == "te"
+
+
+def test_ranks_take_the_same_layers_although_one_has_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus: Any = SimpleNamespace(device=CUDA)
+    monkeypatch.setattr(build, "any_rank", lambda flag, device: True)
+    assert build._agreed("te", config(), on_gpus) == "torch"
+    assert build._agreed("te", config(model__backend="te"), on_gpus) == "te", "nothing is chosen"
+    with refuses(ConfigError, "train.fp8=hybrid", "MTRAIN_CERTIFICATES"):
+        build._agreed("te", config(**IN_8_BITS), on_gpus)
+    monkeypatch.setattr(build, "any_rank", lambda flag, device: flag)
+    assert [build._agreed(each, config(), on_gpus) for each in ("te", "torch")] == ["te", "torch"]
+
+
+def test_a_run_folder_names_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path))
+    cpu = torch.device("cpu")
+    assert trainer._certificate(config(), cpu) == {}
+    name = certify(tmp_path, {}, certified.machine_of(cpu))
+    assert trainer._certificate(config(), cpu) == {"certificate": name}
+    assert trainer._certificate(config(model__backend="torch"), cpu) == {}

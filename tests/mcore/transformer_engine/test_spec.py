@@ -53,6 +53,7 @@ def test_layers_of_transformer_engine_have_the_parameters_of_ours(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["differences"] == []
+    assert found["documents"] < 1e-6
     assert found["recipes"] == {
         "tensorwise": "Float8CurrentScaling HYBRID",
         "blockwise": "Float8BlockScaling HYBRID",

@@ -91,7 +91,7 @@ class RowAttention(MegatronModule, Remembering):
         """
         # On the host, once for all heads: the ends of documents decide on shapes, for which the host would have to wait
         # for a GPU.
-        documents = None if document_starts is None else _document_runs(document_starts)
+        documents = None if document_starts is None else document_runs(document_starts)
         if self.cache is not None and (visible := self.cache.visible(self.window)) is not None:
             # a query of each sequence: the batch, [1, tokens, heads, dim]
             output = self._causal(query.transpose(0, 1), key, value, visible).transpose(0, 1)
@@ -383,7 +383,7 @@ def _first(part: Tensor, length: int) -> Tensor:
     return part if length == len(part) else part[:length]  # a slice of all would be copied in backward
 
 
-def _document_runs(document_starts: Tensor) -> list[list[Run]]:
+def document_runs(document_starts: Tensor) -> list[list[Run]]:
     """Maps [batch, seq] starts to the runs of the documents of each row."""
     rows, length = document_starts.numpy(), document_starts.shape[1]
     runs = []
