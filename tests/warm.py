@@ -37,7 +37,8 @@ _POLL_S = 0.01
 
 def program_environment(*importable: Path) -> dict[str, str]:
     """Returns this environment, with the repository and further folders importable, and one thread per process."""
-    return {**os.environ, "PYTHONPATH": ":".join(map(str, (ROOT, *importable))), "OMP_NUM_THREADS": "1"}
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(":"))  # such as another megatron-core
+    return {**os.environ, "PYTHONPATH": ":".join(map(str, (ROOT, *importable, *given))), "OMP_NUM_THREADS": "1"}
 
 
 def completed(

@@ -105,10 +105,9 @@ def count_steps(
 
 
 def _counted(groups: Groups, config: Config, batch: GlobalBatch, way: Way) -> Counts:
-    """Counts our second step, as the first could leave work to it; other ways are counted in their first step."""
+    """Counts the second step: the first could leave work to it, and does once what megatron-core keeps from then on."""
     built = build(groups, config)
-    if way == "ours":
-        _our_step(built, groups, config, batch)
+    _step(built, groups, config, batch, way)
     with Counting() as counting:
         _step(built, groups, config, batch, way)
     return counting.counts
