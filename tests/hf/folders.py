@@ -105,6 +105,17 @@ CONFIGS: dict[str, Any] = {
         mlp_layer_types=["dense", "dense", "sparse"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **{**AWKWARD, "num_key_value_heads": 2},
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=6,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **AWKWARD,
         query_pre_attn_scalar=24,
@@ -131,6 +142,12 @@ CONFIGS: dict[str, Any] = {
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    ),
+    "minimax": lambda: transformers.MiniMaxM2Config(
+        **{**AWKWARD, "num_key_value_heads": 2},
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.375},
     ),
     "gpt-oss": lambda: transformers.GptOssConfig(
         **AWKWARD, num_local_experts=3, num_experts_per_tok=2, sliding_window=6

@@ -75,8 +75,9 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
 def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
     """Renames the router and the experts of a layer, which transformers keeps stacked."""
     found = {f"{ours}.router.weight": state[f"{theirs}.gate.weight"]}
-    if f"{theirs}.gate.e_score_correction_bias" in state:
-        found[f"{ours}.router.expert_bias"] = state[f"{theirs}.gate.e_score_correction_bias"]
+    for holder in (f"{theirs}.gate", theirs):
+        if f"{holder}.e_score_correction_bias" in state:
+            found[f"{ours}.router.expert_bias"] = state[f"{holder}.e_score_correction_bias"]
     if f"{theirs}.shared_experts.up_proj.weight" in state:
         gate_up = [state[f"{theirs}.shared_experts.{name}_proj.weight"] for name in ("gate", "up")]
         found[f"{ours}.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)

@@ -44,6 +44,23 @@ OLMO3: dict[str, Any] = OLMO2 | {
 }
 """yarn in layers without a window alone, which multiplies their scores too."""
 
+MINIMAX: dict[str, Any] = OLMO2 | {
+    "model__post_norm": False,
+    "model__head_dim": 16,
+    "model__rope": {"base": 300.0, "partial": 0.375},
+    "model__experts": {
+        "num_experts": 8,
+        "top_k": 3,
+        "ffn_hidden_size": 24,
+        "score": "sigmoid",
+        "expert_bias": True,
+    },
+}
+"""MiniMax-M2: 6 of a head's 16 dimensions rotate."""
+
+PARTIAL: dict[str, Any] = {"model__head_dim": 8, "model__rope": {"base": 300.0, "partial": 0.5}}
+"""Llama with heads that rotate in half: queries, keys and values are split and rotated in one pass."""
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

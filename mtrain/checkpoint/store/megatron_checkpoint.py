@@ -125,6 +125,7 @@ def _comparable(model: ModelSection) -> dict[str, tuple[str, float]]:
         "kv_channels": ("model.head_dim", model.head_size),
         "layernorm_epsilon": ("model.norm_epsilon", model.norm_epsilon),
         "rotary_base": ("model.rope.base", model.rope.base),
+        "rotary_percent": ("model.rope.partial", model.rope.partial),
         "share_embeddings_and_output_weights": ("model.tied_embeddings", model.tied_embeddings),
     }
     if model.experts is not None:

@@ -108,6 +108,9 @@ class RopeSection(Section):
     ln(factor) + 1)^2; yarn only."""
     interleaved: bool = False
     """Whether pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2); latent attention only."""
+    partial: float = Field(1.0, gt=0, le=1)
+    """Part of a head's dimensions that is rotated: the first int(partial x head_dim), an even number; the others carry
+    no position."""
     local_base: float | None = Field(None, gt=0)
     """Base of layers with a sliding window, without scaling; null: they rotate as all others."""
 
@@ -140,6 +143,15 @@ class RopeSection(Section):
         if self.scaling != "yarn" or self.base > 1:
             return None
         return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
+
+    @rule
+    def yarn_needs_whole_heads(self) -> str | None:
+        if self.scaling != "yarn" or self.partial == 1:
+            return None
+        return (
+            f"partial={self.partial} cannot be combined with scaling=yarn, whose factor of cos and sin would scale a "
+            "part of each head; remove one of them"
+        )
 
     @rule
     def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
@@ -275,7 +287,7 @@ class ModelSection(Section):
     @property
     def rotary_size(self) -> int:
         """Returns the number of dimensions of a head that are rotated."""
-        return self.head_size if self.mla is None else self.mla.qk_rope_head_dim
+        return int(self.head_size * self.rope.partial) if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def output(self) -> AnyOutput:
@@ -319,9 +331,14 @@ class ModelSection(Section):
 
     @rule
     def rotary_heads_are_even(self) -> str | None:
-        if self.rotary_size % 2 == 0:
+        if self.rotary_size % 2 == 0 and self.rotary_size > 0:
             return None
-        return f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
+        if self.rope.partial == 1:
+            return f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
+        return (
+            f"rope.partial={self.rope.partial} of head_dim={self.head_size} is {self.rotary_size} dimensions, but the "
+            "rotary embedding turns pairs; change it"
+        )
 
     @rule
     def query_groups_divide_the_heads(self) -> str | None:
@@ -401,6 +418,11 @@ _NOT_LATENT = {
 
 
 def _refused_with_latents(model: ModelSection) -> Iterator[str]:
+    if model.rope.partial != 1:
+        yield (
+            f"rope.partial={model.rope.partial} cannot be combined with model.mla (mla.qk_rope_head_dim says how much "
+            "is rotated); remove it"
+        )
     for name, reason in _NOT_LATENT.items():
         value = getattr(model, name)
         if value is not None and value is not False:

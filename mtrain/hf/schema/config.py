@@ -20,7 +20,7 @@ from mtrain.config.messages import readable
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
-from mtrain.hf.schema.rope import ROPE_NAMES, older_rope, read_rope, rope_differences, written_rope
+from mtrain.hf.schema.rope import PARTIAL, ROPE_NAMES, older_rope, read_rope, rope_differences, written_rope
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 
@@ -179,10 +179,14 @@ class Rope(Entry):
     """Scaling in the family's terms where the file gives none; None: no scaling."""
     older_type: str = "rope_type"
     """Name of the scaling's type in transformers 4."""
+    default_partial: float | None = None
+    """Part of a head that rotates where the file does not say; None: whole heads in every model of the family."""
+    rotary_size: str | None = None
+    """Field with the number of rotated dimensions, which some files have in the place of that part."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ROPE_NAMES
+        return ROPE_NAMES if self.rotary_size is None else (*ROPE_NAMES, self.rotary_size)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         silent = not config.get("rope_parameters") and not config.get("rope_scaling")
@@ -195,10 +199,27 @@ class Rope(Entry):
         # the family's scaling counts only where the file says nothing: an explicit one replaces it as a whole
         if self.default_scaling is not None and silent:
             config = {**config, "rope_scaling": {**self.default_scaling}}
-        return {f"rope.{name}": value for name, value in read_rope(config, self.default_base).items()}
+        partial = self.default_partial
+        if self.rotary_size is not None and config.get(self.rotary_size) is not None:
+            partial = needed_value(config, self.rotary_size, int) / needed_value(config, "head_dim", int)
+            if needed_value(config, PARTIAL, float, partial) != partial:
+                raise DataError(
+                    f"config.json: {self.rotary_size}={config[self.rotary_size]} contradicts {PARTIAL}="
+                    f"{shown(config[PARTIAL])}; remove the one that is wrong"
+                )
+            config = {**config, PARTIAL: partial}  # as transformers does
+        found = read_rope(config, self.default_base, default_partial=partial)
+        return {f"rope.{name}": value for name, value in found.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         changes = written_rope(config, model.rope)
+        sizes = [name for name in (self.rotary_size,) if name is not None and name in config]
+        changes |= dict.fromkeys(sizes, model.rotary_size)
+        if self.default_partial is not None:
+            if "rope_parameters" in changes:
+                changes["rope_parameters"][PARTIAL] = model.rope.partial
+            if PARTIAL in config or not (sizes or "rope_parameters" in changes):
+                changes[PARTIAL] = model.rope.partial
         # transformers 5 takes the family's scaling where rope_scaling is null
         is_unscaled = self.default_scaling is not None and model.rope.scaling == "none"
         return changes | written_rope({}, model.rope) if is_unscaled else changes

@@ -23,7 +23,9 @@ from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_
 from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3
+from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
+from mtrain.hf.schema.families.minimax import MINIMAX_M2
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
@@ -46,6 +48,8 @@ FAMILIES = {
         GPT_OSS,
         OLMO2,
         OLMO3,
+        MINIMAX_M2,
+        GLM4_MOE,
     )
 }
 _SHOWN_KEYS = 2

@@ -37,11 +37,12 @@ _KINDS: dict[str, type[int] | type[bool]] = {"original_max_position_embeddings":
 """Types of fields that are not plain numbers."""
 
 
+PARTIAL = "partial_rotary_factor"
 ROPE_NAMES = (
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
-    "partial_rotary_factor",
+    PARTIAL,
     "original_max_position_embeddings",
 )
 """Fields of config.json that define the rotary embedding; the original length is max_position_embeddings by default."""
@@ -133,13 +134,17 @@ def _agree(one: str, said: Mapping[str, Any], other: str, again: Mapping[str, An
             )
 
 
-def read_rope(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
+def read_rope(
+    config: dict[str, Any], default_base: float, by_kind: bool = False, default_partial: float | None = None
+) -> dict[str, Any]:
     """Reads the fields of `model.rope` that differ from its defaults.
 
     Args:
         config: Content of the file.
         default_base: Base of the family where the file has none.
         by_kind: Whether transformers 5 keeps these fields for each kind of layer.
+        default_partial: Part of a head that rotates where the file does not say; None: whole heads in every model of
+            the family.
 
     Raises:
         DataError: The scaling is not supported.
@@ -150,21 +155,34 @@ def read_rope(config: dict[str, Any], default_base: float, by_kind: bool = False
             f"config.json: rope_type={shown_name(theirs['rope_type'])} is not supported, but one of "
             f"{', '.join(_TYPES)} is needed"
         )
-    # it stands inside in files of transformers 5 and outside in older ones
-    if theirs.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise DataError("config.json: partial_rotary_factor must be 1: heads that rotate in part are not supported")
+    partial = _partial(theirs, config, 1.0 if default_partial is None else default_partial)
+    if default_partial is None and partial != 1:
+        raise DataError(f"config.json: {PARTIAL} must be 1: heads of this family do not rotate in part")
     scaling = _TYPES[theirs["rope_type"]]
     # a field that this type does not read suggests a mistyped type
     _check_names(theirs, scaling)
     ours: dict[str, Any] = {"base": needed_value(theirs, "rope_theta", float), "scaling": scaling}
+    ours |= {} if default_partial is None else {"partial": partial}
     for name, field in _FIELDS[scaling].items():
         if name in theirs:
             ours[field] = needed_value(theirs, name, _KINDS.get(name, float))
     return ours | _lengths(ours, config)
 
 
+def _partial(theirs: dict[str, Any], config: dict[str, Any], default: float) -> float:
+    """Reads the part of a head that rotates: it stands among the parameters in files of transformers 5, outside of them
+    in older ones."""
+    outer = needed_value(config, PARTIAL, float, default) if config.get(PARTIAL) is not None else None
+    inner = needed_value(theirs, PARTIAL, float) if PARTIAL in theirs else None
+    # transformers 4 does not look into rope_scaling
+    is_ignored = not config.get("rope_parameters") and inner is not None and inner != (outer or default)
+    if is_ignored or (outer is not None and inner is not None and outer != inner):
+        _agree("rope_parameters or rope_scaling", {PARTIAL: inner}, "config.json", {PARTIAL: outer or default})
+    return inner or outer or default
+
+
 def _check_names(theirs: dict[str, Any], scaling: str) -> None:
-    known = {*_FIELDS[scaling], "rope_type", "rope_theta", "partial_rotary_factor"}
+    known = {*_FIELDS[scaling], "rope_type", "rope_theta", PARTIAL}
     if unknown := sorted(theirs.keys() - known):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise DataError(
@@ -217,7 +235,7 @@ def older_rope(
     found = _normal(parameters)
     if by_kind:
         _drop_truncation(found, is_older=False)
-    base = {"rope_theta": found.pop("rope_theta")} if "rope_theta" in found else {}
+    base = {name: found.pop(name) for name in ("rope_theta", PARTIAL) if name in found}
     kind = found.pop("rope_type")
     return {**base, "rope_scaling": None if kind == "default" else {type_name: kind, **found}}
 
@@ -225,7 +243,7 @@ def older_rope(
 def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
     """Returns the names of the fields by which two sections rotate by different angles; fields of other scalings do not
     count."""
-    names = ["base", "scaling", "interleaved", "local_base"]
+    names = ["base", "scaling", "interleaved", "local_base", "partial"]
     if one.scaling == other.scaling:
         # fields that this scaling does not read may differ: no angle depends on them
         names += _FIELDS[one.scaling].values()

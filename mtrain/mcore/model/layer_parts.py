@@ -197,7 +197,7 @@ def softmax_scale(model: ModelSection) -> float:
     yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product contains it
     twice.
     """
-    return inverse_frequencies(model.rope, model.head_size)[1] ** 2 / _divisor(model)
+    return inverse_frequencies(model.rope, model.rotary_size)[1] ** 2 / _divisor(model)
 
 
 def windowed_softmax_scale(model: ModelSection) -> float:

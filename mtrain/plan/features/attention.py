@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from typing import Any, assert_never, final
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.features.feature import AdaptedMatrix, Feature, LayerPart, Parameters, SmallRun, norm_elements
+from mtrain.plan.features.feature import (
+    SMALL_HEAD_DIM,
+    AdaptedMatrix,
+    Feature,
+    LayerPart,
+    Parameters,
+    SmallRun,
+    norm_elements,
+)
 from mtrain.plan.layout import Layout
 
 _SINK_WIDTH = 8
@@ -38,7 +46,11 @@ class GroupedQueryAttention(LayerPart):
         if not self.is_anywhere(model):
             return {}
         groups = None if model.num_query_groups is None else small.query_groups
-        return {"num_query_groups": groups, "head_dim": small.head_dim}
+        changed: dict[str, Any] = {"num_query_groups": groups, "head_dim": small.head_dim}
+        if model.rope.partial != 1:
+            pairs = max(1, round(model.rope.partial * SMALL_HEAD_DIM / 2))
+            changed["rope"] = model.rope.model_dump() | {"partial": 2 * pairs / SMALL_HEAD_DIM}
+        return changed
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         heads, size = model.num_attention_heads, model.head_size

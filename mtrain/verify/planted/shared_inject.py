@@ -159,6 +159,13 @@ SHARED_FAULTS = (
         "model.sliding_window",
     ),
     Fault("rope-base-off", "rotates by another base", None),
+    Fault(
+        "rotary-of-whole-heads",
+        "rotates all dimensions of a head",
+        None,
+        lambda config: config.model.rope.partial < 1,
+        "model.rope.partial < 1",
+    ),
     Fault("softmax-scale-off", "multiplies attention scores by another scale", None),
     Fault("norm-epsilon-off", "adds ten times the epsilon in norms", None),
     Fault(

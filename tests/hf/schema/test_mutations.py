@@ -33,6 +33,10 @@ ROPES: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     {"rope_local_base_freq": 33.0},
     {"partial_rotary_factor": 0.5},
+    {"rotary_dim": 4},
+    {"rotary_dim": 4, "partial_rotary_factor": 0.5},
+    {"rotary_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    {"rope_scaling": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5}, "rope_parameters": None},
     {"original_max_position_embeddings": 17},
 ]
 OTHERS: list[dict[str, Any]] = [

@@ -28,9 +28,11 @@ ALLOWED = [
 REFUSED = [
     "deepseek_v3",
     "gemma3_4b",
+    "glm4.5_air",
     "glm4.7_flash",
     "gpt_oss_20b",
     "kimi_k2",
+    "minimax_m2",
     "mixtral_8x7b",
     "olmo2_7b",
     "olmo3_7b",

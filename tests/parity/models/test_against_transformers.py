@@ -18,7 +18,7 @@ from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, at_night, relative, tensor_deviation, worst
-from tests.parity.families import GEMMA, OLMO2, OLMO3
+from tests.parity.families import GEMMA, MINIMAX, OLMO2, OLMO3
 from tests.pool import Pool
 
 CASES = [
@@ -101,6 +101,15 @@ def olmo3() -> tuple[dict[str, Any], Any]:
     return OLMO3, transformers.Olmo3Config(**common() | own, rope_parameters=theirs)
 
 
+def minimax() -> tuple[dict[str, Any], Any]:
+    own = {"rms_norm_eps": 1e-6, "head_dim": 16, "intermediate_size": 24, "num_local_experts": 8}
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    theirs = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.375}
+    return MINIMAX, transformers.MiniMaxM2Config(
+        **common() | own | tokens, num_experts_per_tok=3, rope_parameters=theirs
+    )
+
+
 def common() -> dict[str, Any]:
     return {
         "num_hidden_layers": 4,
@@ -123,6 +132,7 @@ tests how a layout divides a family (test_families.py, tests/parity/layouts/test
 RUNS = [
     (family, each) for i, family in enumerate(FAMILIES) for each in (CASES[0], CASES[1 + i % 5], CASES[1 + (i + 2) % 5])
 ]
+RUNS += [(minimax, each) for each in (CASES[0], CASES[1], CASES[3])]  # experts under tp need sp
 IDS = [f"{family.__name__}-{each}" for family, each in RUNS]
 ON_RANKS = (llama, CASES[1])
 """Family and layout on several ranks by day; the others are on one process, as the first oracle tests the layouts."""

@@ -1,4 +1,4 @@
-"""Gemma-3, OLMo-2, OLMo-3, GPT-OSS and DeepSeek-V3 under every kind of parallelism, against the oracle."""
+"""Gemma-3, OLMo-2, OLMo-3, MiniMax-M2, GPT-OSS and DeepSeek-V3 under every kind of parallelism, against the oracle."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.parity.batches import BATCH, GlobalBatch, documents_steps, three_step
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, initial_parameters, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
-from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, OLMO2, OLMO3
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3, PARTIAL
 from tests.pool import Pool
 from tests.reference import evaluate
 
@@ -37,6 +37,12 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (OLMO2, case(4, tp=2, sp=True, cp=4, cp_comm="ring")),
     (OLMO2 | EXPERTS, case(4, tp=2, sp=True, ep=2, dp=2)),
     (OLMO3 | ISOLATED, case(2, tp=2, sp=True, cp=2, cp_comm="ulysses", dp=2)),
+    (PARTIAL, case(8)),
+    (PARTIAL | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2)),
+    (PARTIAL | SELECTIVE, case(4, cp=4, cp_comm="ring", dp=2)),
+    (MINIMAX, case(8)),
+    (MINIMAX | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
+    (MINIMAX | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=4)),
     (GPT_OSS, case(8)),
     (GPT_OSS | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     (GPT_OSS | ISOLATED | FULL, case(2, tp=2, sp=True, cp=2, cp_comm="ulysses", pp=2, ep=2)),
@@ -59,6 +65,8 @@ ranks, which tests/parity/layouts/test_options.py divides."""
 
 def family(changes: dict[str, Any]) -> str:
     """Names the family of a case."""
+    if "partial" in changes.get("model__rope", {}):
+        return "minimax" if "model__experts" in changes else "llama, partial rotary"
     if changes.keys() >= OLMO2.keys():
         return "olmo3" if "model__sliding_window" in changes else "olmo2"
     return "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
@@ -86,6 +94,8 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("olmo2", OLMO2 | AHEAD | {"model__zero_centered_norm": True}, IN_A_PIPELINE),
     ("olmo3", OLMO3 | ISOLATED, SEEN_APART),
     ("olmo2 with experts", OLMO2 | EXPERTS, WITH_EXPERTS),
+    ("llama, partial rotary", PARTIAL | ISOLATED, SEEN_APART),
+    ("minimax", MINIMAX | ISOLATED | AHEAD, WITH_EXPERTS),
     ("gpt_oss", GPT_OSS | ISOLATED, WITH_EXPERTS),
     ("deepseek", DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | FULL, WITH_EXPERTS),
 ]

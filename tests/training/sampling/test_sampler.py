@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"num_key_value_heads": 2},  # windows, angles by layer
     "mixtral": {"num_hidden_layers": 2, "num_local_experts": 4},
     "deepseek": {"num_hidden_layers": 2},  # latents
+    "glm4-moe": {"num_hidden_layers": 2},  # heads that rotate in part
     "gpt-oss": {"num_key_value_heads": 2, "num_local_experts": 4},  # sinks
 }
 PROMPTS = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21, 50, 8, 2, 33, 19, 4], [6, 6], [12, 48, 1]]

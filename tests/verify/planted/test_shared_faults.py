@@ -75,6 +75,7 @@ CASES = {
     ),
     "window-off-by-one": Case("loss", "main", ATTENTION, {"model__sliding_window": 16}),
     "rope-base-off": Case("loss", "main", ATTENTION),
+    "rotary-of-whole-heads": Case("loss", "main", ATTENTION, {"model__rope__partial": 0.5}),
     "softmax-scale-off": Case("loss", "main", ATTENTION),
     "norm-epsilon-off": Case("loss", "main", FIRST_NORM),
     "router-losses-times-top-k": Case("loss", "router_sequence_balance", of_experts=True),

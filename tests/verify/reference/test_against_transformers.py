@@ -193,6 +193,59 @@ def olmo2() -> tuple[ModelSection, Any]:
     return model, transformers.Olmo2Config(**common(model), **own, rope_parameters=rope_parameters)
 
 
+def minimax() -> tuple[ModelSection, Any]:
+    """6 of a head's 16 dimensions rotate."""
+    experts = {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24, "score": "sigmoid", "expert_bias": True}
+    model = ModelSection(
+        **SMALL | {"norm_epsilon": 1e-5},
+        qk_norm=True,
+        qk_norm_width="full",
+        head_dim=16,
+        rope=RopeSection(base=300.0, partial=0.375),
+        experts=experts,
+    )
+    own = {"head_dim": 16, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3}
+    rope = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.375}
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return model, transformers.MiniMaxM2Config(**common(model) | own, **tokens, rope_parameters=rope)
+
+
+def glm4_moe() -> tuple[ModelSection, Any]:
+    """6 of a head's 12 dimensions rotate; the first layer is dense."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    config = transformers.Glm4MoeConfig(
+        **common(ModelSection(**SMALL)),
+        head_dim=12,
+        pad_token_id=None,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=6,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.5,
+        rope_parameters=rope,
+    )
+    model = ModelSection(
+        **SMALL,
+        head_dim=12,
+        qkv_bias=True,
+        qk_norm=True,
+        rope=RopeSection(base=500.0, partial=0.5),
+        experts={
+            "num_experts": 6,
+            "top_k": 3,
+            "ffn_hidden_size": 24,
+            "shared_ffn_hidden_size": 48,
+            "first_dense_layers": 1,
+            "score": "sigmoid",
+            "scaling_factor": 1.5,
+            "expert_bias": True,
+        },
+    )
+    return model, config
+
+
 def olmo3() -> tuple[ModelSection, Any]:
     rope = RopeSection(
         base=500.0, local_base=100.0, scaling="yarn", factor=4.0, beta_fast=4.0, original_max_positions=16
@@ -427,6 +480,8 @@ FAMILIES = [
     gemma3,
     olmo2,
     olmo3,
+    minimax,
+    glm4_moe,
     gpt_oss,
 ]
 

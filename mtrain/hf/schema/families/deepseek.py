@@ -76,7 +76,7 @@ def _has_shared_experts(model: ModelSection, layer: int) -> bool:
 
 @final
 @dataclass(frozen=True)
-class _SharedExperts(Entry):
+class SharedExperts(Entry):
     """Number of shared experts, each as large as a routed one; ours is their total size."""
 
     size: int
@@ -100,16 +100,19 @@ class _SharedExperts(Entry):
 
 @final
 @dataclass(frozen=True)
-class _DenseLayers(Entry):
+class DenseLayers(Entry):
     """Number of dense layers before those with experts; transformers also accepts one that leaves no layer with
     experts."""
+
+    default: int
+    """Number where the file has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("first_k_dense_replace", "num_hidden_layers")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        number = needed_value(config, "first_k_dense_replace", int, 3)
+        number = needed_value(config, "first_k_dense_replace", int, self.default)
         layers = value_of(config, "num_hidden_layers", int, None)
         if layers is not None and number >= layers:
             raise DataError(
@@ -168,7 +171,7 @@ def _num_dense(kinds: object, num_layers: int) -> int:
 
 @final
 @dataclass(frozen=True)
-class _DividedScores(Entry):
+class DividedScores(Entry):
     """Switch that says whether the scores of the chosen experts are divided by their sum.
 
     Ours are divided where several are chosen. transformers uses only norm_topk_prob, so that the weight of a single one
@@ -198,7 +201,7 @@ class _DividedScores(Entry):
 
 @final
 @dataclass(frozen=True)
-class _Depths(Entry):
+class Depths(Entry):
     """Predictions further ahead. A file may configure them without weights: transformers neither computes nor writes
     them."""
 
@@ -219,7 +222,7 @@ class _Depths(Entry):
 
 @final
 @dataclass(frozen=True)
-class _Groups(Entry):
+class Groups(Entry):
     """Groups of experts. The family ranks a group by its 2 best experts; our default is top_k / group_top_k.
 
     `group_score_top_k` is left out where it changes nothing: where the default is 2, as in DeepSeek-V3 with 8 experts
@@ -291,7 +294,7 @@ _LATENT_ATTENTION = (
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H v)"),
 )
 _SHARED = f"{THEIRS}mlp.shared_experts."
-_EXPERTS = (
+EXPERTS = (
     router("mlp.gate.weight"),
     # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
     replace(
@@ -308,16 +311,19 @@ _EXPERTS = (
         _has_shared_experts
     ),
 )
-_LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *_EXPERTS)
+_LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *EXPERTS)
 _DEPTH = "mtp.layers.*."
-_AHEAD = (  # transformers omits these tensors, so the names are those of DeepSeek's own files
-    same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
-    same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
-    same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
-    # a depth has a whole layer, so the rules of layers serve it under another prefix
-    *(replace(rule, key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer.")) for rule in _LAYER),
-    same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
-)
+
+
+def ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Builds the rules of predictions further ahead, each with a whole layer, from those of layers."""
+    return (  # transformers omits these tensors, so the names are those of DeepSeek's own files
+        same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
+        same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
+        same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
+        *(replace(rule, key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer.")) for rule in layer),
+        same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
+    )
 
 
 def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, ...]:
@@ -359,15 +365,15 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
         own("n_routed_experts", "experts.num_experts", alias="num_local_experts"),
         own(_TOP_K, "experts.top_k"),
         own("moe_intermediate_size", "experts.ffn_hidden_size"),
-        _SharedExperts(defaults["moe_intermediate_size"]),
+        SharedExperts(defaults["moe_intermediate_size"]),
         dense_layers,
-        _Groups(defaults),
+        Groups(defaults),
         own("routed_scaling_factor", "experts.scaling_factor"),
         Constant("experts.score", "sigmoid"),
         Constant("experts.expert_bias", True),
-        _Depths(),
+        Depths(),
         Field("rope_interleave", "rope.interleaved", True),
-        _DividedScores(defaults[_TOP_K]),
+        DividedScores(defaults[_TOP_K]),
         Required("scoring_func", "sigmoid", "sigmoid"),
         Required("topk_method", "noaux_tc", "noaux_tc"),
         Required("moe_layer_freq", 1, 1),
@@ -377,7 +383,7 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
 
 
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", _entries(_DEEPSEEK, _DenseLayers()), (*VOCABULARY, *_LAYER, *_AHEAD)
+    "deepseek_v3", "DeepseekV3ForCausalLM", _entries(_DEEPSEEK, DenseLayers(3)), (*VOCABULARY, *_LAYER, *ahead(_LAYER))
 )
 # the same function under another name, and with other sizes
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

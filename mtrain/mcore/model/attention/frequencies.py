@@ -19,7 +19,7 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
 
     Args:
         rope: Section `model.rope`.
-        head_dim: Number of dimensions of an attention head, all of which rotate; even.
+        head_dim: Number of dimensions of a head that rotate; even.
 
     Returns:
         [head_dim / 2] float32 on the CPU in radians, and the attention factor (1 except for yarn).

@@ -54,11 +54,11 @@ class GroupedAttention(AttentionKind):
         window = window_of(model, layer)
         rope = model.rope
         if window is not None and rope.local_base is not None:
-            rope = RopeSection(base=rope.local_base)
+            rope = RopeSection(base=rope.local_base, partial=rope.partial)
         key = key.squeeze(3)
         if rotates(model, layer):
-            query = rotated(query.flatten(2, 3), rows.positions, rope).view(*x.shape[:2], groups, shared, size)
-            key = rotated(key, rows.positions, rope)
+            query = _rotated(query.flatten(2, 3), rows, rope).view(*x.shape[:2], groups, shared, size)
+            key = _rotated(key, rows, rope)
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
         scores = torch.einsum("bqghd,bkgd->bghqk", query, key) * scale
         sinks = part.get("core_attention.softmax_offset")
@@ -91,6 +91,12 @@ def rotates(model: ModelSection, layer: int) -> bool:
     if skipped is None:
         return True
     return not skipped[layer] if isinstance(skipped, list) else (layer + 1) % int(skipped) != 0
+
+
+def _rotated(heads: Tensor, rows: Rows, rope: RopeSection) -> Tensor:
+    """Rotates the first dimensions of [batch, seq, heads, size], as many as `rope.partial` says."""
+    size = math.floor(heads.shape[-1] * rope.partial)
+    return torch.cat([rotated(heads[..., :size], rows.positions, rope), heads[..., size:]], dim=-1)
 
 
 def _normed(part: Module, heads: Tensor) -> Tensor:
