@@ -61,6 +61,7 @@ SECTIONS = {
     "resume with dropout": Section(correctness.resumed_with_dropout, 80),
     "deterministic runs": Section(speed.deterministic_runs, 90),
     "verify parity": Section(correctness.verified("parity"), 100),
+    "verify backend": Section(correctness.certified, 100),
     "verify resume": Section(correctness.verified("resume"), 100),
 }
 """Sections in their order: quick ones with the most important answers come first."""

@@ -23,7 +23,7 @@ from mtrain import Datum, Engine
 from mtrain.config import Config
 from mtrain.mcore.model.moe.grouped_gemm import grouped, has_grouped, sequential
 from tools.bench.one_gpu.reference import Llama
-from tools.bench.one_gpu.shapes import TINY, TINY_EXPERTS, TINY_WINDOWS, Bench, Model, config_of
+from tools.bench.one_gpu.shapes import ONE_B, TINY, TINY_EXPERTS, TINY_WINDOWS, Bench, Model, config_of
 
 FP32_TOLERANCE = 1e-5
 """Relative tolerance of losses and gradient norms: float32 sums of some thousand numbers."""
@@ -260,6 +260,27 @@ def verified(verb: str) -> Callable[[Bench], dict[str, Any]]:
         return said
 
     return run
+
+
+def certified(bench: Bench) -> dict[str, Any]:
+    """Runs `mtrain verify backend` for layers of one document a row and of several, and reads both certificates."""
+    model = TINY if bench.is_tiny else ONE_B
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, keys in (("plain", ()), ("documents", ("data.isolate_documents=true",))):
+            path, certificates = _run_folder(bench, model, Path(folder) / name), Path(folder) / name / "certificates"
+            size = () if bench.is_tiny else ("data.seq_length=2048",)
+            lines = _mtrain("verify", "backend", str(path), *keys, *size, "--certificates", str(certificates))
+            content = [json.loads(each.read_text()) for each in certificates.glob("*.json")]
+            found[name] = {
+                "left out": [line for line in lines.splitlines() if "not compared" in line],
+                **{key: _times_of(each) for one in content for key, each in one["candidates"].items()},
+            }
+    return found
+
+
+def _times_of(comparison: dict[str, Any]) -> dict[str, Any]:
+    return {key: comparison[key] for key in ("passed", "ms", "own_ms", "error")}
 
 
 def from_here() -> dict[str, str]:
