@@ -197,7 +197,10 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
 def _model_yaml(source: HfSource, out: Path) -> str:
     """Returns the part of a configuration that starts from these weights."""
     content: dict[str, Any] = {
-        "model": source.model.model_dump(exclude={"hf", "backend", "megatron"}),
+        # a folder that says nothing of megatron's fields leaves them to the user
+        "model": source.model.model_dump(
+            exclude={"hf", "backend"} | ({"megatron"} if not source.model.megatron else set())
+        ),
         "checkpoint": {"initialize_from": str(out)},
     }
     names = {path.name for path in source.folder.side_files()}

@@ -24,6 +24,7 @@ PARAMETERS = {
     "gemma3_4b": 3_880_263_168,
     "olmo2_7b": 7_298_617_344,
     "olmo3_7b": 7_298_011_136,
+    "smollm3_3b": 3_075_098_624,
 }
 EXPERTS = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248),
@@ -44,6 +45,7 @@ ILLEGAL = {
     ("tiny", "tp8pp4"),
     ("qwen2.5_7b", "tp8pp4"),
     ("gemma3_4b", "tp8pp4"),
+    ("smollm3_3b", "tp8pp4"),
 }
 """Models with too few query groups for a number of tensor ranks."""
 EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | dict.fromkeys(

@@ -126,6 +126,18 @@ CONFIGS: dict[str, Any] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**AWKWARD, "num_key_value_heads": 2, "head_dim": 8},
+        no_rope_layers=[1, 0, 1],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6},
+    ),
+    "smollm3-windowed": lambda: transformers.SmolLM3Config(
+        **{**AWKWARD, "num_hidden_layers": 4, "head_dim": 8, "tie_word_embeddings": True},
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**AWKWARD),
     "olmo2-grouped": lambda: transformers.Olmo2Config(
         **{**AWKWARD, "num_key_value_heads": 2, "tie_word_embeddings": True}, rope_parameters=LLAMA3

@@ -353,7 +353,11 @@ def config_of(
     # entry has to know what it cannot express.
     said = model_of(config, entries)
     reasons = {name: f"={_shown(mine)} would be {_shown(theirs)}" for name, theirs, mine in differences(said, model)}
-    reasons |= {f"megatron.{name}": f"={value}, which changes what is computed" for name, value in unsayable(model)}
+    reasons |= {
+        f"megatron.{name}": f"={value}, which changes what is computed"
+        for name, value in unsayable(model)
+        if name not in said.megatron
+    }
     if reasons:
         raise UnsayableError(str(config.get("model_type")), reasons)
     return config
@@ -367,6 +371,8 @@ _NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "atten
 """Fields of `model.*` that config.json cannot express, or that do not change the meaning of the weights."""
 _TRAINING = ("dispatcher", "implementation", "bias_update_rate")
 """Fields of `model.experts` that concern training, not the function."""
+_UNROTATED = "no_rope_freq"
+"""Field of `model.megatron` that a family can express."""
 _GROUPS = ("num_groups", "group_top_k", "group_score_top_k")
 
 Difference = tuple[str, Any, Any]
@@ -391,9 +397,21 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
             found += [(f"rope.{each}", getattr(one.rope, each), getattr(other.rope, each)) for each in names]
         elif name in ("experts", "mla") and mine is not None and theirs is not None:
             found += _inside(name, _meant(one, name), _meant(other, name))
+        elif name == "megatron" and one.megatron:
+            # what only the other side has is judged by `unsayable`, or was added by the user
+            if skipped_rotations(one) != skipped_rotations(other):
+                found.append((f"megatron.{_UNROTATED}", mine.get(_UNROTATED), theirs.get(_UNROTATED)))
         elif name not in _NOT_ARCHITECTURE and mine != theirs:
             found.append((name, mine, theirs))
     return found
+
+
+def skipped_rotations(model: ModelSection) -> list[int]:
+    """Returns 1 for each layer without rotary positions and 0 for each other one."""
+    given = model.megatron.get(_UNROTATED)
+    if isinstance(given, list):
+        return given
+    return [int(given is not None and (layer + 1) % given == 0) for layer in range(model.num_layers)]
 
 
 def unsayable(model: ModelSection) -> list[tuple[str, Any]]:

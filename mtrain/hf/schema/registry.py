@@ -27,6 +27,7 @@ from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
 from mtrain.hf.schema.families.minimax import MINIMAX_M2
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
+from mtrain.hf.schema.families.smollm import SMOLLM3
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.values import shown
@@ -50,6 +51,7 @@ FAMILIES = {
         OLMO3,
         MINIMAX_M2,
         GLM4_MOE,
+        SMOLLM3,
     )
 }
 _SHOWN_KEYS = 2
@@ -124,7 +126,7 @@ training. (Weights in other formats are judged where they are read.)"""
 
 _ELSEWHERE = """add_cross_attention alibi attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv
 cross_attention_hidden_size embedding_multiplier final_logit_softcapping is_decoder is_encoder_decoder layer_norm_eps
-logit_scale logits_scaling mrope_section no_rope_layer_interval no_rope_layers norm_type num_kv_shared_layers
+logit_scale logits_scaling mrope_section norm_type num_kv_shared_layers
 parallel_attn per_layer_config pruned_heads qk_layernorm qk_norm qkv_bias residual_multiplier rope_ratio rotary_pct
 tie_encoder_decoder use_alibi use_mrope use_parallel_residual use_qk_norm use_qkv_bias"""
 CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())

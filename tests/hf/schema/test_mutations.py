@@ -64,6 +64,12 @@ OTHERS: list[dict[str, Any]] = [
     {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     {"mlp_layer_types": ["sparse", "sparse", "dense"]},
     {"mlp_layer_types": None},
+    {"no_rope_layers": [0, 1, 1]},
+    {"no_rope_layers": [1, 1, 1]},
+    {"no_rope_layers": [0, 0, 0]},
+    {"no_rope_layers": None, "no_rope_layer_interval": 3},
+    {"no_rope_layers": None, "no_rope_layer_interval": 2, "layer_types": None, "use_sliding_window": True},
+    {"sliding_window": 3, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
     {"sliding_window": 3, "layer_types": ["full_attention"] * 3},
 ]
 TOKENS = torch.arange(24)[None] * 7 % 57
@@ -128,7 +134,17 @@ def ours(config: dict[str, Any]) -> ModelSection | None:
         return None
 
 
-LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "qwen3-moe-unnormalised", "olmo2", "olmo2-grouped", "qwen3-moe", "olmo3")
+LIKE_OTHERS = (
+    "mistral",
+    "qwen2",
+    "mixtral",
+    "qwen3-moe-unnormalised",
+    "olmo2",
+    "olmo2-grouped",
+    "qwen3-moe",
+    "olmo3",
+    "smollm3-windowed",
+)
 """Models nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts) and gemma3 (windows)."""
 
 
@@ -189,6 +205,8 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
         "mlp_layer_types=['dense', 'sparse', 'dense']",
     ),
     ("glm4-moe-lite", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 contradicts mlp_layer_types"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must list 1, or 0"),
+    ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=[1, 0, 1]: a llama model does not have that"),
     ("deepseek", {"head_dim": 16}, "head_dim=16 contradicts qk_rope_head_dim=4"),
     ("deepseek", {"num_key_value_heads": 2}, "num_key_value_heads=2 contradicts num_attention_heads=4"),
     ("gpt-oss", {"num_experts": 2}, "num_local_experts=3 and num_experts=2 are two names of one value"),

@@ -41,6 +41,8 @@ OLDER: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "smollm3": {"rope_theta": 5e6, "rope_scaling": None},
+    "smollm3-windowed": {"rope_theta": 2e6, "rope_scaling": None},
     "olmo2": {"rope_theta": 1e4, "rope_scaling": None},
     "olmo2-grouped": {
         "rope_theta": 500.0,

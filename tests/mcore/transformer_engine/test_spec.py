@@ -23,6 +23,7 @@ ALLOWED = [
     "qwen2.5_7b",
     "qwen3_32b",
     "qwen3_8b",
+    "smollm3_3b",
     "tiny",
 ]
 REFUSED = [

@@ -50,7 +50,13 @@ def glm4_moe() -> Any:
     )
 
 
-FAMILIES = [glm4_moe_lite, glm4_moe]
+def smollm3() -> Any:
+    own = {"no_rope_layer_interval": 2, "pad_token_id": None}
+    theirs = {"rope_type": "default", "rope_theta": 500.0}
+    return transformers.SmolLM3Config(**plain.common() | own, rope_parameters=theirs)
+
+
+FAMILIES = [glm4_moe_lite, glm4_moe, smollm3]
 RUNS = [(config, each) for config in FAMILIES for each in CASES]
 
 

@@ -65,7 +65,7 @@ _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 
 @final
 @dataclass(frozen=True)
-class _LlamaBiases(Entry):
+class LlamaBiases(Entry):
     """Biases of Llama: in attention and in the feed-forward part, in both or in neither."""
 
     @property
@@ -94,7 +94,7 @@ LLAMA = Family(
         *common(),
         *ACTIVATION,
         *heads(),
-        _LlamaBiases(),
+        LlamaBiases(),
         Rope(),
     ),
     _RULES,
