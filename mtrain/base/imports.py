@@ -1,11 +1,13 @@
 """Imports of torch, megatron-core and optional GPU packages: faster, silent, and with unusable packages hidden."""
 
+import atexit
 import gc
 import importlib
+import logging
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -29,6 +31,13 @@ no release, and features by release up to 2.14.
 """
 
 _OPTIMIZERS = "transformer_engine.pytorch.optimizers"
+_LOGGED = {
+    # DDP then computes what it asks for, from its own arguments
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    # torch has CUDA and the machine has its compiler, but no GPU; megatron-core imports it, nothing is compiled
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+}
+"""Logger -> beginning of a message of it that says nothing to a user."""
 
 _faults: dict[str, str] | None = None
 """Package -> why it was left out although there is a GPU; None until `settle_gpu_packages` has looked."""
@@ -50,6 +59,13 @@ def without_collections() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(_release_triton)
+
+
+def _release_triton() -> None:
+    # its bindings print 70 lines about leaks if their objects are exempt at the end, too
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -69,6 +85,10 @@ def without_trackers() -> Iterator[None]:
             del sys.modules[name]
 
 
+def _all_but(beginning: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not record.getMessage().startswith(beginning)
+
+
 def ignore_warnings_of_megatron() -> None:
     """Silences megatron-core and torch for this process; call before megatron-core is first imported.
 
@@ -78,6 +98,8 @@ def ignore_warnings_of_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     # SyntaxWarning: Python compiles a source for the first time; the module is then the path of the file
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]core[/\\]")
+    for name, beginning in _LOGGED.items():
+        logging.getLogger(name).addFilter(_all_but(beginning))
 
 
 def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:

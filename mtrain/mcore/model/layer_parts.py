@@ -28,7 +28,7 @@ from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
-from mtrain.mcore.model.moe.layer import experts_fields, experts_spec
+from mtrain.mcore.model.moe.layer import ExpertsLayer, experts_fields, experts_spec
 from mtrain.mcore.model.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer
 from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
@@ -45,7 +45,7 @@ class LayerDraft:
     input_norm: type[Norm | IdentityOp] = IdentityOp  # stays where the layer has no norm before it
     feed_forward_norm: type[Norm | IdentityOp] = IdentityOp
     attention: ModuleSpec | None = None
-    feed_forward: ModuleSpec | None = None
+    feed_forward: ModuleSpec | type[ExpertsLayer] | None = None
     checkpoint_names: dict[str, str] = field(default_factory=dict)
     """Beginning of a name inside the layer -> its replacement in checkpoints."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -81,17 +81,19 @@ class ExpertsLayer(MoELayer):
         return combined
 
 
-def experts_spec(section: ExpertsSection) -> ModuleSpec:
-    """Returns megatron-core's layer and dispatcher with our router and experts."""
+def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
+    """Returns megatron-core's layer and dispatcher with our router and experts.
+
+    It is a class, since megatron-core 0.16.1 warns of each ModuleSpec whose class is not one of its own.
+    """
     shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(
-        module=ExpertsLayer,
-        submodules=MoESubmodules(
-            router=partial(Router, section=section),
-            experts=ModuleSpec(module=Experts, params={"implementation": section.implementation}),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
-        ),
+    submodules = MoESubmodules(
+        router=partial(Router, section=section),
+        experts=ModuleSpec(module=Experts, params={"implementation": section.implementation}),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
     )
+    build = partialmethod(ExpertsLayer.__init__, submodules=submodules)
+    return type(ExpertsLayer.__name__, (ExpertsLayer,), {"__init__": build})
 
 
 def experts_fields(model: ModelSection) -> dict[str, Any]:
