@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 setup := set -euo pipefail; source launch/setup.sh; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; unset PYTHONDONTWRITEBYTECODE;
 .DEFAULT_GOAL := help
-.PHONY: help check fix test test-fast test-nightly update-messages docs clean
+.PHONY: help check fix test test-fast test-nightly test-newest update-messages docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -21,6 +21,9 @@ test-fast: ## the tests of tests/fast.txt: what breaks first, in under 90 s on t
 
 test-nightly: ## rows of many ranks and other programs' evaluation: what cheaper tests show already
 	@$(setup) "$$python" -m pytest -n 2 --dist worksteal -m nightly
+
+test-newest: ## every test but Slurm's, the nightly ones too, on the newest Python, torch and megatron-core, in .venv-newest (5 GB)
+	@MTRAIN_VENV=$$PWD/.venv-newest MTRAIN_PYTHON=newest bash tests/run.sh -m "not slurm"
 
 update-messages: ## after a message was reworded: tests/messages.yaml anew; TESTS=tests/data for those of a folder
 	@$(setup) "$$python" -m tests.messages $(TESTS)

@@ -8,7 +8,8 @@
 # stays: it is built for its CUDA, and other packages there for it. Where there is none and no GPU either, the newest one
 # that pyproject.toml allows would bring 3 to 6 GB of CUDA libraries that nothing can use; the wheel for CPUs has 0.2 GB.
 # So $cpu_torch is taken there, the version that the tests run with day by day, from the index of CPU wheels or
-# from where pip's own settings find it, and a Python that has such a wheel. With a GPU pip takes the newest that is allowed.
+# from where pip's own settings find it, and a Python that has such a wheel. With a GPU, or where there is no such wheel, pip takes the
+# newest that is allowed.
 cpu_torch=2.13.0
 
 python_facts() { # of an interpreter that can make an environment: its rank among others, version, torch or -, path
@@ -26,14 +27,14 @@ has_cpu_torch() { # whether pip offers an interpreter torch's wheel for CPUs; do
 }
 
 # Sets $base to the interpreter of a new environment, and says which one it is and why:
-# 1. $MTRAIN_PYTHON, where it is set;
+# 1. $MTRAIN_PYTHON, where it is set; `newest` means 4;
 # 2. python3, where it has a torch, as in a container: that torch is to stay;
 # 3. without a GPU, the newest one for which pip offers torch's wheel for CPUs;
 # 4. the newest one.
 # Candidates are on PATH or in pyenv's folder. One that megatron-core has no wheels for yet comes last.
 find_python() {
   local rank version torch candidate facts why found=()
-  if [[ -n ${MTRAIN_PYTHON:-} ]]; then
+  if [[ ${MTRAIN_PYTHON:-newest} != newest ]]; then
     if ! read -r rank version torch base < <(python_facts "$MTRAIN_PYTHON"); then
       echo "error: MTRAIN_PYTHON=$MTRAIN_PYTHON is no Python 3.11 or newer with the modules venv and ensurepip; name" \
         "another one, or unset it" >&2
@@ -42,7 +43,7 @@ find_python() {
     echo "Python $version ($base), named by MTRAIN_PYTHON"
     return
   fi
-  if read -r rank version torch base < <(python_facts python3) && [[ $torch != - ]]; then
+  if [[ -z ${MTRAIN_PYTHON:-} ]] && read -r rank version torch base < <(python_facts python3) && [[ $torch != - ]]; then
     echo "Python $version ($base), whose torch $torch stays; MTRAIN_PYTHON can name another one"
     return
   fi
@@ -58,7 +59,7 @@ find_python() {
   fi
   why="the newest one here"
   read -r rank version torch base <<<"${found[0]}"
-  if ! command -v nvidia-smi >/dev/null; then
+  if [[ -z ${MTRAIN_PYTHON:-} ]] && ! command -v nvidia-smi >/dev/null; then
     index=$(torch_index "$base")
     for facts in "${found[@]}"; do
       read -r rank version torch candidate <<<"$facts"
@@ -100,8 +101,8 @@ setup_environment() {
     if [[ -f $stamp ]]; then # it was chosen here; pip goes on with it as long as pyproject.toml allows it
       torch=
     elif [[ -z $torch ]] && ! command -v nvidia-smi >/dev/null; then
-      torch=$cpu_torch
       index=${index:-$(torch_index "$python")}
+      if has_cpu_torch "$python"; then torch=$cpu_torch; fi
     fi
     echo "${torch:+torch==$torch}" >"$venv/.constraints.txt"
     "$python" -m pip install --quiet --disable-pip-version-check ${index:+"$index"} \

@@ -96,6 +96,11 @@ def test_a_python_can_be_named(machine: Path) -> None:
     assert chosen(machine, MTRAIN_PYTHON=str(own)).stdout == f"Python 3.12.4 ({own}), named by MTRAIN_PYTHON\n"
 
 
+def test_the_newest_one_can_be_asked_for_whatever_torch_it_brings(machine: Path) -> None:
+    put_usual(machine, torch="2.12.0", offered=f"{CPU_TORCH}+cpu")
+    assert chosen(machine, MTRAIN_PYTHON="newest").stdout.startswith("Python 3.13.0")
+
+
 def test_a_python_that_megatron_core_has_no_wheel_for_comes_last(machine: Path) -> None:
     put_python(machine / "bin" / "python3.14", "3.14.0")
     assert chosen(machine).stdout.startswith("Python 3.14.0")
