@@ -25,9 +25,8 @@ from tests.tools.nightly import Nightly
 
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
 """Caches of this session: neither the user's token cache, nor that of a session on other code."""
-_OF_USER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-os.environ.setdefault("MPLCONFIGDIR", str(_OF_USER / "matplotlib"))  # building its list of fonts anew takes seconds
-os.environ.setdefault(wheels.FOLDER, str(_OF_USER / "mtrain-tests"))  # likewise, and needs an index
+# building its list of fonts anew takes seconds
+os.environ.setdefault("MPLCONFIGDIR", str(wheels.CACHE_OF_USER / "matplotlib"))
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
 stand_in_for_triton()  # tests import megatron-core first
@@ -108,6 +107,14 @@ def transformer_engine_wheel() -> Path:
     folder = wheels.unpacked(wheels.TRANSFORMER_ENGINE)
     assert folder is not None, f"pip cannot bring the wheel of {wheels.TRANSFORMER_ENGINE}; give it a package index"
     return folder
+
+
+@pytest.fixture(scope="session")
+def other_python() -> Path:
+    """Returns an interpreter that imports the other proven version of megatron-core."""
+    python = wheels.other_python()
+    assert python is not None, f"pip cannot bring {wheels.OTHER_MEGATRON}; give it a package index"
+    return python
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import pytest
 
 from tests.slurm.cluster import missing
-from tests.tools.wheels import TRANSFORMER_ENGINE, TRANSFORMERS_4, transformers_4, unpacked
+from tests.tools.wheels import (
+    OTHER_MEGATRON,
+    TRANSFORMER_ENGINE,
+    TRANSFORMERS_4,
+    other_python,
+    transformers_4,
+    unpacked,
+)
 
 REQUIRE_ALL = "MTRAIN_REQUIRE_ALL_TESTS"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -62,6 +69,11 @@ NEEDS = (
         "transformer_engine_wheel",
         f"the wheel of {TRANSFORMER_ENGINE}, which pip could not bring",
         lambda: unpacked(TRANSFORMER_ENGINE) is not None,
+    ),
+    Need(
+        "other_python",
+        f"the wheel of {OTHER_MEGATRON}, which pip could not bring",
+        lambda: other_python() is not None,
     ),
     Need(
         "transformers_4",

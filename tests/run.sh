@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The one test command: set-up on a fresh machine (a browser and Slurm too), then tests/check.sh and the tests. Arguments go to pytest.
+# The one test command: set-up on a fresh machine (a browser and Slurm too), then tests/check.sh and the tests, and a part of them once
+# more on the other proven megatron-core (tests/other_megatron.txt). Arguments go to pytest, which then runs once.
 # What is marked `nightly` has a command of its own: make test-nightly.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,5 +13,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE  # images set it; hundreds of processes would compile the package and the tests anew
 tests/check.sh "$python"
 "$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly" "$@"
+(($#)) && exit
+other=$("$python" -m tests.tools.wheels)
+"$other" -m pytest -n 3 --dist worksteal -m "not nightly" @tests/other_megatron.txt
 # alone: one cluster at a time, and its jobs have time limits
-(($#)) || "$python" -m pytest -m slurm tests/slurm
+"$python" -m pytest -m slurm tests/slurm

@@ -1,10 +1,15 @@
-"""Packages that tests read and that the suite's environment does not have: unpacked in a folder that is kept."""
+"""Packages that tests read and that the suite's environment does not have: unpacked in a folder that is kept.
+
+python -m tests.tools.wheels    # prints an interpreter with the other proven version of megatron-core
+"""
 
 from __future__ import annotations
 
 import os
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,9 +17,14 @@ from pathlib import Path
 from mtrain.base.ground import MEGATRON_CORES, found_megatron
 
 FOLDER = "MTRAIN_TEST_WHEELS"
-"""Environment variable: folder where they are kept from session to session (tests/conftest.py)."""
+"""Environment variable: folder where they are kept from session to session."""
+CACHE_OF_USER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+"""Folder of the user's caches; tests have another one."""
+os.environ.setdefault(FOLDER, str(CACHE_OF_USER / "mtrain-tests"))
 _MEGATRON = found_megatron()
 _IS_OLDER = _MEGATRON is not None and _MEGATRON.version == MEGATRON_CORES[0]
+OTHER_MEGATRON = f"megatron-core=={MEGATRON_CORES[_IS_OLDER]}"
+"""Other one of the two proven versions."""
 TRANSFORMER_ENGINE = f"transformer-engine=={'2.12.0' if _IS_OLDER else '2.20.2'}"
 """Newest release that is accepted with the megatron-core that is installed; 1 MB of pure Python, whose compiled part is
 another package."""
@@ -23,8 +33,13 @@ TRANSFORMERS_4 = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers
 
 
 @cache
-def unpacked(requirement: str) -> Path | None:
-    """Returns the folder of a wheel without its dependencies; pip downloads a missing one. None where pip cannot."""
+def unpacked(requirement: str, *for_another: str) -> Path | None:
+    """Returns the folder of a wheel without its dependencies; pip downloads a missing one. None where pip cannot.
+
+    Args:
+        requirement: Name and version.
+        for_another: Options of pip that name another Python than this one.
+    """
     parent = Path(os.environ[FOLDER])
     folder = parent / requirement
     if folder.is_dir():
@@ -33,17 +48,52 @@ def unpacked(requirement: str) -> Path | None:
     with tempfile.TemporaryDirectory(dir=parent) as own:
         target = Path(own) / "package"
         options = ["--no-deps", "--only-binary=:all:", "--no-compile", "--disable-pip-version-check", "--retries=1"]
-        command = [sys.executable, "-m", "pip", "install", "--quiet", *options, f"--target={target}", requirement]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", *options, *for_another]
+        command += [f"--target={target}", requirement]
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             return None
-        try:
-            target.rename(folder)  # whole or not at all
-        except OSError:  # another worker of this session was first
-            assert folder.is_dir()
+        _publish(target, folder)
     return folder
+
+
+def _publish(made: Path, folder: Path) -> None:
+    try:
+        made.rename(folder)  # whole or not at all
+    except OSError:  # another worker of this session was first
+        assert folder.is_dir()
 
 
 def transformers_4() -> list[Path] | None:
     """Returns folders to import transformers 4 from, before all others; None where pip cannot download them."""
     found = [unpacked(each) for each in TRANSFORMERS_4]
     return [each for each in found if each is not None] if all(found) else None
+
+
+@cache
+def other_python() -> Path | None:
+    """Returns an interpreter that has the packages of this one, but OTHER_MEGATRON; None where pip cannot bring that.
+
+    Its sources run under a Python that pip does not offer them to; what it compiles (indices of data sets) is not used.
+    """
+    of_another = f"--python-version={'3.12' if _IS_OLDER else '3.11'}", "--ignore-requires-python"
+    wheel = unpacked(OTHER_MEGATRON, *of_another)
+    if wheel is None:
+        return None
+    folder = Path(sys.prefix) / OTHER_MEGATRON
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=sys.prefix) as own:
+            made = Path(own) / "environment"
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True)
+            packages = sysconfig.get_path("purelib", "venv", {"base": str(made), "platbase": str(made)})
+            # the wheel before the packages of this interpreter, whose own .pth files count, too
+            lines = [str(wheel), *(f"import site; site.addsitedir({each!r})" for each in site.getsitepackages())]
+            Path(packages, "other_megatron.pth").write_text("\n".join(lines))
+            _publish(made, folder)
+    return folder / "bin" / "python"
+
+
+if __name__ == "__main__":
+    found = other_python()
+    if found is None:
+        sys.exit(f"error: pip cannot bring {OTHER_MEGATRON}; give it a package index")
+    print(found)
