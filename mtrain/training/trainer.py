@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from mtrain.mcore.distributed.init import (
 )
 from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.health.replicas import ReplicaCheck
-from mtrain.mcore.model.certified import finding
+from mtrain.mcore.model.certified import finding, machine_of
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
@@ -111,9 +111,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     """
     folder = RunFolder(Path(config.run.dir))
     with contextlib.ExitStack() as held:
-        environment = _environment(groups.device, groups.layout) | _certificate(config, groups.device)
         life = Life(folder, groups.rank)
-        lock, config = on_first_rank(lambda: _enter(folder, config, environment, life, held))
+        lock, config = on_first_rank(lambda: _enter(folder, config, groups, life, held))
         held.enter_context(life)
         heartbeat, account = _open_reporting(folder, lock.number, config.train, groups, held)
         # agreed by all ranks: if one left alone, the others would wait in the next collective
@@ -207,7 +206,12 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     chosen = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     shape = {"device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
-    return {**program_versions(), **shape, **chosen}
+    if device.type == "cuda":
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        chosen["nccl"] = ".".join(map(str, nccl))
+    if (checkout := git_checkout()) is not None:
+        chosen["commit"] = checkout.commit + ", changed" * checkout.dirty
+    return {**program_versions(), **machine_of(device), **shape, **chosen}
 
 
 def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
@@ -216,11 +220,10 @@ def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
     return {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
 
 
-def _enter(
-    folder: RunFolder, config: Config, environment: Mapping[str, str], life: Life, held: contextlib.ExitStack
-) -> Claimed:
+def _enter(folder: RunFolder, config: Config, groups: Groups, life: Life, held: contextlib.ExitStack) -> Claimed:
     """Claims the run folder and writes the resolved configuration and the environment. On rank 0."""
     claimed = claim(folder, config, held)
+    environment = _environment(groups.device, groups.layout) | _certificate(config, groups.device)
     folder.write_environment(environment)
     folder.clear_requeue()
     with disk_faults(f"write {folder.path}"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from mtrain.base import fault_points
+from mtrain.base.environment import git_checkout
 from mtrain.base.heartbeat import read_beat
 from mtrain.runs.events import read_events
 from tests.fault_table import Notice
@@ -206,6 +208,10 @@ def test_a_run_folder_tells_what_the_run_ran_on_but_not_where(command: Any, star
     text = (tmp_path / "run" / "environment.json").read_text()
     reported = json.loads(text)
     assert reported.keys() >= {"mtrain", "python", "torch", "megatron-core", "numpy", "device", "layout", "world_size"}
+    checkout = git_checkout()
+    assert checkout is not None
+    assert reported["commit"].startswith(checkout.commit)
+    assert reported.keys() >= {name for name in ("triton", "apex") if find_spec(name)}
     assert (reported["device"], reported["layout"], reported["world_size"]) == ("cpu", "tp1-pp1-cp1-dp1", "1")
     assert socket.gethostname() not in text
 

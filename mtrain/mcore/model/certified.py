@@ -18,7 +18,7 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import MachineError
 from mtrain.config.schema.sections import Sections
 
-_OTHER_PACKAGES = ("transformer-engine-torch", "flash-attn", "apex", "triton")
+_OTHER_PACKAGES = ("transformer-engine-torch", "flash-attn", "flash-linear-attention", "apex", "triton")
 _NO_CAUSE = ("python", "numpy")
 """Packages of `program_versions` that layers do not compute with."""
 _NOT_OF_LAYERS = {
