@@ -14,15 +14,17 @@ from mtrain.base.certificate import Certificate, Comparison, certificates
 from mtrain.base.errors import ConfigError
 from mtrain.cli.main import app
 from mtrain.config import Config
+from mtrain.config.load import load_config
 from mtrain.mcore.model.certified import layers_of
 from mtrain.verify.backend import worker
 from mtrain.verify.backend.candidates import NO_CANDIDATES
-from mtrain.verify.backend.cases import cases_of, few_layers, rows_like, starts_of
+from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of
 from mtrain.verify.backend.errors import FACTORS, compared, errors_of, floor
 from mtrain.verify.backend.run import BackendRequest, Certified, verify_backend
 from mtrain.verify.core.result import BackendReport
 from tests.config.samples import config, content
 from tests.messages import refuses
+from tests.paths import ROOT
 from tests.pool import Pool
 from tests.verify.backend.stand_ins import ABSENT, CAPTURED, CRASHING, STAND_IN
 
@@ -174,6 +176,16 @@ def test_few_layers_show_all_kinds() -> None:
     assert few.model.num_layers == max(case.layer for case in cases_of(user)) + 1
     assert [case.name for case in cases_of(few)] == [case.name for case in cases_of(user)]
     assert few_layers(config(model__sliding_window=4096), 96).model.sliding_window == 32
+
+
+@pytest.mark.parametrize("run", ["pretrain", "finetune"])
+@pytest.mark.parametrize("model", sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml")))
+def test_layers_of_every_shipped_model_can_be_compared(model: str, run: str) -> None:
+    user = load_config([ROOT / "configs" / "model" / f"{model}.yaml", ROOT / "configs" / "run" / f"{run}.yaml"])
+    few = few_layers(user, length_of(user.layout.cp, user.row_width))
+    assert len(cases_of(few)) == len(cases_of(user))
+    assert few.model.num_layers <= 6
+    assert layers_of(few)["isolate_documents"] == user.data.isolate_documents
 
 
 def written(folder: Path, **changes: Any) -> str:
