@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, assert_never
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.imports import faulty_gpu_packages, release_beyond_bounds
@@ -16,6 +17,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.mcore.model.certified import Finding, finding
 from mtrain.mcore.model.layer_parts import FUSED_NAMES, Backend, layer_spec
+from mtrain.mcore.model.moe.layer import experts_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan.features import FEATURES
 
@@ -74,6 +76,10 @@ def unbuildable(config: Sections, device: torch.device) -> list[str]:
         f"transformer_engine cannot be used ({fault or 'it is not installed'})": not has_transformer_engine(),
         f"{documents} under layout.cp={config.layout.cp}": config.data.isolate_documents and config.layout.cp > 1,
         "adapter needs the torch backend": config.adapter is not None,
+        # our experts would multiply in the run's precision
+        "model.experts needs the torch backend under train.fp8": (
+            config.model.experts is not None and config.train.fp8 is not None
+        ),
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
     ours = (feature.needs_torch_layers(config.model) for feature in FEATURES)
@@ -90,7 +96,9 @@ def uncertified(config: Sections) -> list[str]:
             config.data.isolate_documents
         ),
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    unmet = [reason for reason, holds in reasons.items() if holds]
+    keys = (feature.needs_certificate(config.model) for feature in FEATURES)
+    return [*unmet, *(f"{each} needs the torch backend without a certificate" for each in keys if each is not None)]
 
 
 def choose(config: Sections, device: torch.device) -> Choice:
@@ -164,7 +172,7 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
     """
     match backend:
         case "te":
-            return _transformer_engine_spec(model)
+            return _transformer_engine_spec(model, layers)
         case "torch":
             layer_specs = [layer_spec(model, layer) for layer in layers]
             return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=Norm)
@@ -172,9 +180,15 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
             assert_never(backend)
 
 
-def _transformer_engine_spec(model: ModelSection) -> ModuleSpec:
+def _transformer_engine_spec(model: ModelSection, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
+    """Builds the spec of TransformerEngine's layers; experts, and the norm that router and experts read, are ours."""
     from mtrain.mcore.model.attention.te_documents import DocumentAttention  # a subclass of TransformerEngine's
 
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = DocumentAttention
-    return spec
+    if model.experts is None:
+        return spec
+    modules = dataclasses.replace(spec.submodules, pre_mlp_layernorm=Norm, mlp=experts_spec(model.experts))
+    with_experts = dataclasses.replace(spec, submodules=modules)
+    layer_specs = [with_experts if model.has_experts(layer) else spec for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=LayerNormImpl)

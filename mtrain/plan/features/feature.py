@@ -165,6 +165,11 @@ class Feature:
         none."""
         return None
 
+    def needs_certificate(self, model: ModelSection) -> str | None:
+        """Names the keys that TransformerEngine's layers follow, but with a certificate of `mtrain verify backend`
+        alone; None where there are none."""
+        return None
+
     def num_layers_at_least(self, model: ModelSection) -> int:
         """Returns the fewest layers with which no part of its pattern is missing."""
         return 1

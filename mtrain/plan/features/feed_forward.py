@@ -52,7 +52,7 @@ class ExpertFeedForward(LayerPart):
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.has_experts(layer)
 
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
+    def needs_certificate(self, model: ModelSection) -> str | None:
         return None if model.experts is None else "model.experts"
 
     def parameters(self, model: ModelSection) -> Parameters:

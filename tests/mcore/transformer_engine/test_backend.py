@@ -65,6 +65,7 @@ def test_without_transformer_engine_auto_takes_torch_and_te_is_refused(monkeypat
         chosen_backend(config(model__backend="te"), CUDA)
 
 
+EXPERTS: dict[str, Any] = {"model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}}
 DOCUMENTS: dict[str, Any] = {"data__isolate_documents": True}
 
 
@@ -76,7 +77,7 @@ def certify(folder: Path, changes: dict[str, Any], machine: dict[str, str] = MAC
 
 
 @pytest.mark.usefixtures("_with_transformer_engine")
-@pytest.mark.parametrize("changes", [{}, DOCUMENTS], ids=["plain", "documents"])
+@pytest.mark.parametrize("changes", [{}, DOCUMENTS, EXPERTS], ids=["plain", "documents", "experts"])
 @pytest.mark.parametrize(
     ("found", "expected"), [({}, "te"), ({"own_ms": 0.5}, "torch"), ({"passed": False}, "torch")], ids=str
 )
@@ -130,6 +131,9 @@ def test_layers_that_failed_are_refused_by_name_and_under_fp8(tmp_path: Path) ->
         chosen_backend(config(**by_name), CUDA)
     certify(tmp_path, IN_8_BITS, own_ms=0.5)
     assert chosen_backend(config(**IN_8_BITS), CUDA) == "te", "ours have no fp8"
+    certify(tmp_path, IN_8_BITS | EXPERTS)
+    with refuses(ConfigError, "train.fp8=hybrid", "model.experts"):
+        chosen_backend(config(**IN_8_BITS, **EXPERTS), CUDA)
     name = certify(tmp_path, IN_8_BITS, passed=False)
     with refuses(ConfigError, "train.fp8=hybrid", name):
         chosen_backend(config(**IN_8_BITS), CUDA)
