@@ -24,6 +24,7 @@ PARAMETERS = {
     "gemma3_4b": 3_880_263_168,
     "olmo2_7b": 7_298_617_344,
     "olmo3_7b": 7_298_011_136,
+    "phi4_14b": 14_659_507_200,
     "smollm3_3b": 3_075_098_624,
 }
 EXPERTS = {
@@ -45,6 +46,8 @@ ILLEGAL = {
     ("tiny", "tp8pp4"),
     ("qwen2.5_7b", "tp8pp4"),
     ("gemma3_4b", "tp8pp4"),
+    ("phi4_14b", "tp4cp2"),
+    ("phi4_14b", "tp8pp4"),
     ("smollm3_3b", "tp8pp4"),
 }
 """Models with too few query groups for a number of tensor ranks."""

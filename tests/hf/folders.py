@@ -138,6 +138,11 @@ CONFIGS: dict[str, Any] = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "phi3": lambda: transformers.Phi3Config(
+        **{**AWKWARD, "num_key_value_heads": 2},
+        sliding_window=9,
+        rope_parameters={"rope_type": "default", "rope_theta": 250000.0},
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**AWKWARD),
     "olmo2-grouped": lambda: transformers.Olmo2Config(
         **{**AWKWARD, "num_key_value_heads": 2, "tie_word_embeddings": True}, rope_parameters=LLAMA3

@@ -58,6 +58,11 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             if f"{theirs}.self_attn.k_proj.{kind}" in state:
                 q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
+        if f"{theirs}.self_attn.qkv_proj.weight" in state:
+            sizes = [number * model.head_size for number in (model.num_attention_heads, *[model.query_groups] * 2)]
+            q, k, v = state[f"{theirs}.self_attn.qkv_proj.weight"].split(sizes)
+            parameters[f"{ours}.self_attention.linear_qkv.weight"] = _by_group(q, k, v, model)
+            parameters[f"{ours}.mlp.linear_fc1.weight"] = state[f"{theirs}.mlp.gate_up_proj.weight"]
         if f"{theirs}.self_attn.k_proj.weight" not in state and f"{theirs}.self_attn.q_proj.weight" in state:
             parameters[f"{ours}.self_attention.linear_q_proj.weight"] = state[f"{theirs}.self_attn.q_proj.weight"]
         if model.attention_sinks:

@@ -183,6 +183,8 @@ class Rope(Entry):
     """Part of a head that rotates where the file does not say; None: whole heads in every model of the family."""
     rotary_size: str | None = None
     """Field with the number of rotated dimensions, which some files have in the place of that part."""
+    is_scaled: bool = True
+    """Whether the family has scalings that are supported."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -209,6 +211,8 @@ class Rope(Entry):
                 )
             config = {**config, PARTIAL: partial}  # as transformers does
         found = read_rope(config, self.default_base, default_partial=partial)
+        if not self.is_scaled and found["scaling"] != "none":
+            raise DataError(f"config.json: rope_type={found['scaling']} is not supported here, but default is needed")
         return {f"rope.{name}": value for name, value in found.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:

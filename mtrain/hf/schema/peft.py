@@ -18,7 +18,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.table import Rule
-from mtrain.plan.adapters import HEAD, OUTPUT, in_layer, tables
+from mtrain.plan.adapters import HEAD, OUTPUT, fused_parts, in_layer, tables
 from mtrain.plan.features.feature import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
@@ -100,6 +100,12 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
             if not found:
                 raise DataError(f"PEFT has no form for {matrix.linear} of {family.model_type} models")
             (rule,) = found
+            if len(rule.parts) < len(fused_parts(model, matrix.linear)):
+                # PEFT has one pair for the fused module, where each of our parts has its own
+                raise DataError(
+                    f"PEFT has no form for {matrix.part} of {family.model_type} models, which is fused with others "
+                    "there; merge the adapter into the weights"
+                )
             place = _place(matrix, rule)
             yield from _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours)
 

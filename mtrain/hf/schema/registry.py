@@ -27,6 +27,7 @@ from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
 from mtrain.hf.schema.families.minimax import MINIMAX_M2
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
+from mtrain.hf.schema.families.phi import PHI3
 from mtrain.hf.schema.families.smollm import SMOLLM3
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
@@ -52,6 +53,7 @@ FAMILIES = {
         MINIMAX_M2,
         GLM4_MOE,
         SMOLLM3,
+        PHI3,
     )
 }
 _SHOWN_KEYS = 2

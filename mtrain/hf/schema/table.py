@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mtrain.base.tensor_slice import Sizes, TensorSlice
@@ -112,6 +112,47 @@ class Arrangement:
             yield Block(TensorSlice(whole, shape), TensorSlice(part, shape))
 
 
+class JoinedArrangement:
+    """Layout of a tensor on disk that holds the rows of several parts, and fills the whole; as `Arrangement`."""
+
+    is_reordered = True
+
+    def __init__(self, whole: TensorSlice, pieces: Sequence[Arrangement]) -> None:
+        """
+        Args:
+            whole: Slice that the pieces fill together.
+            pieces: Parts in the order of the disk.
+        """
+        self._whole, self._pieces = whole, pieces
+        ends = list(accumulate(piece.shape[0] for piece in pieces))
+        self._rows = [slice(end - piece.shape[0], end) for piece, end in zip(pieces, ends, strict=True)]
+        self.shape: Sizes = (ends[-1], *pieces[0].shape[1:])
+        """Shape on disk."""
+
+    def arranged(self, on_disk: Tensor) -> Tensor:
+        """Returns the whole, with its dimensions."""
+        result = on_disk.new_empty(self._whole.shape)
+        for piece, rows in zip(self._pieces, self._rows, strict=True):
+            arranged = piece.arranged(on_disk[rows])
+            for block in piece.blocks():
+                block.whole.within(self._whole).of(result).copy_(block.part.of(arranged))
+        return result
+
+    def on_disk(self, arranged: Tensor) -> Tensor:
+        """Returns the rows as they lie on disk: the inverse of `arranged`."""
+        result = arranged.new_empty(self.shape)
+        for piece, rows in zip(self._pieces, self._rows, strict=True):
+            part = arranged.new_empty(piece.arranged_shape)
+            for block in piece.blocks():
+                block.part.of(part).copy_(block.whole.within(self._whole).of(arranged))
+            result[rows] = piece.on_disk(part)
+        return result
+
+    def blocks(self) -> Iterator[Block]:
+        """Yields the whole, as a part of itself."""
+        yield Block(self._whole, TensorSlice.whole(self._whole.shape))
+
+
 def _extent(where: int | slice, size: int) -> range:
     if isinstance(where, int):
         # -1 : 0 would be an empty slice
@@ -157,6 +198,8 @@ class TensorPattern:
     """Axes of the tensor on disk."""
     at: Fixed = field(default_factory=dict)
     """Place of the tensor in the fused tensor."""
+    pieces: tuple[TensorPattern, ...] = ()
+    """Tensors whose rows it holds one after the other, if it is no single one; only their axes and places count."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +228,7 @@ class HfTensor:
     """One tensor on disk and its place in a global tensor."""
 
     name: str
-    arrangement: Arrangement
+    arrangement: Arrangement | JoinedArrangement
 
     @property
     def shape(self) -> Sizes:
@@ -292,11 +335,22 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
         tensors = tuple(
             HfTensor(
                 part.name.format(L=scope.number, **dict(zip("E", experts))),
-                Arrangement(axes, part.axes, {**place, **part.at}, sizes),
+                _arrangement(part, block.whole, axes, place, sizes),
             )
             for part in rule.parts
         )
         yield FilledSlice(key, block.whole, tensors, rule.keeps_dtype)
+
+
+def _arrangement(
+    part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
+) -> Arrangement | JoinedArrangement:
+    """Builds the layout of a part in the slice that all parts fill."""
+    if part.pieces:
+        return JoinedArrangement(
+            whole, [Arrangement(axes, piece.axes, {**place, **piece.at}, sizes) for piece in part.pieces]
+        )
+    return Arrangement(axes, part.axes, {**place, **part.at}, sizes)
 
 
 def _names(axes: str) -> list[str]:

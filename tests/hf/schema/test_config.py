@@ -9,7 +9,9 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.load import load_config
+from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.hf.schema import peft
 from mtrain.hf.schema.config import differences
 from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family
 from tests.hf.folders import CONFIGS
@@ -181,6 +183,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
         "vocab_size": 200064,
     },
+    "phi4_14b": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "vocab_size": 100352,
+        "max_position_embeddings": 16384,
+        "original_max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
 }
 """Name in configs/model -> fields of the published config.json that describe the model."""
 
@@ -197,6 +219,15 @@ def test_a_published_file_is_the_model_under_configs(name: str) -> None:
 
 def test_an_alias_has_every_entry_and_rule_of_its_family() -> None:
     assert replace(FAMILIES["kimi_k2"], model_type="deepseek_v3") == FAMILIES["deepseek_v3"]
+
+
+def test_a_fused_projection_has_no_form_in_peft() -> None:
+    model = FAMILIES["phi3"].model(json.loads(CONFIGS["phi3"]().to_json_string(use_diff=False)))
+    for part in ("q_proj", "up_proj"):
+        with refuses(DataError, part, "phi3"):
+            list(peft.tensors(FAMILIES["phi3"], model, AdapterSection(kind="lora", rank=2, alpha=4, targets=[part])))
+    alone = AdapterSection(kind="lora", rank=2, alpha=4, targets=["o_proj", "down_proj"])
+    assert len(list(peft.tensors(FAMILIES["phi3"], model, alone))) == 2 * 2 * model.num_layers
 
 
 def test_files_of_older_versions_keep_their_style() -> None:

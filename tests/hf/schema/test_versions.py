@@ -43,6 +43,7 @@ OLDER: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"rope_theta": 5e6, "rope_scaling": None},
     "smollm3-windowed": {"rope_theta": 2e6, "rope_scaling": None},
+    "phi3": {"rope_theta": 250000.0, "rope_scaling": None, "partial_rotary_factor": 1.0},
     "olmo2": {"rope_theta": 1e4, "rope_scaling": None},
     "olmo2-grouped": {
         "rope_theta": 500.0,
@@ -82,10 +83,10 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if CONFIGS[name]().model_type not in ("olmo3", "gemma3_text")]
+    "name", [name for name in CONFIGS if CONFIGS[name]().model_type not in ("olmo3", "gemma3_text", "phi3")]
 )
 def test_any_scaling_is_said_in_both_words(name: str) -> None:
-    """Kinds of layers have scalings of their own, as in gemma3 and olmo3 above."""
+    """Kinds of layers have scalings of their own, as in gemma3 and olmo3 above; phi3 has none."""
     config = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
     family = family_of(config)
     for scaling in ROPES:

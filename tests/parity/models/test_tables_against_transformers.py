@@ -56,7 +56,14 @@ def smollm3() -> Any:
     return transformers.SmolLM3Config(**plain.common() | own, rope_parameters=theirs)
 
 
-FAMILIES = [glm4_moe_lite, glm4_moe, smollm3]
+def phi3() -> Any:
+    theirs = {"rope_type": "default", "rope_theta": 500.0}
+    return transformers.Phi3Config(
+        **plain.common() | {"pad_token_id": None, "sliding_window": 7}, rope_parameters=theirs
+    )
+
+
+FAMILIES = [glm4_moe_lite, glm4_moe, phi3, smollm3]
 RUNS = [(config, each) for config in FAMILIES for each in CASES]
 
 
