@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from mtrain.base.ground import found_megatron
+from mtrain.base.ground import MEGATRON_CORES, found_megatron
 from mtrain.config import Config
 from mtrain.config.known_issues import Refusal
 from mtrain.plan.layout import Layout
 
-VERSIONS = ("0.16.1", "0.19.2")
-"""Versions of megatron-core in whose sources each row was looked up; this program runs on the first."""
+VERSIONS = MEGATRON_CORES
+"""Versions of megatron-core in whose sources each row was looked up."""
 VERSION = VERSIONS[0]
 
 
