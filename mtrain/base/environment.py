@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mtrain import __version__
 from mtrain.base.errors import MachineError
-from mtrain.base.ground import found_megatron
+from mtrain.base.ground import found_megatron, found_torch
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 """Distributions whose versions can change the numbers of a run."""
@@ -39,9 +39,9 @@ def _versions() -> Mapping[str, str]:
         for distribution in importlib.metadata.distributions(name=name):
             found[name] = distribution.version
             break
-    megatron = found_megatron()
-    if megatron is not None and megatron.version is not None:  # what is imported may not be what was installed
-        found["megatron-core"] = megatron.version
+    for name, package in (("torch", found_torch()), ("megatron-core", found_megatron())):
+        if package is not None and package.version is not None:  # what is imported may not be what was installed,
+            found[name] = package.version  # and metadata of PyPI's torch leave out its CUDA
     return found
 
 
