@@ -93,9 +93,7 @@ class Command:
         for path in self._outputs:
             path.touch()
         context = multiprocessing.get_context("forkserver")
-        forkserver.ensure_running()
-        server = vars(_SERVER)["_forkserver_address"]
-        job = (script, rest, str(folder), dict(environment), *map(str, self._outputs), server)
+        job = (script, rest, str(folder), dict(environment), *map(str, self._outputs), server_address())
         self._process = context.Process(target=run_here, args=job)
         self._process.start()
         assert self._process.pid is not None
@@ -191,6 +189,13 @@ class ForkedRank:
         """Sends a signal to the rank if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def server_address() -> str:
+    """Returns the address of this process's fork server, which is started where it does not run yet."""
+    forkserver.ensure_running()
+    address: str = vars(_SERVER)["_forkserver_address"]
+    return address
 
 
 def run_here(

@@ -29,9 +29,12 @@ _PR_SET_PDEATHSIG = 1
 class SmallDisk:
     """Environment of a scene: the folder `run` on the small disk, and commands that it starts."""
 
-    def __init__(self, folder: Path) -> None:
-        """Takes the folder of the test, which contains `run`; records of commands are written there, too."""
-        self.folder, self.run_folder = folder, folder / "run"
+    def __init__(self, folder: Path, server: str) -> None:
+        """Takes the folder of the test, which contains `run`, and the address of the fork server.
+
+        Records of commands are written to the folder, too.
+        """
+        self.folder, self.run_folder, self._server = folder, folder / "run", server
 
     def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
         """Starts `python -m mtrain ...`, whose output goes to `NAME.out` and `NAME.err`; returns its process id."""
@@ -43,7 +46,8 @@ class SmallDisk:
         if pid == 0:
             try:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                warm.run_here(None, arguments[3:], str(self.folder), environment, *map(str, outputs))
+                output, errors = map(str, outputs)
+                warm.run_here(None, arguments[3:], str(self.folder), environment, output, errors, self._server)
             finally:
                 os._exit(70)  # only after a fault of this helper: the command ends the process itself
         return pid
@@ -102,7 +106,9 @@ def play(scene: Scene, size: str, folder: Path, *arguments: Any) -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
-    process = context.Process(target=_play, args=(there, scene, size, folder, arguments), daemon=True)
+    process = context.Process(
+        target=_play, args=(there, scene, size, folder, warm.server_address(), arguments), daemon=True
+    )
     process.start()
     there.close()
     try:
@@ -115,10 +121,10 @@ def play(scene: Scene, size: str, folder: Path, *arguments: Any) -> Any:
     return value
 
 
-def _play(pipe: Any, scene: Scene, size: str, folder: Path, arguments: tuple[Any, ...]) -> None:
+def _play(pipe: Any, scene: Scene, size: str, folder: Path, server: str, arguments: tuple[Any, ...]) -> None:
     try:
         _enter_namespace()
-        disk = SmallDisk(folder)
+        disk = SmallDisk(folder, server)
         disk.run_folder.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk.run_folder)], check=True)
         answer = (True, scene(disk, *arguments))
