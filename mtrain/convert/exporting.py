@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import mtrain
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.hashed_file import WriteBehind
 from mtrain.checkpoint.store.directory import reading
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.convert.endings import put_ending
 from mtrain.convert.origin import put_side_files
 from mtrain.convert.proof import Proof, prove
@@ -25,10 +25,11 @@ from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
-from mtrain.hf.io.safetensors import header_of, raw_bytes
+from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
+from mtrain.hf.schema.tower import TEXT
 
 _SHARD_BYTES = 5_000_000_000
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -62,14 +63,14 @@ def export_hf(
     target = open_target(path, like, dtype)
     files = shards(target, dtype)
     with reading(target.entry), working_folder(out, _conversion(target, files, dtype)) as folder:
-        verify_files(target.entry, target.files(), num_workers)
+        target.verify(num_workers)
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
             shard = files[unit.name]
             with partial.open("wb") as file, WriteBehind(file.fileno()) as behind:
                 file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
                 for one in shard.tensors:
-                    for part in stream_tensor(one.tensor, target.key(one.key), target.tensors.read):
+                    for part in one.stream(target):
                         check()
                         behind.note(file.write(raw_bytes(part.to(one.dtype))))
                     tell(one.size_bytes)
@@ -79,8 +80,8 @@ def export_hf(
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, target, files)
         written = HfFolder(folder)
-        check_names(folder, written, target.table, ())
-        proof = prove(target.table, target.tensors, target.key, written, "folder", num_workers, check)
+        check_names(folder, written, target.table, target.family.carried)
+        proof = prove(target.table, target.tensors, target.key, written, "folder", num_workers, check, target.carried)
     return proof
 
 
@@ -88,15 +89,24 @@ class Outgoing(NamedTuple):
     """Tensor to be written."""
 
     name: str
-    tensor: HfTensor
-    """Tensor under its own name; for a copy, the original."""
-    key: str
+    source: tuple[HfTensor, str] | SafetensorsFile
+    """Tensor of the model, for a copy the original, and its key; or the file from which it is carried along."""
     dtype: torch.dtype
+    shape: Sizes
+    """Shape of the tensor on disk."""
 
     @property
-    def shape(self) -> Sizes:
-        """Shape of the tensor on disk."""
-        return self.tensor.shape
+    def key(self) -> str | None:
+        """Key of the tensor that it is a part of; None where it is none of the model's."""
+        return None if isinstance(self.source, SafetensorsFile) else self.source[1]
+
+    def stream(self, target: ExportTarget) -> Iterator[Tensor]:
+        """Yields the numbers in the order of the disk, a part at a time; a carried tensor is a view of its file."""
+        if isinstance(self.source, SafetensorsFile):
+            yield self.source.tensor(self.name)
+        else:
+            tensor, key = self.source
+            yield from stream_tensor(tensor, target.key(key), target.tensors.read)
 
     @property
     def size_bytes(self) -> int:
@@ -121,10 +131,15 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
     """Distributes tensors over files: as in the folder that the weights came from, else in full files one after the
     other."""
     wanted = {
-        tensor.name: Outgoing(tensor.name, tensor, filled.key, target.dtype(filled, dtype))
+        tensor.name: Outgoing(tensor.name, (tensor, filled.key), target.dtype(filled, dtype), tensor.shape)
         for tensor, filled in target.table.tensors()
     }
     copies = {name: wanted[original]._replace(name=name) for name, original in target.table.copies.items()}
+    # the cast that was asked for is one of the model
+    wanted |= {
+        name: Outgoing(name, file, file.entries[name].dtype, file.entries[name].shape)
+        for name, file in target.carried.items()
+    }
     known = copies | wanted
     files = {
         file: OutgoingFile([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
@@ -196,10 +211,13 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
     name = str(dtype).removeprefix("torch.")
     given = [each for each in _DTYPE_FIELDS if each in config]
     config |= dict.fromkeys(given or _DTYPE_FIELDS, name)
+    if target.family.tower is not None:
+        text = target.family.tower.nested(config)
+        config[TEXT] = text | dict.fromkeys([each for each in _DTYPE_FIELDS if each in text], name)
     if target.is_import and config == said:
         return config  # the folder stays as it was
     config = dict.fromkeys(_DTYPE_FIELDS, name) | target.family.for_all_versions(config)
-    if "rope_theta" not in config:
+    if "rope_theta" not in (text := target.family.text(config)) and "rope_parameters" in text:
         print(
             f"note: transformers 4 has no words for the rotary embeddings of this {target.family.model_type} model and "
             "would take its defaults; load the export with transformers 5",

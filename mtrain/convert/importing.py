@@ -24,6 +24,7 @@ from mtrain.checkpoint.format.training_state import TrainingState, write_state
 from mtrain.checkpoint.format.writer import METADATA_FILES, save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
+from mtrain.convert.carried import CARRIED_NAME, carried_in, write_carried
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import BLOCKS_SUFFIX, plain_config
@@ -58,7 +59,15 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, source, out)
         written = CheckpointTensors(folder)
-        proof = prove(source.table, written, lambda key: key, source.weights, "checkpoint", num_workers)
+        proof = prove(
+            source.table,
+            written,
+            lambda key: key,
+            source.weights,
+            "checkpoint",
+            num_workers,
+            carried=carried_in(folder / ORIGIN, source.family),
+        )
         with disk_faults(f"write {folder}"):
             _write_manifest(folder, known)
     return proof
@@ -171,6 +180,8 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     )
     origin = folder / ORIGIN
     origin.mkdir(exist_ok=True)
+    if carried := carried_in(source.folder.path, source.family):
+        write_carried(origin / CARRIED_NAME, carried)
     config = plain = source.folder.config
     if source.weights is not source.folder:
         plain = plain_config(config) | {"dtype" if "dtype" in config else "torch_dtype": "bfloat16"}

@@ -33,6 +33,8 @@ def print_contents(path: Path) -> None:
         family, model = target.family, target.model
         facts = target.tensors.tensors
         tensors = {key: (facts[key].dtype, facts[key].shape) for key in sorted(facts)}
+        entries = {name: file.entries[name] for name, file in sorted(target.carried.items())}
+        tensors |= {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     dtypes: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         dtypes[str(dtype).removeprefix("torch.")] += math.prod(shape)

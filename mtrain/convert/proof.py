@@ -12,6 +12,7 @@ import torch
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.convert.carried import Carried
 from mtrain.convert.work import Meter
 from mtrain.hf.io.block_scaled import Weights
 from mtrain.hf.io.matching import same_bits, shown
@@ -47,6 +48,7 @@ def prove(
     into: Literal["checkpoint", "folder"],
     num_workers: int,
     check: Callable[[], None] = lambda: None,
+    carried: Carried | None = None,
 ) -> Proof:
     """Compares every Hugging Face tensor with the one that is made from the checkpoint.
 
@@ -59,12 +61,15 @@ def prove(
         num_workers: Number of threads; 1 uses the caller's thread.
         check: Function that is called between two pieces of work, in any of the threads; an error that it raises ends
             the proof.
+        carried: Tensors that were carried along.
 
     Raises:
         DataError: Tensors differ; the message names them.
     """
     tensors = list(table.tensors())
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
+    beside = carried or {}
+    sizes |= {name: file.entries[name].stop - file.entries[name].start for name, file in beside.items()}
 
     def differs(item: tuple[HfTensor, FilledSlice]) -> bool:
         tensor, filled = item
@@ -79,15 +84,21 @@ def prove(
         meter.add(sizes[tensor.name])
         return start != theirs.numel()
 
+    def is_changed(name: str) -> bool:
+        check()
+        meter.add(sizes[name])
+        return name not in weights.names() or not same_bits(beside[name].tensor(name), weights.tensor(name))
+
     with Meter("proving", sum(sizes.values())) as meter:
         found = mapped(differs, tensors, num_workers)
         differing = [tensor.name for (tensor, _), differ in zip(tensors, found, strict=True) if differ]
+        differing += [name for name in beside if is_changed(name)]
     if differing:
         raise DataError(
-            f"{len(differing)} of {len(tensors)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
+            f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
             f"{shown(differing)}"
         )
-    return Proof(len(tensors), sum(sizes.values()))
+    return Proof(len(sizes), sum(sizes.values()))
 
 
 def _size_bytes(dtype: torch.dtype, shape: Sizes) -> int:

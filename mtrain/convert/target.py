@@ -10,16 +10,18 @@ import torch
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, load_entry
 from mtrain.checkpoint.store.imported import imported_model
+from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
+from mtrain.convert.carried import CARRIED_NAME, Carried, carried_in
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_header, read_json
-from mtrain.hf.schema.registry import SHARDS_NAME, family_of, fitting_family
+from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME, family_of, fitting_family
 from mtrain.hf.schema.table import FilledSlice, Table
 
 _MAIN = "optimizer.state.param."
@@ -48,6 +50,8 @@ class ExportTarget(NamedTuple):
     """Whether to use float32 main weights where the checkpoint has them."""
     is_import: bool
     """Whether it is an import that returns to its own form, and not the result of a run."""
+    carried: Carried
+    """Tensors of the origin that take no part in the model."""
 
     def key(self, key: str) -> str:
         """Converts a key in the table to a key in the checkpoint."""
@@ -58,6 +62,16 @@ class ExportTarget(NamedTuple):
         if isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
             return set(self.entry.manifest.files)
         return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
+
+    def verify(self, num_workers: int) -> None:
+        """Compares the files with the weights with their digests.
+
+        Raises:
+            DataError: A file is damaged.
+        """
+        verify_files(self.entry, self.files(), num_workers)
+        if self.carried and self.origin is not None and (self.origin / CARRIED_NAME).exists():
+            verify_files(load_entry(self.origin.parent), {f"{ORIGIN}/{CARRIED_NAME}"}, num_workers)
 
     def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
         """Returns the dtype that a tensor will have in the export."""
@@ -86,7 +100,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     names = [name for file in files_there(origin).values() for name in file["tensors"]]
     if is_import:
         family = family.as_stored(names)
-    elif source.model.tied_embeddings and source.model.num_labels is None:
+    elif family.tower is not None or (source.model.tied_embeddings and source.model.num_labels is None):
         # next to a tensor outside of the base model, transformers 4 does not accept names without `model.`
         family = family.as_stored(names, for_all_versions=True)
     table = family.table(source.model)
@@ -105,6 +119,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         source.tokenizer if like is None else None,
         main_weights=dtype == torch.float32,
         is_import=is_import,
+        carried=carried_in(origin, family),
     )
     _check_keys(target)
     return target

@@ -10,16 +10,19 @@ from torch import Tensor
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, DataError, MachineError
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
+from mtrain.convert.carried import carried_in
 from mtrain.convert.origin import source_of
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import open_target
 from mtrain.data.batch import Microbatch
+from mtrain.hf.io.matching import shown as shown_names
 from mtrain.hf.io.source import open_source
 from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
+from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.registry import family_of
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.distributed.party import Purpose
@@ -45,8 +48,13 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     if differing := disagreements(source.model, target.model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
         raise DataError(f"{hf} holds another model than {checkpoint} ({shown}); name another folder")
-    verify_files(target.entry, target.files(), num_workers)
-    return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers)
+    target.verify(num_workers)
+    origin = source_of(target.entry.path).origin
+    carried = {} if origin is None else carried_in(origin, family_of(read_json(origin / CONFIG_NAME)))
+    # a run that began without images may have them from --like
+    if carried and (other := sorted(target.carried.keys() - carried.keys())):
+        raise DataError(f"{hf} holds {shown_names(other)}, which {origin} does not; name another folder")
+    return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers, carried=carried)
 
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)

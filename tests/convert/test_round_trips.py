@@ -22,7 +22,7 @@ from mtrain.hf.io.training import transformers_logits
 from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 from tests.hf import hf_ranks
-from tests.hf.folders import CONFIGS, save
+from tests.hf.folders import CONFIGS, TOWERS, class_of, save
 from tests.mcore.state import checkpoint_ranks
 from tests.pool import Pool
 
@@ -36,7 +36,8 @@ LIKE_OTHERS = ("mistral", "qwen3-moe-unnormalised", "olmo2-grouped")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in LIKE_OTHERS else []) for name in CONFIGS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name in LIKE_OTHERS else []) for name in [*CONFIGS, *TOWERS]],
 )
 def test_a_model_comes_back_byte_for_byte_and_computes_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
     theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
@@ -49,10 +50,11 @@ def test_a_model_comes_back_byte_for_byte_and_computes_the_same(pool: Pool, tmp_
     assert proof.num_tensors == len(HfFolder(theirs).names())
     assert names(back) == names(theirs) - {"modeling_evil.py"}
     assert [file for file in names(back) if not filecmp.cmp(theirs / file, back / file, shallow=False)] == []
-    again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto", attn_implementation="eager").eval()
+    auto = class_of(model.config)
+    again = auto.from_pretrained(back, dtype="auto", attn_implementation="eager").eval()
     for key, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
-    tokens = random_tokens(model.config.vocab_size)
+    tokens = random_tokens(model.config.get_text_config().vocab_size)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, again(tokens).logits)
     expected = transformers_logits(back, tokens).numpy()

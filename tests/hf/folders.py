@@ -171,15 +171,39 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+TOWERS: dict[str, Any] = {
+    "gemma3-images": lambda: transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3"]().to_dict() | {"tie_word_embeddings": True},
+        vision_config=_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+    ),
+}
+"""Models of text inside models of images and text."""
+
+
+def class_of(config: Any) -> Any:
+    """Returns the class by which transformers opens a model."""
+    is_text = not hasattr(config, "vision_config")
+    return transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+
 
 def save(
     name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "30KB", **changes: Any
 ) -> Any:
     """Creates the model `name` with a changed config and random weights in every tensor, saves it and returns it."""
     torch.manual_seed(sum(map(ord, name)))
-    config = CONFIGS[name]()
+    config = (CONFIGS | TOWERS)[name]()
     config.update(changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    model = class_of(config).from_config(config, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         for value in model.state_dict().values():
             if value.is_floating_point():

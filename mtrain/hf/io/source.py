@@ -53,6 +53,11 @@ def open_source(path: Path, needs_output: bool = True) -> HfSource:
     weights = plain_weights(folder)
     family, model = read_model(path, folder.config, weights.names())
     family = family.as_stored(weights.names())
+    if family.carried and weights is not folder:
+        raise DataError(
+            f"{path} is a {family.model_type} model in few bits; only plain weights of models with images are read: "
+            "take it in bfloat16"
+        )
     if model.num_layers > len(weights.names()):  # the table of a mistyped number would fill the memory
         raise DataError(
             f"{path} does not fit its {CONFIG_NAME}, which says {model.num_layers} layers: it holds only "
@@ -63,7 +68,7 @@ def open_source(path: Path, needs_output: bool = True) -> HfSource:
     output = {tensor.name for tensor, filled in table.tensors() if filled.key == _OUTPUT}
     if not needs_output and not output & weights.names():
         table = table.without(_OUTPUT)
-    check_names(path, weights, table, family.dropped)
+    check_names(path, weights, table, (*family.dropped, *family.carried))
     return HfSource(folder, weights, family, model, table)
 
 

@@ -15,6 +15,7 @@ from mtrain.hf.schema.config import DEPTHS, differences
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, inside, read_header, read_json
 from mtrain.hf.schema.registry import family_of, fields_nobody_knows
+from mtrain.hf.schema.tower import TEXT
 from mtrain.hf.schema.values import shown_name
 
 _SHOWN_FIELDS = 8
@@ -28,8 +29,8 @@ def described_model(folder: Path) -> ModelSection:
         DataError: Files are missing or damaged, or the model is not supported.
     """
     config = read_json(inside(folder, CONFIG_NAME))
-    # the index is read only where it matters: a config may promise depths whose weights are not there
-    names = tensor_names(folder, config) if config.get(DEPTHS) else ()
+    # the index is read only where it matters: a config may promise depths, or tied tables, that are not there
+    names = tensor_names(folder, config) if config.get(DEPTHS) or TEXT in config else ()
     return read_model(folder, config, names)[1]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
+from mtrain.hf.schema.tower import CARRIED, TEXT, TIED, Tower
 from mtrain.plan.features import kinds, present
 
 BASE = "model."
@@ -34,6 +35,35 @@ class Family:
     """Fields of config.json that transformers leaves unread in this family, though other families have them."""
     base: str = BASE
     """Beginning of the names of all tensors except those of heads."""
+    outside: str = ""
+    """Beginning of the names of heads."""
+    tower: Tower | None = None
+    """Place of the model in a multimodal one; None where it is text alone."""
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """Returns patterns of tensors that are not read, and that conversions carry along."""
+        return () if self.tower is None else CARRIED
+
+    def carries(self, name: str) -> bool:
+        """Says whether conversions carry a tensor along."""
+        return any(re.fullmatch(pattern, name) for pattern in self.carried)
+
+    def parts(self, config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
+        """Yields each part of a config.json: text before the names of its fields, fields, and names that are known.
+
+        Raises:
+            DataError: The text model's part is missing, or of another family.
+        """
+        if self.tower is None:
+            yield "", config, self.names
+        else:
+            yield "", config, self.tower.names
+            yield f"{TEXT}.", self.tower.nested(config), self.names
+
+    def text(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields that describe the text model."""
+        return config if self.tower is None else self.tower.text(config)
 
     @property
     def names(self) -> frozenset[str]:
@@ -42,7 +72,9 @@ class Family:
 
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """Returns the config.json of what a folder holds: depths of multi-token prediction may be configured and not be
-        there."""
+        there, and a head though tables are said to be tied."""
+        if self.tower is not None:
+            return self.tower.as_held(config, names)
         layer = f"layers.{config.get('num_hidden_layers')}."
         # transformers saves the field and omits the weights: by the field alone tensors would be missing
         if config.get(DEPTHS) and not any(name.startswith((layer, BASE + layer)) for name in names):
@@ -52,8 +84,8 @@ class Family:
     def as_stored(self, names: Collection[str], for_all_versions: bool = False) -> Family:
         """Returns the family with the names that tensors have in a folder.
 
-        Weights saved from a base model lack `model.`. transformers 5 also saves and loads the experts of a layer as one
-        tensor, which transformers 4 does not know.
+        Weights saved from a base model lack `model.`; those of a multimodal model have two beginnings.
+        transformers 5 also saves and loads the experts of a layer as one tensor, which transformers 4 does not know.
 
         Args:
             names: Names of all tensors; without any, tensors have the usual names.
@@ -61,13 +93,24 @@ class Family:
         """
         there = {_NUMBER.sub("*", name) for name in names}
         has_base = any(name.startswith(BASE) for name in there)
-        base = "" if not has_base and any(name.startswith(_IN_BASE) for name in there) else BASE
+        base, outside = "" if not has_base and any(name.startswith(_IN_BASE) for name in there) else BASE, ""
+        if self.tower is not None:
+            base, outside = self.tower.beginnings(names)
         rules = []
         for rule in self.rules:
-            choices = [_under(base, parts) for parts in (rule.parts, *(() if for_all_versions else rule.others))]
+            choices = [
+                self._under(base, outside, parts) for parts in (rule.parts, *(() if for_all_versions else rule.others))
+            ]
             fitting = (parts for parts in choices if any(_numberless(part.name) in there for part in parts))
             rules.append(replace(rule, parts=next(fitting, choices[0])))
-        return replace(self, rules=tuple(rules), base=base)
+        return replace(self, rules=tuple(rules), base=base, outside=outside)
+
+    def _under(self, base: str, outside: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
+        def renamed(name: str) -> str:
+            in_base = name.startswith(self.base)
+            return base + name.removeprefix(self.base) if in_base else outside + name.removeprefix(self.outside)
+
+        return tuple(replace(part, name=renamed(part.name)) for part in parts)
 
     def model(self, config: dict[str, Any]) -> ModelSection:
         """Builds the architecture that a config.json describes.
@@ -75,7 +118,7 @@ class Family:
         Raises:
             DataError: A field is missing, wrong or not supported.
         """
-        return model_of(config, self.entries)
+        return model_of(self.text(config), self.entries)
 
     def config(self, model: ModelSection, template: Mapping[str, Any] | None) -> dict[str, Any]:
         """Builds a config.json that describes the model.
@@ -88,7 +131,13 @@ class Family:
             DataError: The family cannot describe this model.
         """
         start = {"architectures": [self.architecture], "model_type": self.model_type} if template is None else template
-        return config_of(model, self.entries, start, template is not None)
+        if self.tower is None:
+            return config_of(model, self.entries, start, template is not None)
+        start = {TEXT: {"model_type": self.tower.text_type}, **start}
+        text = self.tower.text(start)
+        if not model.tied_embeddings and self.tower.may_hold_head(start):
+            text[TIED] = False
+        return self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
 
     def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Builds a config.json that transformers 4 reads as transformers 5 does: older fields are added where they are
@@ -97,19 +146,29 @@ class Family:
         Args:
             config: Content of config.json of a model of this family.
         """
-        given, found = dict(config), dict(config)
+        given = self.text(dict(config))
+        found = dict(given)
         for entry in self.entries:
             found |= {name: value for name, value in entry.older(given).items() if name not in given}
-        return found
+        return found if self.tower is None else self.tower.with_text(config, given, found)
 
     def table(self, model: ModelSection) -> Table:
         """Builds the table that says where each tensor of a model goes."""
         table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
-        return replace(table, copies=_copies(model, self.base))
+        return replace(table, copies=_copies(model, self.base, self.outside))
 
 
-def _under(base: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
-    return tuple(replace(part, name=re.sub(rf"^{re.escape(BASE)}", base, part.name)) for part in parts)
+def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:
+    """Builds the family of a multimodal model whose text model is of a family.
+
+    Args:
+        family: Family of the text model.
+        model_type: Name of the multimodal family.
+        architecture: Name of its class in transformers.
+        tower: Place of the text model.
+    """
+    named = replace(family, model_type=model_type, architecture=architecture, tower=tower)
+    return named.as_stored(())
 
 
 def _numberless(name: str) -> str:
@@ -149,14 +208,15 @@ def stacks_layers(model: ModelSection) -> bool:
     return len(set(kinds(model))) == 1
 
 
-def _copies(model: ModelSection, base: str) -> dict[str, str]:
+def _copies(model: ModelSection, base: str, outside: str) -> dict[str, str]:
     """Returns the tables of the vocabulary that some folders hold twice: copy -> original."""
     embeddings = f"{base}embed_tokens.weight"
     if model.num_labels is not None:
         return {}
-    output = embeddings if model.tied_embeddings else "lm_head.weight"
+    head = f"{outside}lm_head.weight"
+    output = embeddings if model.tied_embeddings else head
     # programs that save every entry of a state dict write a tied table under both names
-    copies = {"lm_head.weight": embeddings} if model.tied_embeddings else {}
+    copies = {head: embeddings} if model.tied_embeddings else {}
     for layer in range(model.num_layers, model.num_layers + model.mtp_depths):
         # DeepSeek's files repeat both tables in the layer of each depth
         copies[f"{base}layers.{layer}.embed_tokens.weight"] = embeddings

@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 26
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
     r"generation_config\.json|tokenizer.*\.(json|model)|tiktoken\.model|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
-    r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|preprocessor_config\.json|"
+    r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|(video_)?(pre)?processor_config\.json|"
     r"sentencepiece.*\.model|LICENSE.*|NOTICE.*|USE_POLICY.*|README\.md"
 )
 _OTHER_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)")

@@ -164,6 +164,10 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     names = [each.name for each in named if not each.matrix.num_experts and each.kind != _HEAD]
     heads = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _HEAD]
     modules = dict.fromkeys(_module_of(name) for name in names)
+    # the last part of a name means that module in every layer; beside images, also in their layers
+    targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules})
+    if family.tower is not None:
+        targets = rf"(model\.language_model\.(.*\.)?)?({'|'.join(targets)})"
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
@@ -174,8 +178,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.scaling == "rslora",
         "use_dora": adapter.has_magnitudes,
-        # the last part of a name means that module in every layer
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "target_modules": targets,
         "bias": "none",
         # true is for modules with transposed weights, such as Conv1D of GPT-2
         "fan_in_fan_out": False,

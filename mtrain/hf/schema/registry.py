@@ -22,7 +22,7 @@ from mtrain.hf.schema.config import UnsayableError
 from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
-from mtrain.hf.schema.families.gemma import GEMMA3
+from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
 from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
 from mtrain.hf.schema.families.minimax import MINIMAX_M2
@@ -47,6 +47,7 @@ FAMILIES = {
         KIMI_K2,
         GLM4_MOE_LITE,
         GEMMA3,
+        GEMMA3_IMAGES,
         GPT_OSS,
         OLMO2,
         OLMO3,
@@ -73,9 +74,9 @@ def family_of(config: dict[str, Any]) -> Family:
         raise DataError(
             f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(FAMILIES)} is needed"
         )
-    own = FAMILIES[name].names
-    # here and not in the entries: an entry sees only the fields that it knows
-    refuse_fields_of_others(config, name, own, _ALL_NAMES - own)
+    for _, part, own in FAMILIES[name].parts(config):
+        # here and not in the entries: an entry sees only the fields that it knows
+        refuse_fields_of_others(part, name, own, _ALL_NAMES - own)
     return FAMILIES[name]
 
 
@@ -85,7 +86,8 @@ def fields_nobody_knows(config: dict[str, Any]) -> list[str]:
     Raises:
         DataError: The file names no family, or an unknown one, or has unread fields that could change the function.
     """
-    return unknown_fields(config, family_of(config).names, _ALL_NAMES)
+    parts = family_of(config).parts(config)
+    return [before + name for before, part, own in parts for name in unknown_fields(part, own, _ALL_NAMES)]
 
 
 def fitting_family(model: ModelSection) -> Family:
@@ -95,7 +97,8 @@ def fitting_family(model: ModelSection) -> Family:
         DataError: No family fits; names for each family what it cannot describe.
     """
     reasons = []
-    for family in FAMILIES.values():
+    # weights that came from nowhere have no images beside them
+    for family in (each for each in FAMILIES.values() if each.tower is None):
         try:
             # tried, not asked: writing and reading back shows differences
             family.config(model, None)

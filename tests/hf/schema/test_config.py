@@ -14,7 +14,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.config import differences
 from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family
-from tests.hf.folders import CONFIGS
+from tests.hf.folders import CONFIGS, TOWERS
 from tests.messages import refuses
 from tests.paths import CONFIGS as CONFIG_FILES
 
@@ -41,9 +41,9 @@ OLD_ROPE = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *TOWERS])
 def test_every_family_says_the_same_again_with_and_without_its_file(name: str) -> None:
-    theirs = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
+    theirs = json.loads((CONFIGS | TOWERS)[name]().to_json_string(use_diff=False))
     family = family_of(theirs)
     model = family.model(family.as_held(theirs, ()))
     assert family.config(model, theirs) == theirs
@@ -55,6 +55,36 @@ def test_every_family_says_the_same_again_with_and_without_its_file(name: str) -
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma3_4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": {
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "model_type": "siglip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+    },
     "kimi_k2": {
         "model_type": "kimi_k2",
         "architectures": ["DeepseekV3ForCausalLM"],

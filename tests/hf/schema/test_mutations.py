@@ -19,11 +19,11 @@ from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, fields_nobody_knows
 from tests.fault_table import Notice
-from tests.hf.folders import CONFIGS
+from tests.hf.folders import CONFIGS, TOWERS, class_of
 from tests.hf.megatron_names import from_huggingface
 from tests.reference import logits_of
 
-NAMES = [name for name in CONFIGS if name not in ("llama-biased", "llama-tied", "deepseek-direct-queries")]
+NAMES = [name for name in [*CONFIGS, *TOWERS] if name not in ("llama-biased", "llama-tied", "deepseek-direct-queries")]
 ROPES: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0, "mscale_all_dim": 2.0}},
@@ -76,7 +76,7 @@ TOKENS = torch.arange(24)[None] * 7 % 57
 
 
 def base(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
+    found: dict[str, Any] = json.loads((CONFIGS | TOWERS)[name]().to_json_string(use_diff=False))
     return found
 
 
@@ -96,11 +96,36 @@ def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {name: "gelu"}
     yield from ROPES
     yield from OTHERS
-    parameters = config["rope_parameters"]
+    parameters = config.get("rope_parameters", {})
     for name, value in parameters.items():
         if isinstance(value, float | int) and not isinstance(value, bool):
             yield {"rope_parameters": parameters | {name: 2 * value}}
         yield {"rope_parameters": {key: each for key, each in parameters.items() if key != name}}
+
+
+def mutations_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields configs with every field changed in turn; in a model of images and text, those of text, and all others."""
+    if "text_config" not in config:
+        yield from mutations(config)
+        return
+    for part in ("text_config", "vision_config"):
+        yield from ({part: config[part] | mutation} for mutation in mutations(config[part]))
+        yield from ({part: without(config[part], name)} for name in config[part])
+    yield from mutations(config)
+    yield from (
+        {"tie_word_embeddings": tied, "text_config": config["text_config"] | {"tie_word_embeddings": other}}
+        for tied in (True, False)
+        for other in (True, False)
+    )
+
+
+def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def as_text(state: dict[str, Any]) -> dict[str, Any]:
+    """Names the tensors of a text model inside another as those of a text model alone."""
+    return {name.replace("model.language_model.", "model."): value for name, value in state.items()}
 
 
 class Answer(NamedTuple):
@@ -117,7 +142,7 @@ def answered(config: dict[str, Any], state: dict[str, Any]) -> Answer | None:
         read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
         read._attn_implementation = "eager"
         read._experts_implementation = "eager"
-        model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float64).double()
+        model = class_of(read).from_config(read, dtype=torch.float64).double()
         model.load_state_dict(state)
         with torch.no_grad():
             return Answer(model.eval()(TOKENS).logits, model.state_dict())
@@ -155,7 +180,8 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     config = base(name)
     torch.manual_seed(1)
     # float64 everywhere: a part that asks for float32 by itself, such as DeepSeek's router, stays in it otherwise
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float64).double()
+    made = (CONFIGS | TOWERS)[name]()
+    model = class_of(made).from_config(made, dtype=torch.float64).double()
     with torch.no_grad():
         for value in model.state_dict().values():
             value.copy_(torch.randn(value.shape) * 0.3)
@@ -163,7 +189,7 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     right, known = answered(config, state), ours(config)
     assert right is not None
     num_changed, num_accepted, wrong = 0, 0, []
-    for mutation in [{}, *mutations(config)]:
+    for mutation in [{}, *mutations_of(config)]:
         theirs, read = answered(config | mutation, state), ours(config | mutation)
         if theirs is None:
             continue
@@ -173,7 +199,7 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
         num_accepted += 1
         is_known = mutation and read == known and torch.equal(theirs.logits, right.logits)
         if not is_known:  # same tensors: the oracle has already judged the unchanged model
-            exact = logits_of(from_huggingface(theirs.state, read), read, TOKENS)
+            exact = logits_of(from_huggingface(as_text(theirs.state), read), read, TOKENS)
             if not torch.allclose(exact, theirs.logits, rtol=0.0, atol=1e-4):
                 wrong.append(mutation)
     assert num_changed >= 5, "the mutations change nothing"
@@ -183,11 +209,12 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_of_transformers_is_in_the_tables(name: str) -> None:
-    config = CONFIGS[name]()
-    fields = {field.name for field in dataclasses.fields(config)} | base(name).keys()
-    mapped = set(config.attribute_map)  # other names of fields that are read
+    config = (CONFIGS | TOWERS)[name]()
     family = FAMILIES[config.model_type]
-    assert fields - mapped <= family.names | INERT | CHANGES_THE_FUNCTION
+    for part, (_, said, known) in zip([config, config.get_text_config()], family.parts(base(name))):
+        fields = {field.name for field in dataclasses.fields(part)} | said.keys()
+        mapped = set(part.attribute_map)  # other names of fields that are read
+        assert fields - mapped <= known | INERT | CHANGES_THE_FUNCTION
     generation = transformers.GenerationConfig._get_default_generation_params()
     assert generation.keys() <= INERT
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.hf.schema.registry import family_of
 from mtrain.hf.schema.table import Table, read_slice, stream_tensor
-from tests.hf.folders import CONFIGS
+from tests.hf.folders import CONFIGS, TOWERS
 
 
 def table_of(name: str) -> Table:
-    config = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
+    config = json.loads((CONFIGS | TOWERS)[name]().to_json_string(use_diff=False))
     family = family_of(config)
     return family.table(family.model(config))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *TOWERS])
 def test_every_number_has_one_place(name: str) -> None:
     """DeepSeek has the layer that predicts further ahead."""
     table = table_of(name)

@@ -1,4 +1,4 @@
-"""Gemma-3, text: four zero-centred norms a layer, GELU gates, five windowed layers for each wide one."""
+"""Gemma-3, text and beside images: four zero-centred norms a layer, GELU gates, five windowed layers a wide one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from mtrain.hf.schema.families.common import (
     layer_kinds,
     windows,
 )
-from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.rope import ROPE_NAMES, older_rope, read_rope, written_rope
+from mtrain.hf.schema.tower import Tower
 from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
@@ -123,4 +124,31 @@ GEMMA3 = Family(
     ),
     # hidden_activation is the field that the model reads
     inert=("hidden_act", "_sliding_window_pattern"),
+)
+GEMMA3_IMAGES = in_tower(
+    GEMMA3,
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    Tower(
+        "gemma3_text",
+        is_tied=True,
+        # of Gemma3TextConfig: published files say only what differs
+        defaults={
+            "num_hidden_layers": 26,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_attention_heads": 8,
+            "vocab_size": 262208,
+        },
+        unread=(
+            "mm_tokens_per_image",
+            "image_token_index",
+            "boi_token_index",
+            "eoi_token_index",
+            "image_token_id",
+            "boi_token_id",
+            "eoi_token_id",
+            "initializer_range",
+        ),
+    ),
 )

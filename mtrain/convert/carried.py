@@ -1,0 +1,41 @@
+"""Tensors of a folder that take no part in a model, and that conversions carry along bit for bit: those of images.
+
+An import keeps them in one file next to config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mtrain.checkpoint.format.hashed_file import WriteBehind
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
+from mtrain.hf.schema.family import Family
+
+CARRIED_NAME = "carried.safetensors"
+
+Carried = Mapping[str, SafetensorsFile]
+"""Name of a tensor -> file that holds it."""
+
+
+def carried_in(path: Path | None, family: Family) -> Carried:
+    """Finds the tensors that are carried along from a folder of Hugging Face, or from `hf/` of an import.
+
+    Raises:
+        DataError: There are no weights, or they are damaged.
+    """
+    if path is None or not family.carried:
+        return {}
+    kept = path / CARRIED_NAME
+    files = [SafetensorsFile(kept)] if kept.exists() else HfFolder(path).files.values()
+    return {name: file for file in files for name in file.entries if family.carries(name)}
+
+
+def write_carried(path: Path, carried: Carried) -> None:
+    """Writes tensors to one file, one after the other."""
+    facts = {name: file.entries[name] for name, file in carried.items()}
+    with path.open("wb") as file, WriteBehind(file.fileno()) as behind:
+        file.write(header_of({name: (each.dtype, each.shape) for name, each in facts.items()}, {}))
+        for name, source in carried.items():
+            behind.note(file.write(raw_bytes(source.tensor(name))))

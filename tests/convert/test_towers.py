@@ -1,0 +1,171 @@
+"""A text model inside a model of images and text: text is trained, all else travels bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from mtrain.base.errors import DataError
+from mtrain.config import Config
+from mtrain.config.load import save_config
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.importing import import_hf
+from mtrain.convert.verifying import random_tokens, verify_hf
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.schema.description import described_model
+from mtrain.plan.layout import Layout
+from tests.hf import hf_ranks
+from tests.hf.folders import TOWERS, class_of, save
+from tests.hf.stored import store
+from tests.mcore.state import checkpoint_ranks
+from tests.pool import Pool
+
+CARRIED = "hf/carried.safetensors"
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    content = HfFolder(folder)
+    return {name: content.tensor(name).clone() for name in content.names()}
+
+
+def of_images(name: str) -> bool:
+    return "vision_tower" in name or "multi_modal_projector" in name
+
+
+def flip(path: Path) -> None:
+    """Flips the lowest bit of the last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_names_as_they_are_in_memory_come_back(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path / "usual")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="30KB", save_original_format=False)
+    assert HfFolder(tmp_path / "theirs").names() >= {"model.language_model.norm.weight"}
+    assert HfFolder(tmp_path / "usual").names() >= {"language_model.model.norm.weight"}
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    for file in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+    # the same model, whatever its tensors are called
+    verify_hf(tmp_path / "ours", tmp_path / "theirs", num_workers=1)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_cast_is_one_of_text(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", torch.float32, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    theirs, back = state_of(tmp_path / "theirs"), state_of(tmp_path / "back")
+    assert theirs.keys() == back.keys()
+    for key, value in theirs.items():
+        wanted = value if of_images(key) else value.float()
+        assert back[key].dtype == wanted.dtype, key
+        assert torch.equal(back[key], wanted), key
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    said = [part["dtype"] for part in (config, config["text_config"], config["vision_config"])]
+    assert said == ["float32", "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("start", ["folder", "import"])
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_run_changes_text_alone(name: str, start: str, pool: Pool, tmp_path: Path) -> None:
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    save(name, theirs)
+    import_hf(theirs, tmp_path / "ours", None, num_workers=1)
+    named: dict[str, Any] = {"model": described_model(theirs).model_dump(), "checkpoint": {}}
+    if start == "folder":
+        named["model"]["hf"] = str(theirs)
+    else:
+        named["checkpoint"]["initialize_from"] = str(tmp_path / "ours")
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(run)},
+            "train": {"global_batch_size": 2, "num_steps": 3, "precision": "bf16"},
+            "optimizer": {"lr": 1e-2, "schedule": "constant"},
+            "data": {"kind": "mock", "seq_length": 8},
+            **named,
+        }
+    )
+    if start == "folder":
+        started = pool.run(hf_ranks.started_weights, Layout(), config)[0]
+        imported = pool.run(hf_ranks.weights, Layout(), tmp_path / "ours", config)[0]
+        for key, value in imported.items():
+            np.testing.assert_array_equal(started[key], value, err_msg=key)
+    run.mkdir()
+    save_config(config, run / "config.yaml")
+    pool.run(checkpoint_ranks.train, Layout(), config, run / "checkpoints", None, 2, 1)
+    proof = export_hf(run, tmp_path / "back", None, None, num_workers=2)
+
+    before, after = state_of(theirs), state_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert proof.num_tensors == len(before)
+    assert {key for key, value in before.items() if torch.equal(value, after[key])} == set(filter(of_images, before))
+    assert verify_hf(run, tmp_path / "back", num_workers=1) == proof
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    again = class_of(read).from_pretrained(tmp_path / "back", dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = again(random_tokens(57)).logits.numpy()
+    ours = pool.run(hf_ranks.logits, Layout(), run / "checkpoints" / "step_00000001", False)[0]
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    save("gemma3-images", tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    last = sorted((tmp_path / "back").glob("*.safetensors"))[-1]
+    assert list(HfFolder(tmp_path / "back").files[last.name].entries)[-1] == "vision_tower.post_layernorm.weight"
+    flip(last)
+    with pytest.raises(DataError) as differs:
+        verify_hf(tmp_path / "ours", tmp_path / "back", num_workers=1)
+    assert str(differs.value).startswith("1 of ")
+    assert str(differs.value).endswith(": vision_tower.post_layernorm.weight")
+    flip(tmp_path / "ours" / CARRIED)
+    with pytest.raises(DataError) as damaged:
+        export_hf(tmp_path / "ours", tmp_path / "again", None, None, num_workers=1)
+    assert CARRIED in str(damaged.value)
+
+
+def test_a_folder_with_other_tensors_of_images_is_another_model(tmp_path: Path) -> None:
+    save("gemma3-images", tmp_path / "theirs", max_shard_size="1GB")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    state = load_file(tmp_path / "theirs" / "model.safetensors")
+    last = state.pop("vision_tower.post_layernorm.weight")
+    for changed in (state, state | {"vision_tower.post_layernorm.weight": last, "vision_tower.more": last.clone()}):
+        save_file(changed, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(DataError, match=r"vision_tower\.(post_layernorm\.weight|more)"):
+            verify_hf(tmp_path / "ours", tmp_path / "theirs", num_workers=1)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"text_config": None}, "text_config=None is null, but an object is needed"),
+    ({"text_config": {"model_type": "qwen3"}}, "text_config of model_type='qwen3' is not supported in a gemma3 model"),
+    ({"tie_word_embeddings": False}, "lacks language_model.lm_head.weight"),
+    ({"model_type": "qwen3_5"}, "model_type='qwen3_5' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reported"), REFUSED, ids=[next(iter(changes)) for changes, _ in REFUSED])
+def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], reported: str, tmp_path: Path) -> None:
+    save("gemma3-images", tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(DataError) as refused:
+        import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    assert reported in str(refused.value)
+
+
+def test_weights_in_few_bits_are_refused(tmp_path: Path) -> None:
+    save("gemma3-images", tmp_path / "theirs", max_shard_size="1GB")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    store(tmp_path / "fp8", load_file(tmp_path / "theirs" / "model.safetensors"), config, "fp8", "whole")
+    with pytest.raises(DataError, match="is a gemma3 model in few bits; only plain weights"):
+        import_hf(tmp_path / "fp8", tmp_path / "ours", None, num_workers=1)
