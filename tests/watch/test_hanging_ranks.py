@@ -50,14 +50,15 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
             kind,
             phase,
             frame,
-            marks=pytest.mark.fault("ranks", f"{fault} in {phase}", happens=HANGS, exit_code=5),
+            marks=[pytest.mark.fault("ranks", f"{fault} in {phase}", happens=HANGS, exit_code=5), *marks],
             id=f"{kind}-{phase}",
         )
-        for kind, fault, phase, frame in [
-            ("stop", "SIGSTOP of one of several ranks", Phase.FORWARD_BACKWARD, "in fault_point"),
-            ("stop", "SIGSTOP of one of several ranks", Phase.SAVE, "in fault_point"),
-            ("gil", "a rank that never lets go of the interpreter's lock", Phase.VALIDATION, "in match"),
-            ("loop", "a rank that runs in circles", Phase.DATA, "in fault_point"),
+        for kind, fault, phase, frame, marks in [
+            ("stop", "SIGSTOP of one of several ranks", Phase.FORWARD_BACKWARD, "in fault_point", []),
+            ("stop", "SIGSTOP of one of several ranks", Phase.SAVE, "in fault_point", [pytest.mark.nightly]),
+            ("gil", "a rank that never lets go of the interpreter's lock", Phase.VALIDATION, "in match", []),
+            # by day tests/watch/test_judge.py tells it from the others
+            ("loop", "a rank that runs in circles", Phase.DATA, "in fault_point", [pytest.mark.nightly]),
         ]
     ],
 )

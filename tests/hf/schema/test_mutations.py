@@ -168,9 +168,15 @@ LIKE_OTHERS = (
     "olmo2-grouped",
     "qwen3-moe",
     "olmo3",
+    "smollm3",
     "smollm3-windowed",
+    "phi3",
+    "glm4-moe-lite",
+    "glm4-moe",
+    *TOWERS,
 )
-"""Models nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts) and gemma3 (windows)."""
+"""Models nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts), gemma3 (windows), deepseek
+(its experts) and minimax (heads that rotate in part); fields around a text tower: tests/hf/schema/test_config.py."""
 
 
 @pytest.mark.parametrize(

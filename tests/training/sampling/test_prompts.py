@@ -38,7 +38,11 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("options", [{}, {"special_tokens_in_text": True}])
+@pytest.mark.parametrize(
+    "options",
+    # special tokens in text, by day: test_a_text_is_the_prompt_of_its_sample
+    [{}, pytest.param({"special_tokens_in_text": True}, marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize(
     "more",
     [{}, {"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"chat_template_kwargs": {"mode": "on"}}, {"note": 1}],

@@ -111,7 +111,8 @@ def test_greedy_answers_are_those_of_transformers(
     ("names", "layout", "slots"),
     [
         (["gpt-oss"], {"tp": 2, "sp": "true", "cp_comm": "ulysses"}, 64),
-        (["llama"], {"pp": 2, "vpp": 2}, 64),
+        # stages pass what they pass in training
+        pytest.param(["llama"], {"pp": 2, "vpp": 2}, 64, marks=pytest.mark.nightly),
         (["mixtral"], {"ep": 2}, 1),  # one place for three prompts: the others wait
         # heads are divided like those of sinks above, latents as in training
         pytest.param(["llama", "deepseek"], {"tp": 2, "sp": "true"}, 64, marks=pytest.mark.nightly),
