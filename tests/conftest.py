@@ -54,8 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what this machine cannot run; a requested search has no time limit."""
     leave_out(config, items)
-    # first: at the end the other worker would wait for them, since a started test cannot be handed over
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    # first: at the end the other workers would wait for them, since a started test cannot be handed over
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "waits"))))
     if config.getoption("--max-examples") is not None:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))

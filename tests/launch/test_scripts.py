@@ -229,6 +229,7 @@ def test_a_script_says_that_a_job_is_requeued_only_where_slurm_has_done_it(
     ],
     ids=str,
 )
+@pytest.mark.waits
 def test_a_requeue_that_did_not_happen_is_no_success(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], answers: dict[str, list[str]], words: str, notice: Notice
 ) -> None:
@@ -324,6 +325,7 @@ def test_a_lost_env_file_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert not (tmp_path / "arguments").exists()
 
 
+@pytest.mark.waits
 def test_a_signal_that_srun_forgets_is_repeated(tmp_path: Path) -> None:
     process = start(tmp_path, str(tmp_path), "run.yaml", SRUN_STARTS_S="1")
     wait_for(tmp_path / "starting")

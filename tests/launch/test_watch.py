@@ -114,6 +114,7 @@ def watched(path: Path, num_ranks: int, limit_s: float, clock: Callable[[], floa
     exit_code=5,
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.waits
 def test_silent_ranks_are_ended(
     program: Callable[[str], Path],
     tmp_path: Path,
@@ -142,6 +143,7 @@ def test_silent_ranks_are_ended(
     happens="as later: the launcher counts from the start of the rank",
     exit_code=5,
 )
+@pytest.mark.waits
 def test_ranks_that_never_gave_a_sign_are_ended(program: Callable[[str], Path], notice: Notice) -> None:
     with notice:
         code = watched(program("os.kill(os.getpid(), signal.SIGSTOP)"), 1, limit_s=1.0)

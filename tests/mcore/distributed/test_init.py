@@ -121,6 +121,7 @@ def taken_port() -> Iterator[int]:
     happens="one message with rank, address and port, after train.process_group_timeout_s at most (here 1 s)",
     exit_code=7,
 )
+@pytest.mark.waits
 def test_a_world_that_cannot_meet_says_where(rank: int, address: str, notice: Notice) -> None:
     with taken_port() as taken:
         port = 1 if rank == 1 else taken

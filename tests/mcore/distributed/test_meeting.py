@@ -216,7 +216,7 @@ def test_a_rank_that_was_interrupted_may_come_again(tmp_path: Path) -> None:
     gone.process.join()
     ranks = [Rank({**environ(rank, 0), **store.environ}, purpose(tmp_path)) for rank in range(2)]
     came = met(*ranks)
-    assert [each.met for each in came] == [ALL_OF[2]] * 2, came
+    assert [each.met for each in came] == [ALL_OF[2]] * 2, "\n".join(each.text for each in came)
 
 
 def test_run_folders_are_compared_as_they_are_resolved(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_run_folders_are_compared_as_they_are_resolved(tmp_path: Path) -> None:
     port = free_port()
     ranks = [Rank(environ(n, port), purpose(tmp_path / name)) for n, name in enumerate(("run", "link"))]
     came = met(*ranks)
-    assert [each.met for each in came] == [ALL_OF[2]] * 2, came
+    assert [each.met for each in came] == [ALL_OF[2]] * 2, "\n".join(each.text for each in came)
 
 
 @pytest.mark.fault(
@@ -234,6 +234,7 @@ def test_run_folders_are_compared_as_they_are_resolved(tmp_path: Path) -> None:
     happens="the others wait train.process_group_timeout_s, and one message names the missing ranks",
     exit_code=7,
 )
+@pytest.mark.waits
 def test_ranks_that_do_not_come_are_named(tmp_path: Path, notice: Notice) -> None:
     port = free_port()
     with notice:
@@ -265,6 +266,7 @@ def test_time_in_which_a_rank_is_suspended_is_no_waiting(tmp_path: Path) -> None
     happens="one message names the port; torch alone would wait for ever",
     exit_code=7,
 )
+@pytest.mark.waits
 def test_a_silent_program_at_the_port_is_named(tmp_path: Path, notice: Notice) -> None:
     with socket.socket() as other, notice:
         other.bind(("127.0.0.1", 0))

@@ -39,6 +39,7 @@ def exported(run: RunFolder) -> list[int]:
     happens="checkpoint, marker REQUEUE; the exports are left to the next start, their checkpoints stay",
     exit_code=0,
 )
+@pytest.mark.waits
 def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_stop_waits_for_no_export_and_the_next_start_makes_all_of_them(
     happens="marker REQUEUE; the next start only exports",
     exit_code=0,
 )
+@pytest.mark.waits
 def test_a_stop_after_the_last_step_leaves_the_exports_to_the_next_start(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:

@@ -79,6 +79,7 @@ def test_the_others_name_a_rank_that_does_not_answer(
     ids=str,
 )
 @pytest.mark.parametrize("by_awake_clock", [False, True], ids=["gloo's clock", "awake clock"])
+@pytest.mark.waits
 def test_every_group_waits_for_exactly_the_timeout(
     pool: Pool, layout: Layout, by_awake_clock: bool, tmp_path: Path
 ) -> None:
