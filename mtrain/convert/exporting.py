@@ -210,8 +210,9 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
         config["max_position_embeddings"] = target.context_tokens
     name = str(dtype).removeprefix("torch.")
     given = [each for each in _DTYPE_FIELDS if each in config]
+    is_other = any(config[each] != name for each in given)
     config |= dict.fromkeys(given or _DTYPE_FIELDS, name)
-    if target.family.tower is not None:
+    if target.family.tower is not None and is_other:
         text = target.family.tower.nested(config)
         config[TEXT] = text | dict.fromkeys([each for each in _DTYPE_FIELDS if each in text], name)
     if target.is_import and config == said:

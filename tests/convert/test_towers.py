@@ -8,16 +8,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.load import save_config
+from mtrain.config.schema.adapter import LoraSection
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens, verify_hf
 from mtrain.hf.io.folder import HfFolder
-from mtrain.hf.schema.description import described_model
+from mtrain.hf.io.training import transformers_logits
+from mtrain.hf.schema import peft
+from mtrain.hf.schema.description import described_model, read_model
+from mtrain.hf.schema.files import as_declared, declared_ends
 from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import TOWERS, class_of, save
@@ -143,6 +148,77 @@ def test_a_folder_with_other_tensors_of_images_is_another_model(tmp_path: Path) 
         save_file(changed, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
         with pytest.raises(DataError, match=r"vision_tower\.(post_layernorm\.weight|more)"):
             verify_hf(tmp_path / "ours", tmp_path / "theirs", num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "has_head"), [({}, True), ({"tie_word_embeddings": True}, True), ({}, False)], ids=repr
+)
+def test_a_stored_head_counts(said: dict[str, Any], has_head: bool, pool: Pool, tmp_path: Path) -> None:
+    """Mistral Small is published with a head and without the outer field, whose default is true."""
+    save("mistral3", tmp_path / "theirs", max_shard_size="1GB")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | said))
+    state = load_file(tmp_path / "theirs" / "model.safetensors")
+    if not has_head:
+        del state["language_model.lm_head.weight"]
+        save_file(state, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    assert described_model(tmp_path / "theirs").tied_embeddings is not has_head
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    for file in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+    expected = transformers_logits(tmp_path / "theirs", random_tokens(57)).numpy()
+    ours = pool.run(hf_ranks.logits, Layout(), tmp_path / "ours")[0]
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_images_come_from_the_folder_that_is_named(tmp_path: Path) -> None:
+    """A folder of the same text model, with other images."""
+    save("gemma3-images", tmp_path / "theirs", max_shard_size="1GB")
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    other = {name: value + 1 for name, value in load_file(tmp_path / "theirs" / "model.safetensors").items()}
+    save_file(other, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    export_hf(tmp_path / "ours", tmp_path / "back", tmp_path / "theirs", None, num_workers=1)
+    before, after = (state_of(tmp_path / name) for name in ("theirs", "back"))
+    assert {key for key, value in before.items() if torch.equal(value, after[key])} == set(filter(of_images, before))
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"has neither model\.safetensors nor"):
+        export_hf(tmp_path / "ours", tmp_path / "again", tmp_path / "theirs", None, num_workers=1)
+
+
+def test_an_adapter_is_one_of_text(tmp_path: Path) -> None:
+    save("gemma3-images", tmp_path / "theirs")
+    family, model = read_model(tmp_path, json.loads((tmp_path / "theirs" / "config.json").read_text()), ())
+    adapter = LoraSection(rank=2)
+    (tmp_path / "adapter").mkdir()
+    state = {each.name: torch.randn(each.shape) for each in peft.tensors(family, model, adapter)}
+    save_file(state, tmp_path / "adapter" / peft.TENSORS_NAME)
+    content = peft.config_of(family, model, adapter, None)
+    (tmp_path / "adapter" / peft.CONFIG_NAME).write_text(json.dumps(content))
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
+    found = PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
+    loaded = {name.replace(".default", ""): value for name, value in found.items() if "lora" in name}
+    assert loaded.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(loaded[name], value), name
+
+
+def test_a_head_of_sequences_has_no_form(tmp_path: Path) -> None:
+    save("gemma3-images", tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    family, model = read_model(tmp_path, config, ())
+    with pytest.raises(DataError, match=r"gemma3.* cannot express: model\.num_labels=2"):
+        family.config(model.model_copy(update={"num_labels": 2}), config)
+
+
+def test_an_answer_ends_where_the_text_model_says(tmp_path: Path) -> None:
+    for outer in ({}, {"eos_token_id": [3, 4]}):
+        config = {"model_type": "gemma3", "text_config": {"eos_token_id": 7}, **outer}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read = transformers.AutoConfig.from_pretrained(tmp_path)
+        expected = transformers.GenerationConfig.from_model_config(read).eos_token_id
+        assert as_declared(declared_ends(tmp_path)) == expected
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -186,6 +186,12 @@ TOWERS: dict[str, Any] = {
         mm_tokens_per_image=4,
         image_token_index=60,
     ),
+    "mistral3": lambda: transformers.Mistral3Config(
+        text_config=CONFIGS["mistral"]().to_dict(),
+        vision_config=_VISION | {"model_type": "pixtral", "head_dim": 8},
+        image_token_index=60,
+        tie_word_embeddings=False,
+    ),
 }
 """Models of text inside models of images and text."""
 

@@ -27,7 +27,10 @@ def answer(folder: str) -> torch.Tensor | None:
     import transformers
 
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        is_text = not hasattr(config, "vision_config")
+        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        model, found = auto.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
         )
         if found["missing_keys"] or found["mismatched_keys"]:

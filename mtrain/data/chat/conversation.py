@@ -124,6 +124,10 @@ def _content(content: object, place: str) -> str:
     texts = []
     for number, part in enumerate(content):
         name = f"{place}.content[{number}]"
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+            raise DataError(
+                f"{name} is of type {kind!r:.40}, but only text is read; leave the record out, or remove the part"
+            )
         if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
             raise DataError(f'{name} must be {{"type": "text", "text": ...}}, as only text is read; remove what is not')
         texts.append(check_text(part.get("text"), f"{name}.text"))

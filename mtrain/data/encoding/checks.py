@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 
+_MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
+"""Keys of what is no text, in data for models that read it."""
+
 
 def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place: str = "") -> None:
     """Refuses a key that is not read: a value that is dropped silently may be one that the model should have seen.
@@ -25,6 +28,11 @@ def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place:
         DataError: A key is neither known nor ignored.
     """
     unknown = next((key for key in found if key not in known and key not in ignored), None)
+    if unknown in _MEDIA:
+        raise DataError(
+            f"{place}has the key {unknown!r}, but only text is read; leave the record out, or name the key in "
+            "data.ignore_keys to train on its text alone"
+        )
     if unknown is not None:
         raise DataError(
             f"{place}has the key {unknown!r}, which is not read; known are {', '.join(sorted(known))}: remove it, or "

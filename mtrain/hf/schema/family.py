@@ -135,7 +135,7 @@ class Family:
             return config_of(model, self.entries, start, template is not None)
         start = {TEXT: {"model_type": self.tower.text_type}, **start}
         text = self.tower.text(start)
-        if not model.tied_embeddings and self.tower.may_hold_head(start):
+        if template is not None and not model.tied_embeddings and self.tower.may_hold_head(start):
             text[TIED] = False
         return self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
 

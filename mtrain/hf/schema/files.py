@@ -240,7 +240,10 @@ def declared_ends(folder: Path | None) -> list[int]:
     """
     for path in [] if folder is None else [folder / GENERATION_NAME, folder / CONFIG_NAME]:
         if path.is_file():
-            return _ids(path, read_json(path))
+            content = read_json(path)
+            # of a model of images and text, what its text model says counts where it says nothing itself
+            text = content.get("text_config")
+            return _ids(path, {**text, **content} if isinstance(text, dict) else content)
     return []
 
 

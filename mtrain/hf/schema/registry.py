@@ -20,7 +20,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import UnsayableError
 from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
-from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, MISTRAL3, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
 from mtrain.hf.schema.families.glm import GLM4_MOE
@@ -39,6 +39,7 @@ FAMILIES = {
     for family in (
         LLAMA,
         MISTRAL,
+        MISTRAL3,
         QWEN2,
         QWEN3,
         MIXTRAL,

@@ -96,6 +96,8 @@ def test_tools_may_be_json_in_a_text_as_in_a_column_of_parquet() -> None:
         ({"messages": CHAT, "tools": ["f"]}, "'tools'"),
         ({"messages": CHAT, "chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs'"),
         ({"messages": CHAT, "weight": float("inf")}, "'weight'"),
+        ({"messages": CHAT, "images": ["x.png"]}, "'images'"),
+        ({"messages": [{**CHAT[0], "image": "x.png"}, CHAT[1]]}, "'image'"),
     ],
 )
 def test_a_bad_conversation_is_named(record: dict[str, Any], fact: str, notice: Notice) -> None:

@@ -19,6 +19,7 @@ ALLOWED = [
     "llama3_70b",
     "llama3_8b",
     "mistral_7b",
+    "mistral_small_24b",
     "phi4_14b",
     "quickstart",
     "qwen2.5_7b",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
@@ -17,7 +17,8 @@ from mtrain.hf.schema.families.common import (
     LayerWindows,
     common,
 )
-from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.family import Family, in_tower
+from mtrain.hf.schema.tower import Tower
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _HEAD, _TOKENS = "ForSequenceClassification", "ForCausalLM"
@@ -113,6 +114,32 @@ MISTRAL = Family(
         Rope(),
     ),
     _RULES,
+)
+MISTRAL3 = in_tower(
+    # without heads of sequences
+    replace(MISTRAL, entries=MISTRAL.entries[1:]),
+    "mistral3",
+    "Mistral3ForConditionalGeneration",
+    Tower(
+        "mistral",
+        is_tied=False,
+        # of MistralConfig
+        defaults={
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "vocab_size": 32000,
+        },
+        unread=(
+            "image_token_index",
+            "image_token_id",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_feature_layer",
+        ),
+    ),
 )
 QWEN2 = Family(
     "qwen2",
