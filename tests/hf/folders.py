@@ -205,10 +205,11 @@ def class_of(config: Any) -> Any:
 def save(
     name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: str = "30KB", **changes: Any
 ) -> Any:
-    """Creates the model `name` with a changed config and random weights in every tensor, saves it and returns it."""
+    """Creates the model `name` with random weights in every tensor, saves it and returns it; `changes` are those of the
+    config, or of its text."""
     torch.manual_seed(sum(map(ord, name)))
     config = (CONFIGS | TOWERS)[name]()
-    config.update(changes)
+    config.get_text_config().update(changes)
     model = class_of(config).from_config(config, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         for value in model.state_dict().values():

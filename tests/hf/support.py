@@ -1,0 +1,271 @@
+"""Measures what every family of Hugging Face can do here: `python -m tests.hf.support` writes docs/models.md.
+
+`python -m tests.hf.support llama qwen3` prints the rows of some families. Each cell is an outcome: small random models
+of transformers are converted, trained and asked, and transformers judges them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import filecmp
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.load import load_config
+from mtrain.config.schema.model import ModelSection
+from mtrain.convert.exporting import export_hf
+from mtrain.convert.importing import import_hf
+from mtrain.convert.verifying import random_tokens
+from mtrain.hf.schema.registry import FAMILIES
+from mtrain.plan import num_parameters
+from mtrain.plan.layout import Layout
+from mtrain.training.sampling.choice import SamplingParams
+from mtrain.verify.hf import verify_hf
+from mtrain.verify.parity import Request, verify_parity
+from tests.hf import hf_ranks
+from tests.hf.folders import save
+from tests.paths import DOCS
+from tests.pool import Pool
+from tests.training.sampling import sampling_ranks
+
+COMMAND = "python -m tests.hf.support"
+PAGE = DOCS / "models.md"
+_WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_FULL = {"layer_types": ["full_attention"] * 4}
+_DENSE_FIRST = {"mlp_layer_types": ["dense", *["sparse"] * 3]}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Small model of a family that two ranks of every axis can divide."""
+
+    folder: str
+    """Name in tests/hf/folders.py."""
+    changes: Mapping[str, Any]
+    """Fields of its config.json that differ; all have four layers and two groups of queries or more."""
+    example: str
+    """File in configs/model."""
+
+
+MODELS: dict[str, Model] = {
+    "llama": Model("llama", {}, "llama3_8b"),
+    "mistral": Model("mistral", {}, "mistral_7b"),
+    "mistral3": Model("mistral3", {}, "mistral_small_24b"),
+    "qwen2": Model("qwen2", _FULL, "qwen2.5_7b"),
+    "qwen3": Model("qwen3", _FULL, "qwen3_8b"),
+    "phi3": Model("phi3", {}, "phi4_14b"),
+    "smollm3": Model("smollm3", {"no_rope_layers": [1, 0] * 2, **_FULL}, "smollm3_3b"),
+    "mixtral": Model("mixtral", {"num_local_experts": 4}, "mixtral_8x7b"),
+    "qwen3_moe": Model("qwen3-moe", {"num_experts": 4}, "qwen3_30b_a3b"),
+    "deepseek_v3": Model("deepseek", {}, "deepseek_v3"),
+    "kimi_k2": Model("deepseek", {}, "kimi_k2"),
+    "glm4_moe_lite": Model("glm4-moe-lite", _DENSE_FIRST, "glm4.7_flash"),
+    "gemma3_text": Model("gemma3", _WINDOWS, "gemma3_4b"),
+    "gemma3": Model("gemma3-images", _WINDOWS, "gemma3_4b"),
+    "gpt_oss": Model("gpt-oss", {"num_local_experts": 4, **_ALTERNATING}, "gpt_oss_20b"),
+    "olmo2": Model("olmo2", {}, "olmo2_7b"),
+    "olmo3": Model("olmo3", _WINDOWS, "olmo3_7b"),
+    "minimax_m2": Model("minimax", {"num_local_experts": 4}, "minimax_m2"),
+    "glm4_moe": Model("glm4-moe", {}, "glm4.5_air"),
+}
+LAYOUTS = {
+    "tp": "tp2sp",
+    "pp": "pp2",
+    "vpp": "pp2vpp2",
+    "cp gather": "cp2",
+    "cp Ulysses": "cp2ulysses",
+    "cp ring": "cp2ring",
+    "dp": "dp2",
+    "ep": "dp2ep2",
+}
+"""Column -> layout whose steps are compared with those of transformers."""
+TRAININGS: dict[str, Callable[[ModelSection], str]] = {
+    "documents": lambda model: "data.isolate_documents=true",
+    "LoRA": lambda model: f"adapter={{rank: 4, targets: [{', '.join(sorted(model.query_projections))}, proj]}}",
+}
+"""Column -> key of a run whose steps are compared with the float64 reference, on layouts of two axes."""
+TOLERANCE = 1e-4
+RUN = """
+run: {dir: RUN}
+model: {hf: HF}
+train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: fp32, device: cpu}
+optimizer: {lr: 1.0e-2, schedule: cosine, warmup_steps: 1, clip_grad: 0.1}
+data: {kind: mock, seq_length: 16}
+"""
+_IMAGES = re.compile(r"vision_tower|multi_modal_projector")
+PROMPTS, NUM_NEW = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21]], 4
+COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "worst")
+
+
+def row_of(family: str, pool: Pool) -> dict[str, str]:
+    """Measures one family; returns column -> what the page says."""
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, given = Path(name) / "hf", MODELS[family]
+        changes = {"num_hidden_layers": 4} | _groups(given) | dict(given.changes)
+        model = save(given.folder, folder, torch.float32, **changes)
+        _rename(folder, family)
+        found["convert"] = _mark(_comes_back(folder))
+        found["logits"] = f"{_logits_deviation(folder, model, pool):.0e}"
+        found["generate"] = _mark(_answers(folder, pool) == _their_answers(model))
+        (Path(name) / "run.yaml").write_text(RUN.replace("RUN", f"{name}/run").replace("HF", str(folder)))
+        config = configured(name)
+        found["plan"] = _mark(num_parameters(config.model) == _num_learning(model))
+        deviations = dict(_steps(config, pool))
+        found |= {column: "-" if value is None else _mark(value < TOLERANCE) for column, value in deviations.items()}
+        for column, key in TRAININGS.items():
+            found[column] = _mark(_trains(configured(name, key(config.model)), pool))
+        found["worst"] = f"{max(value for value in deviations.values() if value is not None):.0e}"
+    return found
+
+
+def configured(folder: str, *overrides: str) -> Config:
+    """Reads the run of a measurement, with further keys."""
+    return load_config([Path(folder) / "run.yaml"], [*overrides])
+
+
+def _groups(model: Model) -> dict[str, int]:
+    has_latents = model.folder in ("deepseek", "glm4-moe-lite")
+    return {} if has_latents else {"num_key_value_heads": 2}
+
+
+def _rename(folder: Path, family: str) -> None:
+    """Puts another name of the same function into config.json."""
+    said = json.loads((folder / "config.json").read_text())
+    if said["model_type"] != family:
+        (folder / "config.json").write_text(json.dumps(said | {"model_type": family}, indent=2))
+
+
+def _mark(is_sound: bool) -> str:
+    return "✓" if is_sound else "✗"
+
+
+def _comes_back(folder: Path) -> bool:
+    ours, back = folder.with_name("ours"), folder.with_name("back")
+    import_hf(folder, ours, None, num_workers=1)
+    export_hf(ours, back, None, None, num_workers=1)
+    names = {path.name for path in folder.iterdir()}
+    same, *others = filecmp.cmpfiles(folder, back, names, shallow=False)
+    return set(same) == names == {path.name for path in back.iterdir()} and others == [[], []]
+
+
+def _logits_deviation(folder: Path, model: Any, pool: Pool) -> float:
+    """Returns the largest deviation of a logit, relative to the largest logit."""
+    with torch.no_grad():
+        expected = model(random_tokens(model.config.get_text_config().vocab_size)).logits.numpy()
+    found = pool.run(hf_ranks.logits, Layout(), folder.with_name("ours"))[0]
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def _answers(folder: Path, pool: Pool) -> list[list[int]]:
+    keys = ["train={global_batch_size: 4, num_steps: 1, precision: fp32, device: cpu}", "optimizer={lr: 1.0}"]
+    config = load_config(
+        [], [f"model.hf={folder}", f"run.dir={folder}/run", *keys, "data={kind: mock, seq_length: 32}"]
+    )
+    greedy = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0)
+    (of_model,) = pool.run(sampling_ranks.answers, Layout(), [config], PROMPTS, [greedy], 64)[0]
+    return [each.token_ids for each in of_model[0]]
+
+
+def _their_answers(model: Any) -> list[list[int]]:
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+def _num_learning(model: Any) -> int:
+    """Counts the parameters of the text; biases of the choice of experts are buffers."""
+    return sum(each.numel() for name, each in model.named_parameters() if not _IMAGES.search(name))
+
+
+def _steps(config: Config, pool: Pool) -> Iterator[tuple[str, float | None]]:
+    """Yields, by column, the worst deviation of the losses and norms of two steps; None where the model has no such
+    axis."""
+    for column, layout in LAYOUTS.items():
+        if column == "ep" and config.model.experts is None:
+            yield column, None
+            continue
+        try:
+            report = verify_hf(config, Request(layout, 2, 4, None, COMMAND), lambda line: None, pool)
+        except ConfigError as refusal:
+            print(f"{config.model.hf}: {column}: {refusal}", file=sys.stderr)
+            yield column, None
+            continue
+        (found,) = report.layouts
+        assert found.error is None, found.error
+        yield column, max(each.value for each in found.deviations)
+
+
+def _trains(config: Config, pool: Pool) -> bool:
+    layouts = "tp2sp,cp2" if config.model.experts is None else "tp2sp,dp2ep2"
+    report = verify_parity(config, Request(layouts, 1, 4, None, COMMAND), lambda line: None, pool)
+    return report.passed
+
+
+_TEXT = f"""# Models
+
+<!-- Written by `{COMMAND}`; a nightly test repeats it. Change the program, not this page. -->
+
+What was proved of each family on CPU ranks, with small random models of transformers {transformers.__version__}
+({{date}}):
+
+- **convert**: an import and its export are the same folder, byte for byte.
+- **logits**: largest deviation of a logit from transformers', relative to the largest logit, in float32.
+- **generate**: greedy answers are the token ids of transformers.
+- **plan**: `mtrain plan` counts as many parameters as the model has.
+- **tp** (with sp) to **ep**: two steps of training on two ranks of that axis have transformers' losses and gradient
+  norms within {TOLERANCE:g} (`mtrain verify hf`); a dash: refused by name (no experts; a ring with windows or latents).
+  **worst** is the largest deviation.
+- **documents**, **LoRA**: a step with documents kept apart in a row, or with adapters, is that of the reference in
+  float64 on two layouts, every gradient and weight (`mtrain verify parity`).
+
+Gradients and weights of every family under combined axes are in [Parity](parity.md); what of a file is refused by name
+is in [Hugging Face](conversion.md).
+
+"""
+
+
+def page(rows: Mapping[str, Mapping[str, str]], date: str) -> str:
+    """Makes the page, in Markdown."""
+    lines = [f"| `model_type` | configs/model | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
+    for family, row in rows.items():
+        cells = " | ".join(row[column] for column in COLUMNS)
+        lines.append(f"| `{family}` | {MODELS[family].example} | {cells} |")
+    return _TEXT.replace("{date}", date) + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Prints the rows of the named families, or writes the page of all."""
+    torch.set_num_threads(1)
+    pool, chosen = Pool(), sys.argv[1:]
+    rows = {}
+    for family in chosen or FAMILIES:
+        rows[family] = row_of(family, pool)
+        print(family, rows[family], flush=True)
+    if not chosen:
+        PAGE.write_text(page(rows, datetime.date.today().isoformat()))
+
+
+if __name__ == "__main__":
+    main()
