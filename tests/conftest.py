@@ -30,6 +30,8 @@ os.environ.setdefault("MPLCONFIGDIR", str(wheels.CACHE_OF_USER / "matplotlib"))
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
 stand_in_for_triton()  # tests import megatron-core first
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it leaves in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # a busy machine is no failure; always the same examples, since more would show nothing new
 settings.register_profile("mtrain", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("mtrain")
