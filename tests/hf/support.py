@@ -223,19 +223,19 @@ def _trains(config: Config, pool: Pool) -> bool:
     return report.passed
 
 
-_TEXT = f"""# Models
+_TEXT = """# Models
 
-<!-- Written by `{COMMAND}`; a nightly test repeats it. Change the program, not this page. -->
+<!-- Written by `{command}`; a nightly test repeats it. Change the program, not this page. -->
 
-What was proved of each family on CPU ranks, with small random models of transformers {transformers.__version__}
-({{date}}):
+What was proved of each family on CPU ranks, with small random models of transformers {version}
+({date}):
 
 - **convert**: an import and its export are the same folder, byte for byte.
 - **logits**: largest deviation of a logit from transformers', relative to the largest logit, in float32.
 - **generate**: greedy answers are the token ids of transformers.
 - **plan**: `mtrain plan` counts as many parameters as the model has.
 - **tp** (with sp) to **ep**: two steps of training on two ranks of that axis have transformers' losses and gradient
-  norms within {TOLERANCE:g} (`mtrain verify hf`); a dash: refused by name (no experts; a ring with windows or latents).
+  norms within {tolerance:g} (`mtrain verify hf`); a dash: refused by name (no experts; a ring with windows or latents).
   **worst** is the largest deviation.
 - **documents**, **LoRA**: a step with documents kept apart in a row, or with adapters, is that of the reference in
   float64 on two layouts, every gradient and weight (`mtrain verify parity`).
@@ -246,13 +246,19 @@ is in [Hugging Face](conversion.md).
 """
 
 
-def page(rows: Mapping[str, Mapping[str, str]], date: str) -> str:
-    """Makes the page, in Markdown."""
+def page(rows: Mapping[str, Mapping[str, str]], version: str, date: str) -> str:
+    """Makes the page, in Markdown.
+
+    Args:
+        rows: Family -> column -> what the page says.
+        version: Version of transformers that has judged.
+        date: Day of the measurement.
+    """
     lines = [f"| `model_type` | configs/model | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for family, row in rows.items():
         cells = " | ".join(row[column] for column in COLUMNS)
         lines.append(f"| `{family}` | {MODELS[family].example} | {cells} |")
-    return _TEXT.replace("{date}", date) + "\n".join(lines) + "\n"
+    return _TEXT.format(command=COMMAND, tolerance=TOLERANCE, version=version, date=date) + "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -264,7 +270,7 @@ def main() -> None:
         rows[family] = row_of(family, pool)
         print(family, rows[family], flush=True)
     if not chosen:
-        PAGE.write_text(page(rows, datetime.date.today().isoformat()))
+        PAGE.write_text(page(rows, transformers.__version__, datetime.date.today().isoformat()))
 
 
 if __name__ == "__main__":
