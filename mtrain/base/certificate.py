@@ -56,8 +56,8 @@ class Certificate:
     @property
     def name(self) -> str:
         """Returns the file name, the same for one machine and one kind of layers."""
-        told = json.dumps([self.machine, self.layers], sort_keys=True)
-        return f"backend-{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+        content = json.dumps([self.machine, self.layers], sort_keys=True)
+        return f"backend-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
 
     def save(self, folder: Path) -> Path:
         """Writes the certificate, in the place of an earlier one of the same machine and layers.

@@ -26,7 +26,7 @@ _GPU_PACKAGES = {
 _TRANSFORMER_ENGINE = {"0.16.1": ((2, 9), (2, 13)), "0.19.2": ((2, 14), (2, 21))}
 """Version of megatron-core -> releases of TransformerEngine that it takes: oldest, first too new.
 
-Source: 0.16.1's extra `dev` says >=2.9,<2.12, and NVIDIA's container NeMo 26.02 has 2.12 beside 0.16; 0.19.2 asks for
+Source: 0.16.1's extra `dev` says >=2.9,<2.12, and NVIDIA's container NeMo 26.02 has 2.12 with 0.16; 0.19.2 asks for
 no release, and features by release up to 2.14.
 """
 

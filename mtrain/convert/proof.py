@@ -68,8 +68,8 @@ def prove(
     """
     tensors = list(table.tensors())
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
-    beside = carried or {}
-    sizes |= {name: file.entries[name].stop - file.entries[name].start for name, file in beside.items()}
+    stored = carried or {}
+    sizes |= {name: file.entries[name].stop - file.entries[name].start for name, file in stored.items()}
 
     def differs(item: tuple[HfTensor, FilledSlice]) -> bool:
         tensor, filled = item
@@ -87,12 +87,12 @@ def prove(
     def is_changed(name: str) -> bool:
         check()
         meter.add(sizes[name])
-        return name not in weights.names() or not same_bits(beside[name].tensor(name), weights.tensor(name))
+        return name not in weights.names() or not same_bits(stored[name].tensor(name), weights.tensor(name))
 
     with Meter("proving", sum(sizes.values())) as meter:
         found = mapped(differs, tensors, num_workers)
         differing = [tensor.name for (tensor, _), differ in zip(tensors, found, strict=True) if differ]
-        differing += [name for name in beside if is_changed(name)]
+        differing += [name for name in stored if is_changed(name)]
     if differing:
         raise DataError(
             f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "

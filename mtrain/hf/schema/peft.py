@@ -164,7 +164,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     names = [each.name for each in named if not each.matrix.num_experts and each.kind != _HEAD]
     heads = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _HEAD]
     modules = dict.fromkeys(_module_of(name) for name in names)
-    # the last part of a name means that module in every layer; beside images, also in their layers
+    # the last part of a name means that module in every layer; in a model of images, also in their layers
     targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules})
     if family.tower is not None:
         targets = rf"(model\.language_model\.(.*\.)?)?({'|'.join(targets)})"

@@ -98,7 +98,7 @@ def fitting_family(model: ModelSection) -> Family:
         DataError: No family fits; names for each family what it cannot describe.
     """
     reasons = []
-    # weights that came from nowhere have no images beside them
+    # a model that began at random has no image tensors
     for family in (each for each in FAMILIES.values() if each.tower is None):
         try:
             # tried, not asked: writing and reading back shows differences

@@ -32,11 +32,11 @@ class Tower:
     defaults: Mapping[str, Any]
     """Values of fields that text models of the family must have, where the nested config leaves them out."""
     unread: tuple[str, ...]
-    """Fields beside the nested configs that concern images alone."""
+    """Outer fields that concern images alone."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Returns the fields beside the text model's whose meaning is known."""
+        """Returns the outer fields whose meaning is known."""
         return frozenset((TEXT, _VISION, TIED, *self.unread))
 
     def nested(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class TensorError(NamedTuple):
 
 
 def errors_of(found: Tensor | None, exact: Tensor) -> dict[str, float]:
-    """Returns the error in each measure; inf for a missing tensor, another shape, and anything beside an exact 0."""
+    """Returns the error in each measure; inf for a missing tensor, another shape, and a value other than an exact 0."""
     if found is None or found.shape != exact.shape:
         return dict.fromkeys(MEASURES, math.inf)
     difference = found.detach().to(torch.float64) - exact

@@ -1,4 +1,4 @@
-"""Dense models of transformers, small, each beside our section of the same architecture."""
+"""Dense models of transformers, small, each with our section of the same architecture."""
 
 from typing import Any
 

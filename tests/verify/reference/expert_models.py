@@ -1,4 +1,4 @@
-"""Models of transformers with experts or latent attention, small, each beside our section of the same architecture."""
+"""Models of transformers with experts or latent attention, small, each with our section of the same architecture."""
 
 from collections.abc import Callable
 from typing import Any

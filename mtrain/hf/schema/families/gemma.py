@@ -1,4 +1,4 @@
-"""Gemma-3, text and beside images: four zero-centred norms a layer, GELU gates, five windowed layers a wide one."""
+"""Gemma-3, text alone or with images: four zero-centred norms a layer, GELU gates, five windowed layers a wide one."""
 
 from __future__ import annotations
 
