@@ -21,6 +21,9 @@ LATENT: dict[str, Any] = {
     "model__mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
 }
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+DELTA_NET: dict[str, Any] = {
+    "model__delta_net": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8},
+}
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -266,6 +269,17 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (LATENT | {"model__sliding_window": 7}, "model.sliding_window=7"),
     ({"model__mla": LATENT["model__mla"] | {"qk_rope_head_dim": 3}}, "model.mla.qk_rope_head_dim=3"),
     ({"model__global_attention_every": 2}, "model.global_attention_every=2"),
+    (DELTA_NET, "model.delta_net"),
+    ({"model__attention_gate": True}, "model.attention_gate=true"),
+    ({"model__delta_net": DELTA_NET["model__delta_net"] | {"num_key_heads": 3}}, "model.delta_net.num_key_heads=3"),
+    (DELTA_NET | {"model__sliding_window": 7}, "model.delta_net"),
+    (DELTA_NET | LATENT | {"model__num_query_groups": None}, "model.delta_net"),
+    (DELTA_NET | {"model__mtp_depths": 1, "model__num_layers": 6}, "model.mtp_depths=1"),
+    (LATENT | {"model__num_query_groups": None, "model__attention_gate": True}, "model.attention_gate=true"),
+    (
+        {"model__attention_gate": True, "model__qk_norm": True, "model__qk_norm_width": "full"},
+        "model.attention_gate=true",
+    ),
     (
         {"valid__at_end": True, "data": {"seq_length": 64, "train": [{"path": "t"}]}},
         "valid",
@@ -276,6 +290,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"layout__tp": 16}, "model.num_attention_heads=8"),
     ({"layout__tp": 8}, "model.num_query_groups=4"),
+    (DELTA_NET | {"layout__tp": 8, "model__num_query_groups": 8}, "model.delta_net.num_key_heads=4"),
     ({"layout__tp": 4, "model__ffn_hidden_size": 130}, "model.ffn_hidden_size=130"),
     (
         {"layout": {"tp": 4, "cp": 4, "cp_comm": "ulysses"}},

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from mtrain.config import megatron_fields
 from mtrain.config.schema import bounds
+from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.section import Section, rule
 
@@ -218,6 +219,9 @@ class ModelSection(Section):
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     attention_sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax and belongs to no token."""
+    attention_gate: bool = False
+    """Whether each element of attention's output is multiplied by the sigmoid of one more output of the projection to
+    queries, keys and values, as in Qwen3-Next."""
     query_scalar: float | None = Field(None, gt=0)
     """Number whose power of -0.5 multiplies attention scores; null: head_dim."""
     rope: RopeSection = RopeSection()
@@ -229,6 +233,8 @@ class ModelSection(Section):
     window."""
     mla: LatentAttentionSection | None = None
     """Multi-head latent attention in the place of grouped-query attention; null: there is none."""
+    delta_net: DeltaNetSection | None = None
+    """Gated delta net in the place of attention in most layers; null: all layers have attention."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers; null: all layers are dense."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
@@ -265,19 +271,24 @@ class ModelSection(Section):
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
-    def attention(self, layer: int) -> Literal["grouped", "latent"]:
-        """Returns the kind of attention of layer `layer`, counted from 0; all code that depends on it asks this
-        method."""
+    def attention(self, layer: int) -> Literal["grouped", "latent", "delta_net"]:
+        """Returns the kind of attention of layer `layer`, counted from 0, or what is in its place; all code that
+        depends on it asks this method."""
+        if self.delta_net is not None and self.delta_net.is_in(layer):
+            return "delta_net"
         return "grouped" if self.mla is None else "latent"
 
     @property
     def sizes_over_tp(self) -> dict[str, int]:
         """Returns the numbers that layout.tp must divide, by key."""
-        return {
+        sizes = {
             "model.num_attention_heads": self.num_attention_heads,
             "model.num_query_groups": self.query_groups,
             "model.ffn_hidden_size": self.ffn_hidden_size,
         }
+        if self.delta_net is not None:  # value heads are a multiple of them
+            sizes["model.delta_net.num_key_heads"] = self.delta_net.num_key_heads
+        return sizes
 
     @property
     def query_projections(self) -> frozenset[str]:
@@ -356,6 +367,16 @@ class ModelSection(Section):
         return "\n".join(_refused_with_latents(self)) or None
 
     @rule
+    def a_gate_follows_whole_heads(self) -> str | None:
+        if not self.attention_gate or self.qk_norm_width == "head":
+            return None
+        return "attention_gate=true has no form with qk_norm_width=full; remove one of them"
+
+    @rule
+    def delta_nets_stand_among_plain_attention(self) -> str | None:
+        return "\n".join(_refused_with_delta_nets(self)) or None
+
+    @rule
     def norms_stand_in_one_way(self) -> str | None:
         if not (self.post_norm and self.sandwich_norm):
             return None
@@ -411,6 +432,7 @@ _NOT_LATENT = {
     "linear_bias": "its projections have no bias",
     "qk_norm": "its latents are normalised instead",
     "attention_sinks": "it has none",
+    "attention_gate": "its output has none",
     "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
     "sliding_window": "it sees the whole row",
 }
@@ -427,3 +449,21 @@ def _refused_with_latents(model: ModelSection) -> Iterator[str]:
         value = getattr(model, name)
         if value is not None and value is not False:
             yield f"{name}={str(value).lower()} cannot be combined with model.mla ({reason}); remove it"
+
+
+def _refused_with_delta_nets(model: ModelSection) -> Iterator[str]:
+    if model.delta_net is None:
+        return
+    if model.mla is not None:
+        yield "delta_net cannot be combined with model.mla (other layers have grouped attention); remove one of them"
+    if model.sliding_window is not None:
+        yield (
+            f"delta_net cannot be combined with sliding_window={model.sliding_window} (its other layers see the whole "
+            "row); remove one of them"
+        )
+    if model.mtp_depths and model.num_layers % model.delta_net.full_attention_every:
+        yield (
+            f"mtp_depths={model.mtp_depths} adds layers like the last one, which needs attention, but num_layers="
+            f"{model.num_layers} is no multiple of delta_net.full_attention_every="
+            f"{model.delta_net.full_attention_every}; change one of them, or set mtp_depths to 0"
+        )

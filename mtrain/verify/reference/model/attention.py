@@ -27,6 +27,8 @@ def kind_of(model: ModelSection, layer: int) -> AttentionKind:
             return _GROUPED
         case "latent":
             return _LATENT
+        case "delta_net":
+            raise ValueError("model.delta_net is not computed by this version of mtrain verify")
         case _ as never:
             assert_never(never)
 

@@ -1,0 +1,51 @@
+"""`model.delta_net.*`: layers whose attention is replaced by a gated delta net."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class DeltaNetSection(Section):
+    """Layers that keep a state of fixed size in the place of keys and values, which each token decays and corrects;
+    the others have attention.
+
+    Source: Gated Delta Networks, arXiv 2412.06464; Qwen3-Next, as Hugging Face transformers computes it.
+    """
+
+    num_key_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of heads of queries and keys."""
+    num_value_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of heads of values, each with a state of its own; a multiple of num_key_heads."""
+    key_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of dimensions of a query or key head."""
+    value_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of dimensions of a value head."""
+    conv_kernel: Annotated[int, bounds.WIDTH] = Field(4, gt=1)
+    """Number of tokens that the causal convolution of queries, keys and values sees, the last one included."""
+    full_attention_every: Annotated[int, bounds.LAYERS] = Field(4, gt=1)
+    """Distance of the layers that have attention (layers n, 2n, ...); all others have a delta net."""
+
+    @property
+    def key_width(self) -> int:
+        """Returns the number of dimensions of all key heads together."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Returns the number of dimensions of all value heads together."""
+        return self.num_value_heads * self.value_head_dim
+
+    def is_in(self, layer: int) -> bool:
+        """Says whether layer `layer`, counted from 0, has a delta net."""
+        return (layer + 1) % self.full_attention_every != 0
+
+    @rule
+    def value_heads_share_key_heads(self) -> str | None:
+        if self.num_value_heads % self.num_key_heads == 0:
+            return None
+        return (
+            f"num_key_heads={self.num_key_heads} must divide num_value_heads={self.num_value_heads}; change one of them"
+        )
