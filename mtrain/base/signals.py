@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from mtrain.base.errors import StopRequestedError
 
@@ -39,6 +39,7 @@ class StopSignal:
         self._sent: list[signal.Signals] = []
         self._outer: StopSignal | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._is_held = False
 
     @property
     def sent(self) -> Sequence[signal.Signals]:
@@ -49,6 +50,22 @@ class StopSignal:
     def received(self) -> signal.Signals | None:
         """First stop signal that this rank has received; None without one. Other ranks may have received none."""
         return next(iter(self.sent), None)
+
+    @contextlib.contextmanager
+    def interrupt_held(self) -> Iterator[None]:
+        """Raises the second Ctrl-C's KeyboardInterrupt at the end of the block, not inside of it.
+
+        Held in the handler, since a blocked signal reaches another thread, and its handler the main one all the same.
+        """
+        owner = self if self._outer is None else self._outer
+        num_before = owner._num_interrupts()
+        owner._is_held = True
+        try:
+            yield
+        finally:
+            owner._is_held = False
+        if owner._num_interrupts() > max(num_before, 1):
+            _interrupt()
 
     def __enter__(self) -> StopSignal:
         self._outer = _enclosing()
@@ -68,10 +85,12 @@ class StopSignal:
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        is_second_interrupt = number == signal.SIGINT and signal.SIGINT in self._sent
         self._sent.append(signal.Signals(number))
-        if is_second_interrupt:
-            _interrupt(number, frame)
+        if number == signal.SIGINT and self._num_interrupts() > 1 and not self._is_held:
+            _interrupt()
+
+    def _num_interrupts(self) -> int:
+        return self._sent.count(signal.SIGINT)
 
 
 def leave_if_stopped(what: str) -> None:
@@ -111,7 +130,7 @@ _interrupts: list[int] = []
 _last_words: list[Callable[[str], object]] = []
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
     _interrupts.append(number)
     for action in _last_words:
         action(KeyboardInterrupt.__name__)

@@ -112,15 +112,18 @@ class RankWatch:
         """
         failure: Failure | None = None
         deadline = float("inf")
-        while self._num_running() and self._clock() < deadline:
-            self._pass_on_signals()
-            if failure is None:
-                if (lost := self._lost()) is not None:
-                    return lost
-                if (failure := self._first_failed()) is not None:
-                    deadline = self._clock() + self._grace_s
+        while True:
+            # an exception inside poll() would leave the lock of a process held, and wait() would never return
+            with self._stop.interrupt_held():
+                if not self._num_running() or self._clock() >= deadline:
+                    return failure if failure is not None else self._first_failed()
+                self._pass_on_signals()
+                if failure is None:
+                    if (lost := self._lost()) is not None:
+                        return lost
+                    if (failure := self._first_failed()) is not None:
+                        deadline = self._clock() + self._grace_s
             time.sleep(_POLL_S)
-        return failure if failure is not None else self._first_failed()
 
     def _num_running(self) -> int:
         return sum([rank.is_running for rank in self._ranks])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,6 +250,45 @@ while True: time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
     assert not any(is_running(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
+
+
+class InterruptedLock:
+    """Lock of a process that is looked at; whoever takes it is interrupted before it can prepare to give it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.interrupts = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        taken = self._lock.acquire(blocking)
+        if self.interrupts < 2:
+            self.interrupts += 1
+            os.kill(os.getpid(), signal.SIGINT)
+        return taken
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        assert self._lock.acquire(timeout=5), "held by whoever was interrupted"
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_second_interrupt_while_a_rank_is_looked_at_leaves_no_lock_held(
+    program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, poll = InterruptedLock(), subprocess.Popen.poll
+
+    def interrupted(process: subprocess.Popen[bytes]) -> int | None:
+        vars(process)["_waitpid_lock"] = lock
+        return poll(process)
+
+    monkeypatch.setattr(subprocess.Popen, "poll", interrupted)
+    path = program("signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(900)")
+    assert run(path, 1) == 130
+    assert lock.interrupts == 2
 
 
 CHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(900)'], start_new_session={session})"
