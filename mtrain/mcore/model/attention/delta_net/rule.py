@@ -1,0 +1,186 @@
+"""Gated delta rule on rows of documents, chunk by chunk.
+
+Each value head has a state S, [key_dim, value_dim]. A token with unit-length query q and key k, value v, log decay g
+and step beta decays it, corrects what it holds at k, and reads it at q:
+
+    S <- exp(g) S
+    S <- S + k (beta (v - S^T k))^T
+    output = S^T q / sqrt(key_dim)
+
+Inside a chunk the corrections are the solution of a triangular system, since each depends on those before it. The loop
+is over chunks only, and carries one state. Documents begin anywhere in a chunk: a span of tokens that crosses a
+document's start has the decay 0, so nothing passes from one document to the next, whatever the chunks.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+EPSILON = 1e-6
+"""Added to the squared length of a query or key before it is divided by its length."""
+
+
+class Projected(NamedTuple):
+    """What tokens give to the rule, in any dtypes; it computes in float32 at least."""
+
+    query: Tensor
+    """[seq, batch, key_heads, key_dim], of any length."""
+    key: Tensor
+    """Keys, in the shape of query."""
+    value: Tensor
+    """[seq, batch, value_heads, value_dim]; each key head serves value_heads / key_heads adjacent ones."""
+    log_decay: Tensor
+    """[seq, batch, value_heads], never above 0."""
+    beta: Tensor
+    """Steps, in the shape of log_decay."""
+
+
+class Chunks(NamedTuple):
+    """What a row does to states, by chunk; [batch, key_heads, shared, chunks, ...], `shared` value heads to a key.
+
+    With the state S at the start of a chunk, its corrections are `values - erasing S`, its outputs
+    `reading S + attention corrections`, and its last state `decay S + writing^T corrections`.
+    """
+
+    values: Tensor
+    """[..., chunk, value_dim] corrections from an empty state."""
+    erasing: Tensor
+    """[..., chunk, key_dim]; 0 where the document begins in the chunk."""
+    reading: Tensor
+    """[..., chunk, key_dim] queries that see the start of the chunk."""
+    attention: Tensor
+    """[..., chunk, chunk] products of queries with keys not after them, decayed."""
+    writing: Tensor
+    """[..., chunk, key_dim] keys whose document reaches the end of the chunk."""
+    decay: Tensor
+    """[..., 1, 1]; 0 where a document begins in the chunk."""
+
+
+def delta_rule(
+    tokens: Projected, document_starts: Tensor | None = None, chunk: int = 64, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Applies the gated delta rule to every row.
+
+    Args:
+        tokens: Queries, keys, values, log decays and steps.
+        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
+            negative: before that. None: no document starts after the first token.
+        chunk: Tokens of a chunk.
+        state: [batch, value_heads, key_dim, value_dim] before the first token; None: 0.
+
+    Returns:
+        Outputs in the shape and dtype of value, and the state after the last token.
+    """
+    chunks, value = row_chunks(tokens, document_starts, chunk), tokens.value
+    before = None if state is None else torch.unflatten(state.to(chunks.values.dtype), 1, chunks.values.shape[1:3])
+    output, after = scan(chunks, before)
+    # [batch, key_heads, shared, chunks, chunk, dim]
+    output = output.flatten(3, 4)[..., : len(value), :].flatten(1, 2).permute(2, 0, 1, 3)
+    return output.to(value.dtype), after.flatten(1, 2)
+
+
+def scan(chunks: Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Carries a state through the chunks of every row.
+
+    Args:
+        chunks: Chunks of the rows.
+        state: [batch, key_heads, shared, key_dim, value_dim] at the start; None: 0.
+
+    Returns:
+        Outputs, [batch, key_heads, shared, chunks, chunk, value_dim], and the last state.
+    """
+    if state is None:
+        shape = (*chunks.values.shape[:3], chunks.erasing.shape[-1], chunks.values.shape[-1])
+        state = chunks.values.new_zeros(shape)
+    states, corrections = [], []
+    # split by unbind, not indexed: in backward each index would fill a whole row with zeros
+    erasing, writing = chunks.erasing.unbind(3), chunks.writing.unbind(3)
+    for number, (values, decay) in enumerate(zip(chunks.values.unbind(3), chunks.decay.unbind(3))):
+        correction = values - erasing[number] @ state
+        states.append(state)
+        corrections.append(correction)
+        state = decay * state + writing[number].mT @ correction
+    # outputs need no order, so they are one product for all chunks
+    return chunks.reading @ torch.stack(states, 3) + chunks.attention @ torch.stack(corrections, 3), state
+
+
+def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
+    """Solves every chunk for a state that is not known yet; the arguments are those of `delta_rule`."""
+    seq, _, heads, key_dim = tokens.key.shape
+    chunk = min(chunk, seq)
+    query, key, value, log_decay, beta = (_by_chunk(part, heads, chunk) for part in tokens)
+    query, key = _unit(query) / math.sqrt(key_dim), _unit(key)
+    spans, from_start = _span_sums(log_decay), log_decay.cumsum(-1)
+    order = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
+    if document_starts is not None:
+        seen, sees_start = _inside_documents(document_starts.to(key.device), seq, chunk)
+        order = order & seen
+        from_start = from_start.masked_fill(~sees_start, -math.inf)
+    # masked before the exponential: 0, with the gradient 0
+    decays = spans.masked_fill(~order, -math.inf).exp()
+    from_start, whole = from_start.exp(), from_start[..., -1].exp()
+    beta = beta.unsqueeze(-1)
+    # corrections + (part below the diagonal) corrections = beta (v - what the state at the start holds)
+    system = beta * (key @ key.mT) * decays
+    sides = torch.cat((beta * value, beta * from_start.unsqueeze(-1) * key), dim=-1)
+    # the diagonal is taken as 1 and what is above it as 0, without a look
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, erasing = torch.split(solved, [value.shape[-1], key_dim], dim=-1)
+    return Chunks(
+        values=values,
+        erasing=erasing,
+        reading=from_start.unsqueeze(-1) * query,
+        attention=(query @ key.mT) * decays,
+        # the last row has the decays from each token to the end of the chunk
+        writing=decays[..., -1, :].unsqueeze(-1) * key,
+        decay=whole[..., None, None],
+    )
+
+
+def _by_chunk(part: Tensor, key_heads: int, chunk: int) -> Tensor:
+    """Lays out [seq, batch, heads, ...] as [batch, key_heads, shared, chunks, chunk, ...], at least in float32.
+
+    The row is padded to whole chunks by tokens that leave states as they are: their keys, steps and log decays are 0.
+    """
+    part = part.to(torch.promote_types(part.dtype, torch.float32))
+    missing = -len(part) % chunk
+    part = functional.pad(part, (0, 0) * (part.dim() - 1) + (0, missing))
+    part = torch.unflatten(torch.unflatten(part, 0, (-1, chunk)), 3, (key_heads, -1))
+    return part.permute(2, 3, 4, 0, 1, *range(5, part.dim()))
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def _span_sums(log_decay: Tensor) -> Tensor:
+    """Returns [..., chunk, chunk]: sums of log decays after token j up to token i, 0 where i <= j.
+
+    Not as differences of sums from the start, in which a strong decay earlier in the chunk takes the bits of the weak
+    ones after it, even where it belongs to another document.
+    """
+    size = log_decay.shape[-1]
+    below = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
+    return log_decay.unsqueeze(-1).masked_fill(~below, 0).cumsum(-2)
+
+
+def _inside_documents(document_starts: Tensor, seq: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Says which pairs of tokens of a chunk are in one document, and which tokens continue one from before the chunk.
+
+    Returns:
+        [batch, 1, 1, chunks, chunk, chunk] and [batch, 1, 1, chunks, chunk] bool.
+    """
+    # padding continues the last document
+    missing = -seq % chunk
+    starts = torch.cat((document_starts, document_starts[:, -1:].expand(-1, missing)), dim=1)
+    starts = torch.unflatten(starts, 1, (-1, chunk))
+    places = torch.arange(seq + missing, device=starts.device).view(-1, chunk)
+    same = starts.unsqueeze(-1) <= places.unsqueeze(-2)
+    return same[:, None, None], (starts < places[:, :1])[:, None, None]

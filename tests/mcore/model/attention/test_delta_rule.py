@@ -1,0 +1,232 @@
+"""Delta rule and convolution against one token after the other in float64, and against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from mtrain.mcore.model.attention.delta_net.convolution import causal_convolution
+from mtrain.mcore.model.attention.delta_net.rule import Projected, delta_rule
+
+KEY_DIM, VALUE_DIM, KERNEL = 5, 3, 4
+Documents = list[list[int]]
+"""Lengths of the documents of each row."""
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    state: Tensor
+
+    @property
+    def tokens(self) -> Projected:
+        return Projected(self.query, self.key, self.value, self.log_decay, self.beta)
+
+
+def inputs(seq: int, rows: int, key_heads: int, shared: int, seed: int = 0) -> Inputs:
+    """Returns float64 inputs with decays from none to one that leaves nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    heads = key_heads * shared
+    return Inputs(
+        query=draw(seq, rows, key_heads, KEY_DIM),
+        key=draw(seq, rows, key_heads, KEY_DIM),
+        value=draw(seq, rows, heads, VALUE_DIM),
+        log_decay=-(draw(seq, rows, heads) * 2).exp(),
+        beta=draw(seq, rows, heads).sigmoid(),
+        state=draw(rows, heads, KEY_DIM, VALUE_DIM),
+    )
+
+
+def applied(given: Inputs, starts: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+    return delta_rule(given.tokens, starts, chunk, given.state)
+
+
+def starts_of(documents: Documents) -> Tensor:
+    """Returns [batch, seq] the index at which each token's document starts."""
+    rows = []
+    for lengths in documents:
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+        rows.append(starts.repeat_interleave(torch.tensor(lengths)))
+    return torch.stack(rows).to(torch.int32)
+
+
+def one_by_one(given: Inputs, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Applies the definition to one token of one head after the other."""
+    seq, rows, heads = given.log_decay.shape
+    shared = heads // given.key.shape[2]
+    outputs = torch.zeros(seq, rows, heads, VALUE_DIM, dtype=torch.float64)
+    states = torch.zeros_like(given.state)
+    for row in range(rows):
+        for head in range(heads):
+            state = given.state[row, head]
+            for t in range(seq):
+                query, key = (part[t, row, head // shared] for part in (given.query, given.key))
+                query, key = (part / torch.sqrt((part @ part) + 1e-6) for part in (query, key))
+                if starts is not None and int(starts[row, t]) == t:
+                    state = torch.zeros_like(state)
+                state = state * torch.exp(given.log_decay[t, row, head])
+                correction = given.beta[t, row, head] * (given.value[t, row, head] - state.T @ key)
+                state = state + torch.outer(key, correction)
+                outputs[t, row, head] = state.T @ query / KEY_DIM**0.5
+            states[row, head] = state
+    return outputs, states
+
+
+def with_gradients(found: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Returns outputs, last states and gradients of all leaves, for fixed gradients of both results."""
+    generator = torch.Generator().manual_seed(99)
+    gradients = [torch.randn(part.shape, dtype=torch.float64, generator=generator) for part in found]
+    of_leaves = torch.autograd.grad(found, leaves, gradients, materialize_grads=True)
+    return [*(part.detach() for part in found), *of_leaves]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
+    for part, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, whole, rtol=tolerance, atol=tolerance)
+
+
+@st.composite
+def rows_of_documents(draw: st.DrawFn) -> Documents:
+    """Draws one to three rows of one length, cut into documents anywhere."""
+    seq = draw(st.integers(1, 13))
+    edges = draw(st.lists(st.sets(st.integers(1, seq - 1) if seq > 1 else st.nothing()), min_size=1, max_size=3))
+    return [[end - start for start, end in zip([0, *sorted(row)], [*sorted(row), seq])] for row in edges]
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents=rows_of_documents(), heads=st.sampled_from([(1, 1), (1, 2), (2, 2)]), data=st.data())
+def test_rule_is_that_of_one_token_after_the_other(
+    documents: Documents, heads: tuple[int, int], data: st.DataObject
+) -> None:
+    seq = sum(documents[0])
+    chunk = data.draw(st.integers(1, seq + 1))
+    # a start before the first token: the first document goes on from the state
+    continues = data.draw(st.booleans())
+    leaves = Inputs._make(part.requires_grad_() for part in inputs(seq, len(documents), *heads, seed=seq))
+    starts = starts_of(documents)
+    starts = torch.where(starts == 0, -3, starts) if continues else starts
+    expected = with_gradients(one_by_one(leaves, starts), list(leaves))
+    assert_same(with_gradients(applied(leaves, starts, chunk), list(leaves)), expected)
+
+
+@pytest.mark.parametrize("chunk", range(1, 13))
+def test_rule_of_a_single_document_needs_no_starts(chunk: int) -> None:
+    leaves = Inputs._make(part.requires_grad_() for part in inputs(12, 2, 2, 2))
+    expected = with_gradients(one_by_one(leaves, None), list(leaves))
+    assert_same(with_gradients(applied(leaves, None, chunk), list(leaves)), expected)
+
+
+def test_state_begins_with_zeros() -> None:
+    given = inputs(9, 2, 1, 2)
+    found = delta_rule(given.tokens, None, 4)
+    expected = one_by_one(given._replace(state=torch.zeros_like(given.state)), None)
+    assert_same(list(found), list(expected))
+
+
+@pytest.mark.parametrize("theirs", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
+def test_rule_is_that_of_transformers(theirs: Callable[..., Any]) -> None:
+    """Both compute in float32; documents are separate calls there."""
+    documents = [[70, 1, 60], [131]]
+    given = Inputs._make(part.float() for part in inputs(131, 2, 2, 2))
+    given = given._replace(state=torch.zeros_like(given.state))
+    output, states = applied(given, starts_of(documents), 64)
+    for row, lengths in enumerate(documents):
+        end = 0
+        for length in lengths:
+            start, end = end, end + length
+            own = [part[start:end, row].unsqueeze(0) for part in given[:5]]
+            expected, last = theirs(*own, output_final_state=True, use_qk_l2norm_in_kernel=True)
+            torch.testing.assert_close(output[start:end, row], expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states[row], last[0], rtol=1e-5, atol=1e-5)
+
+
+def convolved(x: Tensor, weight: Tensor, state: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Applies the definition to one token after the other."""
+    seq, rows, _ = x.shape
+    outputs = []
+    for t in range(seq):
+        total = []
+        for row in range(rows):
+            start = -KERNEL if starts is None else int(starts[row, t])
+            # states are the inputs at -(kernel - 1) to -1
+            window = [
+                (x[t - back, row] if t >= back else state[t - back, row]) * weight[:, KERNEL - 1 - back]
+                for back in range(KERNEL)
+                if t - back >= start
+            ]
+            total.append(torch.stack(window).sum(0))
+        outputs.append(torch.stack(total))
+    pre = torch.stack(outputs)
+    return pre / (1 + torch.exp(-pre)), torch.cat((state, x))[-(KERNEL - 1) :]
+
+
+@settings(max_examples=40, deadline=None)
+@given(documents=rows_of_documents(), continues=st.booleans(), has_starts=st.booleans())
+def test_convolution_is_that_of_one_token_after_the_other(
+    documents: Documents, continues: bool, has_starts: bool
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    seq, rows, channels = sum(documents[0]), len(documents), 6
+    leaves = [
+        torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in ((seq, rows, channels), (channels, KERNEL), (KERNEL - 1, rows, channels))
+    ]
+    starts = starts_of(documents) if has_starts else None
+    if starts is not None and continues:
+        starts = torch.where(starts == 0, -KERNEL, starts)
+    expected = with_gradients(convolved(leaves[0], leaves[1], leaves[2], starts), leaves)
+    assert_same(with_gradients(causal_convolution(leaves[0], leaves[1], starts, leaves[2]), leaves), expected)
+
+
+def test_convolution_is_torchs_and_begins_with_zeros() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(9, 2, 6, dtype=torch.float64, generator=generator)
+    weight = torch.randn(6, KERNEL, dtype=torch.float64, generator=generator)
+    output, state = causal_convolution(x, weight)
+    rows = functional.conv1d(functional.pad(x.permute(1, 2, 0), (KERNEL - 1, 0)), weight.unsqueeze(1), groups=6)
+    torch.testing.assert_close(output, functional.silu(rows).permute(2, 0, 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, x[-(KERNEL - 1) :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_and_decay_are_float32(dtype: torch.dtype) -> None:
+    """Over 600 tokens with weak decays, a decay rounded to bfloat16 or a state kept in it is off by far more."""
+    drawn = Inputs._make(part.to(dtype) for part in inputs(600, 1, 1, 2))
+    given = drawn._replace(
+        log_decay=(inputs(600, 1, 1, 2).log_decay * 1e-3).float(), state=torch.zeros_like(drawn.state)
+    )
+    output, state = applied(given, None, 64)
+    expected, last = one_by_one(Inputs._make(part.double() for part in given), None)
+    assert state.dtype == torch.float32
+    assert output.dtype == dtype
+    torch.testing.assert_close(state.double(), last, rtol=2e-5, atol=2e-5)
+    # rounded once
+    torch.testing.assert_close(output.double(), expected, rtol=torch.finfo(dtype).eps, atol=2e-5)
+
+
+def test_weak_decays_keep_their_bits_after_a_strong_one() -> None:
+    drawn = inputs(64, 1, 1, 1)
+    log_decay = torch.full_like(drawn.log_decay, -1e-3)
+    log_decay[:32] = -1000.0
+    given = drawn._replace(log_decay=log_decay, state=torch.zeros_like(drawn.state))
+    output, _ = applied(Inputs._make(part.float() for part in given), None, 64)
+    expected, _ = one_by_one(given, None)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-6, atol=2e-6)
