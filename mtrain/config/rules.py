@@ -83,8 +83,6 @@ def built_layers(model: ModelSection) -> Iterator[str]:
     """Checks that every kind of layer has modules."""
     if model.delta_net is not None:
         yield "model.delta_net is not computed by this version of mtrain; remove it"
-    if model.attention_gate:
-        yield "model.attention_gate=true is not computed by this version of mtrain; remove it"
 
 
 def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:

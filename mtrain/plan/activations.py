@@ -18,7 +18,7 @@ from mtrain.config.schema.loss import LossSection, own_functions
 from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.adapters import holds_narrow, in_layer
-from mtrain.plan.features import LAYER_PARTS, alike, kinds
+from mtrain.plan.features import LAYER_PARTS, alike, kinds, present
 from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.parameters import output_columns
@@ -414,8 +414,5 @@ def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
     """Returns the outputs of the whole module, of which a part may have no adapter."""
     if matrix.is_row_parallel:
         return hidden_local(model, layout)
-    if matrix.linear.endswith("linear_qkv"):
-        return (model.num_attention_heads + 2 * model.query_groups) * model.head_size // layout.tp
-    if "self_attention" in matrix.linear:  # projections of latents
-        return matrix.rows // (1 if matrix.is_replicated else layout.tp)
-    return (2 if model.is_gated else 1) * matrix.rows // layout.tp
+    fused = (each.rows for part in present(model) for each in part.adapted(model) if each.linear == matrix.linear)
+    return sum(fused) // (1 if matrix.is_replicated else layout.tp)

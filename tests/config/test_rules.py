@@ -270,7 +270,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model__mla": LATENT["model__mla"] | {"qk_rope_head_dim": 3}}, "model.mla.qk_rope_head_dim=3"),
     ({"model__global_attention_every": 2}, "model.global_attention_every=2"),
     (DELTA_NET, "model.delta_net"),
-    ({"model__attention_gate": True}, "model.attention_gate=true"),
     ({"model__delta_net": DELTA_NET["model__delta_net"] | {"num_key_heads": 3}}, "model.delta_net.num_key_heads=3"),
     (DELTA_NET | {"model__sliding_window": 7}, "model.delta_net"),
     (DELTA_NET | LATENT | {"model__num_query_groups": None}, "model.delta_net"),

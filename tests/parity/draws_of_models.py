@@ -57,7 +57,7 @@ def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str
         **draw((latent_attention if kind.is_latent else grouped_attention)(degrees)),
         "experts": draw(experts(degrees, kind, num_layers)) if kind.has_experts else None,
     }
-    if shape.get("qk_norm") and shape["norm"] == "rmsnorm":
+    if shape.get("qk_norm") and not shape.get("attention_gate") and shape["norm"] == "rmsnorm":
         shape["qk_norm_width"] = draw(st.sampled_from(["head", "full"]))
     return {f"model__{name}": value for name, value in shape.items()}
 
@@ -75,6 +75,7 @@ def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
         "head_dim": draw(st.sampled_from([4, 6])),
         "qkv_bias": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
+        "attention_gate": draw(st.booleans()),
         "attention_sinks": not is_ring and draw(st.booleans()),
         "query_scalar": draw(st.sampled_from([None, None, 9.0])),
         "rope": draw(scaled_ropes()),

@@ -61,6 +61,16 @@ MINIMAX: dict[str, Any] = OLMO2 | {
 PARTIAL: dict[str, Any] = {"model__head_dim": 8, "model__rope": {"base": 300.0, "partial": 0.5}}
 """Llama with heads that rotate in half: queries, keys and values are split and rotated in one pass."""
 
+GATED: dict[str, Any] = {
+    "model__attention_gate": True,
+    "model__qkv_bias": True,
+    "model__qk_norm": True,
+    "model__zero_centered_norm": True,
+    "model__head_dim": 8,
+    "model__rope": {"base": 300.0, "partial": 0.25},
+}
+"""Attention as in Qwen3-Next's full layers, with biases."""
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

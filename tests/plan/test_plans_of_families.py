@@ -12,12 +12,13 @@ from mtrain.verify.reference.model.shapes import EXPERT_BIAS, shapes_of
 from tests.config.samples import config
 from tests.parity.cases import case
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN
-from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3
+from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "olmo2": OLMO2,
     "olmo3_ahead": OLMO3 | {"model__mtp_depths": 1},
+    "gated": GATED,
     "gpt_oss": GPT_OSS,
     "minimax": MINIMAX,
     "mixtral": MIXTRAL,

@@ -166,6 +166,8 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     ),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
     features.FullWidthQkNorm: Modules(_full_width_qk_norm),
+    # one more part of the projection, which `RotatingAttention` multiplies the output by
+    features.AttentionGate: Modules(fields=lambda model: {"attention_output_gate": True}),
     # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features.attention import (
+    AttentionGate,
     AttentionSinks,
     FullWidthQkNorm,
     GroupedQueryAttention,
@@ -25,6 +26,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     GroupedQueryAttention(),
     QkNorm(),
     FullWidthQkNorm(),
+    AttentionGate(),
     AttentionSinks(),
     MultiHeadLatentAttention(),
     DenseFeedForward(),
@@ -70,6 +72,7 @@ FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnrotatedLayers(
 __all__ = [
     "FEATURES",
     "LAYER_PARTS",
+    "AttentionGate",
     "AttentionSinks",
     "DenseFeedForward",
     "ExpertFeedForward",

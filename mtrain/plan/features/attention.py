@@ -54,7 +54,11 @@ class GroupedQueryAttention(LayerPart):
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         heads, size = model.num_attention_heads, model.head_size
-        rows = {"q_proj": heads * size, "k_proj": model.query_groups * size, "v_proj": model.query_groups * size}
+        rows = {
+            "q_proj": _query_rows(model) * size,
+            "k_proj": model.query_groups * size,
+            "v_proj": model.query_groups * size,
+        }
         for part, own in rows.items():
             yield AdaptedMatrix("self_attention.linear_qkv", part, own, model.hidden_size)
         output = model.hidden_size, heads * size
@@ -68,10 +72,10 @@ class GroupedQueryAttention(LayerPart):
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows of queries, keys and values of one group."""
+        """Returns the rows of queries, with their gates, keys and values of one group."""
         if linear != "linear_qkv":
             return ()
-        return model.num_attention_heads // model.query_groups * model.head_size, model.head_size, model.head_size
+        return _query_rows(model) // model.query_groups * model.head_size, model.head_size, model.head_size
 
     def pair_products(self, model: ModelSection) -> int:
         return 2 * model.num_attention_heads * model.head_size
@@ -112,8 +116,13 @@ class GroupedQueryAttention(LayerPart):
                 assert_never(layout.cp_comm)
 
 
+def _query_rows(model: ModelSection) -> int:
+    """Counts the heads of the projection of queries: each may have a gate next to it."""
+    return model.num_attention_heads * (2 if model.attention_gate else 1)
+
+
 def _qkv_width(model: ModelSection) -> int:
-    return (model.num_attention_heads + 2 * model.query_groups) * model.head_size
+    return (_query_rows(model) + 2 * model.query_groups) * model.head_size
 
 
 @final
@@ -143,6 +152,21 @@ class FullWidthQkNorm(LayerPart):
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts queries and keys before the norm."""
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
+
+
+@final
+class AttentionGate(LayerPart):
+    """A gate of each element of attention's output; `GroupedQueryAttention` counts the rows that it comes from."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention(layer) == "grouped" and model.attention_gate
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.attention_gate=true" if model.attention_gate else None
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the gates, which the projection holds, their sigmoid, and the gated output."""
+        return 3 * model.num_attention_heads * model.head_size // layout.tp
 
 
 @final

@@ -12,7 +12,7 @@ from tests.parity.batches import BATCH, GlobalBatch, documents_steps, three_step
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, initial_parameters, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
-from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3, PARTIAL
+from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3, PARTIAL
 from tests.pool import Pool
 from tests.reference import evaluate
 
@@ -40,6 +40,9 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (PARTIAL, case(8)),
     (PARTIAL | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2)),
     (PARTIAL | SELECTIVE, case(4, cp=4, cp_comm="ring", dp=2)),
+    (GATED, case(8)),
+    (GATED | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2)),
+    (GATED | SELECTIVE, case(4, tp=2, cp=2, cp_comm="ulysses", dp=2)),
     (MINIMAX, case(8)),
     (MINIMAX | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     (MINIMAX | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=4)),
@@ -65,6 +68,8 @@ ranks, which tests/parity/layouts/test_options.py divides."""
 
 def family(changes: dict[str, Any]) -> str:
     """Names the family of a case."""
+    if "model__attention_gate" in changes:
+        return "gated attention"
     if "partial" in changes.get("model__rope", {}):
         return "minimax" if "model__experts" in changes else "llama, partial rotary"
     if changes.keys() >= OLMO2.keys():
@@ -95,6 +100,7 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("olmo3", OLMO3 | ISOLATED, SEEN_APART),
     ("olmo2 with experts", OLMO2 | EXPERTS, WITH_EXPERTS),
     ("llama, partial rotary", PARTIAL | ISOLATED, SEEN_APART),
+    ("gated attention", GATED | ISOLATED, SEEN_APART),
     ("minimax", MINIMAX | ISOLATED | AHEAD, WITH_EXPERTS),
     ("gpt_oss", GPT_OSS | ISOLATED, WITH_EXPERTS),
     ("deepseek", DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | FULL, WITH_EXPERTS),

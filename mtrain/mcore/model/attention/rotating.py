@@ -187,6 +187,12 @@ class RotatingAttention(SelfAttention):
         rotate = rotated if is_wide else rotated_as_rounded
         return rotate(query, rotations), rotate(key, rotations), *others
 
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate; float64 stays so, unlike in
+        megatron-core's method."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
+
     @property
     def _is_plainly_split(self) -> bool:
         """Says whether the projection holds this rank's queries, keys and values and rotation comes next."""

@@ -50,7 +50,8 @@ class Attended(NamedTuple):
 
 def attention(part: Module, layer: int, x: Tensor, rows: Rows) -> Attended:
     """Computes the self-attention of layer `layer`, counted from 0."""
-    heads = kind_of(part.model, layer).context(part, layer, x, rows)
-    projected = heads @ part.tensor("linear_proj.weight").T
+    kind = kind_of(part.model, layer)
+    heads = kind.context(part, layer, x, rows)
+    projected = kind.projected(part, x, heads)
     bias = part.get("linear_proj.bias")
     return Attended(heads, projected, projected if bias is None else projected + bias)

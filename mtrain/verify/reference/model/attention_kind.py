@@ -38,6 +38,16 @@ class AttentionKind(ABC):
             rows: Rows of the batch.
         """
 
+    def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:
+        """Returns the output without a bias, [batch, seq, hidden].
+
+        Args:
+            part: Module of the attention.
+            x: Normed hidden states, [batch, seq, hidden].
+            context: What `context` has returned.
+        """
+        return context @ part.tensor("linear_proj.weight").T
+
     @abstractmethod
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
         """Returns the rows of each part of a projection; None if `linear` is no projection of this kind.

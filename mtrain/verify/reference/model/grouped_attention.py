@@ -34,7 +34,7 @@ class GroupedAttention(AttentionKind):
 
     def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
         heads, size = model.num_attention_heads, model.head_size
-        rows = (heads + 2 * model.query_groups) * size
+        rows = (heads * (2 if model.attention_gate else 1) + 2 * model.query_groups) * size
         yield from linear_shapes(f"{name}.linear_qkv", rows, model.hidden_size, model.linear_bias or model.qkv_bias)
         if model.qk_norm:
             whole = model.qk_norm_width == "full"
@@ -47,8 +47,8 @@ class GroupedAttention(AttentionKind):
     def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
         model, groups, size = part.model, part.model.query_groups, part.model.head_size
         shared = model.num_attention_heads // groups
-        joined = linear(part, "linear_qkv", x).view(*x.shape[:2], groups, shared + 2, size)
-        query, key, value = joined[..., :shared, :], joined[..., shared : shared + 1, :], joined[..., shared + 1 :, :]
+        joined = _by_group(part, x)
+        query, key, value = joined[..., :shared, :], joined[..., -2:-1, :], joined[..., -1:, :]
         if model.qk_norm:
             query, key = _normed(part.inner("q_layernorm"), query), _normed(part.inner("k_layernorm"), key)
         window = window_of(model, layer)
@@ -65,6 +65,13 @@ class GroupedAttention(AttentionKind):
         weights = softmax(scores, visible(rows, window), None if sinks is None else sinks.view(groups, shared))
         return torch.einsum("bghqk,bkgd->bqghd", weights, value.squeeze(3)).flatten(2)
 
+    def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:
+        if part.model.attention_gate:
+            shared = part.model.num_attention_heads // part.model.query_groups
+            gate = _by_group(part, x)[..., shared : 2 * shared, :].flatten(2)
+            context = context / (1 + torch.exp(-gate))
+        return super().projected(part, x, context)
+
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
         if linear == "linear_qkv":
             return dict(zip(self.inputs, _apart(every, model), strict=True))
@@ -74,8 +81,14 @@ class GroupedAttention(AttentionKind):
         return _apart(every, model) if linear == "linear_qkv" else None
 
 
+def _by_group(part: Module, x: Tensor) -> Tensor:
+    """Returns what the projection gives each group, [batch, seq, groups, heads, size]: queries, their gates where there
+    are any, a key and a value."""
+    return linear(part, "linear_qkv", x).view(*x.shape[:2], part.model.query_groups, -1, part.model.head_size)
+
+
 def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
-    heads = every.view(model.query_groups, -1, model.head_size)  # in each group queries, key, value
+    heads = every.view(model.query_groups, -1, model.head_size)  # in each group queries (and gates), key, value
     return [heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]
 
 
