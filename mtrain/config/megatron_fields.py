@@ -48,6 +48,7 @@ TYPED_KNOBS = {
     "moe_router_topk": "model.experts.top_k",
     "moe_ffn_hidden_size": "model.experts.ffn_hidden_size",
     "moe_shared_expert_intermediate_size": "model.experts.shared_ffn_hidden_size",
+    "moe_shared_expert_gate": "model.experts.shared_gate",
     "moe_layer_freq": "model.experts.every",
     "moe_router_score_function": "model.experts.score",
     "moe_router_pre_softmax": "model.experts.pre_softmax",
@@ -162,7 +163,6 @@ EXPERTS = {
     "moe_paged_stash_buffer_size_factor_cpu": "train.offload_layers says what leaves the device",
     "moe_permute_fusion": "needs kernels that are not proved here",
     "moe_shared_expert_overlap": "shared experts do not overlap with the transfer of tokens",
-    "moe_shared_expert_gate": "shared experts without a gate are what is built",
     "moe_latent_size": "experts of the hidden size are what is built",
     "moe_apply_probs_on_input": "an expert's output is weighed, not its input",
 }

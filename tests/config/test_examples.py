@@ -30,6 +30,7 @@ PARAMETERS = {
 }
 EXPERTS = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248),
+    "qwen2_57b_a14b": (57_408_658_944, 14_249_270_784),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
     "minimax_m2": (228_689_748_992, 11_030_537_216),
     "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
@@ -53,10 +54,10 @@ ILLEGAL = {
 }
 """Models with too few query groups for a number of tensor ranks."""
 EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | dict.fromkeys(
-    ("deepseek_v3", "kimi_k2", "minimax_m2", "glm4.5_air"), ("pp16ep32", 512)
+    ("deepseek_v3", "kimi_k2", "minimax_m2", "glm4.5_air", "qwen2_57b_a14b"), ("pp16ep32", 512)
 )
 
-STAGES = {"minimax_m2": 3, "glm4.5_air": 2}
+STAGES = {"minimax_m2": 3, "glm4.5_air": 2, "qwen2_57b_a14b": 7}
 """Number of layers of the first and the last stage, where that of the layout's file does not fit."""
 
 

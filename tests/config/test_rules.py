@@ -46,6 +46,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"model__experts": {**EXPERTS, "shared_ffn_hidden_size": 8}, "model__linear_bias": True},
         "model.experts.shared_ffn_hidden_size=8",
     ),
+    ({"model__experts": {**EXPERTS, "shared_gate": True}}, "model.experts.shared_gate=true"),
     (
         {"model__rope": {"local_base": 100.0}},
         "model.rope.local_base=100.0",

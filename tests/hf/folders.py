@@ -59,6 +59,14 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **{**AWKWARD, "num_key_value_heads": 2}, num_local_experts=3, num_experts_per_tok=2
     ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **{**AWKWARD, "num_key_value_heads": 2, "head_dim": 8},
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **{**AWKWARD, "num_key_value_heads": 4},
         num_experts=5,

@@ -83,10 +83,13 @@ def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
     for holder in (f"{theirs}.gate", theirs):
         if f"{holder}.e_score_correction_bias" in state:
             found[f"{ours}.router.expert_bias"] = state[f"{holder}.e_score_correction_bias"]
-    if f"{theirs}.shared_experts.up_proj.weight" in state:
-        gate_up = [state[f"{theirs}.shared_experts.{name}_proj.weight"] for name in ("gate", "up")]
-        found[f"{ours}.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)
-        found[f"{ours}.shared_experts.linear_fc2.weight"] = state[f"{theirs}.shared_experts.down_proj.weight"]
+    for shared in (f"{theirs}.shared_experts", f"{theirs}.shared_expert"):
+        if f"{shared}.up_proj.weight" in state:
+            gate_up = [state[f"{shared}.{name}_proj.weight"] for name in ("gate", "up")]
+            found[f"{ours}.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)
+            found[f"{ours}.shared_experts.linear_fc2.weight"] = state[f"{shared}.down_proj.weight"]
+    if f"{theirs}.shared_expert_gate.weight" in state:
+        found[f"{ours}.shared_experts.gate_weight"] = state[f"{theirs}.shared_expert_gate.weight"]
     for their_name, our_name in {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}.items():
         for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
             found[f"{ours}.experts.{expert}.{our_name}.weight"] = weight

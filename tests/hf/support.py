@@ -69,6 +69,7 @@ MODELS: dict[str, Model] = {
     "phi3": Model("phi3", {}, "phi4_14b"),
     "smollm3": Model("smollm3", {"no_rope_layers": [1, 0] * 2, **_FULL}, "smollm3_3b"),
     "mixtral": Model("mixtral", {"num_local_experts": 4}, "mixtral_8x7b"),
+    "qwen2_moe": Model("qwen2-moe", {"num_experts": 4, **_FULL}, "qwen2_57b_a14b"),
     "qwen3_moe": Model("qwen3-moe", {"num_experts": 4}, "qwen3_30b_a3b"),
     "deepseek_v3": Model("deepseek", {}, "deepseek_v3"),
     "kimi_k2": Model("deepseek", {}, "kimi_k2"),

@@ -136,11 +136,13 @@ def experts(draw: DrawFn, degrees: dict[str, Any], kind: Kind, num_layers: int) 
     least = 2 if score == "softmax" and not pre_softmax else 1
     top_k = draw(st.integers(least, max(least, min(count, 4))))
     has_bias = draw(st.booleans())
+    shared = 0 if kind.linear_bias else tp * draw(st.sampled_from([0, 4]))
     return {
         "num_experts": count,
         "top_k": top_k,
         "ffn_hidden_size": etp * draw(st.sampled_from([3, 8])),
-        "shared_ffn_hidden_size": 0 if kind.linear_bias else tp * draw(st.sampled_from([0, 4])),
+        "shared_ffn_hidden_size": shared,
+        "shared_gate": shared > 0 and draw(st.booleans()),
         "first_dense_layers": draw(st.integers(0, min(1, num_layers - 1))),
         "every": draw(st.sampled_from([1, 1, 2])),
         "score": score,

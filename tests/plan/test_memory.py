@@ -111,7 +111,8 @@ LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_he
 
 
 def of_experts(*modules: str) -> Config:
-    keys: dict[str, Any] = {"model__num_query_groups": None, "model__experts": EXPERTS, "model__mla": LATENT}
+    keys: dict[str, Any] = {"model__num_query_groups": None, "model__mla": LATENT}
+    keys["model__experts"] = EXPERTS | {"shared_gate": True}
     keys |= {"model__num_layers": 2, "train__precision": "fp32", "train__global_batch_size": 2, "layout__ep": 2}
     keys |= {"loss__router": {"sequence_balance_coefficient": 0.01, "z_coefficient": 0.01}}
     if modules:

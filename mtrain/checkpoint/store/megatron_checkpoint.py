@@ -133,5 +133,6 @@ def _comparable(model: ModelSection) -> dict[str, tuple[str, float]]:
             "num_moe_experts": ("model.experts.num_experts", model.experts.num_experts),
             "moe_router_topk": ("model.experts.top_k", model.experts.top_k),
             "moe_router_pre_softmax": ("model.experts.pre_softmax", model.experts.pre_softmax),
+            "moe_shared_expert_gate": ("model.experts.shared_gate", model.experts.shared_gate),
         }
     return found

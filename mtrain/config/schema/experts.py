@@ -20,6 +20,9 @@ class ExpertsSection(Section):
     shared_ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(0, ge=0)
     """Width of all shared experts together, which every token passes (moe_shared_expert_intermediate_size); 0: no
     shared experts."""
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied by the sigmoid of a learned product with the input
+    (moe_shared_expert_gate)."""
     first_dense_layers: int = Field(0, ge=0)
     """Number of layers at the start that are dense."""
     every: int = Field(1, gt=0)
@@ -74,6 +77,12 @@ class ExpertsSection(Section):
         if self.top_k <= self.num_experts:
             return None
         return f"top_k={self.top_k} must not be above num_experts={self.num_experts}; lower it"
+
+    @rule
+    def a_gate_has_shared_experts(self) -> str | None:
+        if not self.shared_gate or self.shared_ffn_hidden_size:
+            return None
+        return "shared_gate=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the gate off"
 
     @rule
     def a_softmax_needs_a_choice(self) -> str | None:

@@ -21,7 +21,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import UnsayableError
 from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, MISTRAL3, QWEN2, QWEN3
-from mtrain.hf.schema.families.experts import MIXTRAL, QWEN3_MOE
+from mtrain.hf.schema.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
 from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
@@ -43,6 +43,7 @@ FAMILIES = {
         QWEN2,
         QWEN3,
         MIXTRAL,
+        QWEN2_MOE,
         QWEN3_MOE,
         DEEPSEEK_V3,
         KIMI_K2,

@@ -62,7 +62,7 @@ class ExpertFeedForward(LayerPart):
             experts=experts.num_experts * one.divided, whole_experts=experts.num_experts * one.replicated
         )
         shared = _network(model, experts.shared_ffn_hidden_size) if experts.shared_ffn_hidden_size else Parameters()
-        return router_parameters(model) + all_experts + shared
+        return router_parameters(model) + all_experts + shared + Parameters(replicated=_gate_elements(model))
 
     def matrices(self, model: ModelSection) -> Parameters:
         experts, of_column = _section(model), _num_matrices(model) * model.hidden_size
@@ -74,16 +74,17 @@ class ExpertFeedForward(LayerPart):
     def matrix_elements(self, model: ModelSection) -> int:
         experts = _section(model)
         width = experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-        return model.hidden_size * (_num_matrices(model) * width + experts.num_experts)
+        return model.hidden_size * (_num_matrices(model) * width + experts.num_experts) + _gate_elements(model)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts inputs and outputs of experts, a copy for each expert of a token; a balanced load is assumed."""
         return sum(self._kept(model, layout))
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names E the experts, e the feed-forward width of one, t that of all shared experts."""
+        """Names E the experts, e the feed-forward width of one, t that of all shared experts, o the row of their
+        gate."""
         experts = _section(model)
-        return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
+        return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size, "o": 1}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Yields the matrices of all experts, whose gate and up share their A, as in PEFT's form for experts."""
@@ -106,7 +107,9 @@ class ExpertFeedForward(LayerPart):
         """Returns the elements of the experts that tokens choose, and of the shared ones."""
         experts, num = _section(model), _kept_widths(model)
         routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
-        return routed // layout.tp, num * experts.shared_ffn_hidden_size // layout.tp
+        # the gate keeps the output that it multiplies
+        shared = num * experts.shared_ffn_hidden_size + _gate_elements(model)
+        return routed // layout.tp, shared // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
         """Makes experts few and small, with the user's way of choosing them; every layout divides them."""
@@ -151,6 +154,11 @@ def router_parameters(model: ModelSection) -> Parameters:
     """Counts the parameters of a router: a row for each expert."""
     experts = _section(model)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
+
+
+def _gate_elements(model: ModelSection) -> int:
+    """Counts the parameters of the gate of shared experts, and the elements of the output that it multiplies."""
+    return model.hidden_size if _section(model).shared_gate else 0
 
 
 def _few_groups(experts: ExpertsSection) -> dict[str, int]:

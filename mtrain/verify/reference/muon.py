@@ -29,6 +29,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import MuonSection
 from mtrain.verify.reference.adamw import AdamW, Moments, Updated, clipping_factor
 from mtrain.verify.reference.model.attention import kinds_of
+from mtrain.verify.reference.model.experts import GATE
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _UNIT_ROUNDOFF = 2.0**-24
@@ -101,7 +102,7 @@ class ExactMuon:
 
 def _is_matrix(name: str, value: NDArray[Any]) -> bool:
     """Says whether Muon updates a tensor; AdamW updates tables and routers, whose rows are tokens and experts."""
-    return value.ndim == 2 and name not in _TABLES and not name.endswith("router.weight")
+    return value.ndim == 2 and name not in _TABLES and not name.endswith(("router.weight", GATE))
 
 
 def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:

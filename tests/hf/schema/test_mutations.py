@@ -163,6 +163,7 @@ LIKE_OTHERS = (
     "mistral",
     "qwen2",
     "mixtral",
+    "qwen2-moe",
     "qwen3-moe-unnormalised",
     "olmo2",
     "olmo2-grouped",

@@ -31,6 +31,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_theta": 1e6, "rope_scaling": None},
     "qwen3": {"rope_theta": 1e6, "rope_scaling": YARN},
     "mixtral": {"rope_theta": 1e6, "rope_scaling": None},
+    "qwen2-moe": {"rope_theta": 1e6, "rope_scaling": None},
     "qwen3-moe": {"rope_theta": 1e4, "rope_scaling": None, "num_experts": 5},
     "qwen3-moe-unnormalised": {"rope_theta": 1e4, "rope_scaling": None, "num_experts": 4},
     "deepseek": {"rope_theta": 1e4, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},

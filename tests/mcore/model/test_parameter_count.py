@@ -36,7 +36,7 @@ EXPERTS: dict[str, Any] = {
     "first_dense_layers": 1,
 }
 MIXTURES: dict[str, dict[str, Any]] = {
-    "experts": {"experts": {**EXPERTS, "shared_ffn_hidden_size": 40}},
+    "experts": {"experts": {**EXPERTS, "shared_ffn_hidden_size": 40, "shared_gate": True}},
     "deepseek": {
         "experts": {**EXPERTS, "shared_ffn_hidden_size": 8},
         "mla": MLA,

@@ -39,6 +39,7 @@ REFUSED = [
     "mixtral_8x7b",
     "olmo2_7b",
     "olmo3_7b",
+    "qwen2_57b_a14b",
     "qwen3_30b_a3b",
 ]
 

@@ -44,6 +44,7 @@ def gathered(model: dict[str, Any]) -> dict[str, Any]:
     return with_experts(model, dispatcher="allgather")
 
 
+GATED = with_experts(DEEPSEEK, shared_gate=True)
 PLAIN_OPTIMIZER = {"train__distributed_optimizer": False}
 OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
 RUNS = [
@@ -65,6 +66,9 @@ RUNS = [
     Run("deepseek", DEEPSEEK, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     Run("deepseek", DEEPSEEK, case(2, pp=2, cp=2, cp_comm="ring", dp=2, ep=4)),
     Run("deepseek by all-gather", gathered(DEEPSEEK), case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", ep=2)),
+    Run("shared gate", GATED, case(4)),
+    Run("shared gate", GATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
+    Run("shared gate", GATED | PLAIN_OPTIMIZER, case(2, pp=2, cp=2, cp_comm="ring", dp=2, ep=4)),
     Run("biases", BIASED, case(4, tp=2, sp=True, dp=2, ep=2)),
     Run("qwen", QWEN, case(4, tp=2, sp=True, pp=2, ep=2)),
 ]
@@ -100,7 +104,7 @@ DAY = [
     Run("qwen, decayed", QWEN | {"optimizer__decay_norms_and_biases": True}, case(4, dp=2, ep=2)),
     Run("mixtral", MIXTRAL, case(4, tp=2, sp=True, etp=2)),
     Run("mixtral, overlapped", MIXTRAL | OVERLAP, case(2, pp=2, vpp=2, dp=2, ep=2)),
-    Run("deepseek, recomputed", DEEPSEEK | FULL, case(4, tp=2, sp=True, ep=2)),
+    Run("shared gate, recomputed", GATED | FULL, case(4, tp=2, sp=True, ep=2)),
     Run("deepseek by all-gather", gathered(DEEPSEEK), case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", ep=2)),
     Run("biases", BIASED | PLAIN_OPTIMIZER, case(4, tp=2, sp=True, dp=2, ep=2)),
 ]

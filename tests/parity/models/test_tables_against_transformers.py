@@ -63,7 +63,20 @@ def phi3() -> Any:
     )
 
 
-FAMILIES = [glm4_moe_lite, glm4_moe, phi3, smollm3]
+def qwen2_moe() -> Any:
+    return transformers.Qwen2MoeConfig(
+        **plain.common() | {"rms_norm_eps": 1e-3},
+        num_experts=16,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=16,
+        use_sliding_window=True,
+        sliding_window=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+
+
+FAMILIES = [glm4_moe_lite, glm4_moe, phi3, qwen2_moe, smollm3]
 RUNS = [(config, each) for config in FAMILIES for each in CASES]
 
 

@@ -219,5 +219,20 @@ def qwen3_moe(normalised: bool = True) -> tuple[ModelSection, Any]:
     )
 
 
+def qwen2_moe() -> tuple[ModelSection, Any]:
+    """A gate on the output of the shared experts."""
+    sizes = {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 40}
+    experts = ExpertsSection(**sizes, shared_gate=True, pre_softmax=True)
+    model = ModelSection(**SMALL, qkv_bias=True, experts=experts)
+    return model, transformers.Qwen2MoeConfig(
+        **common(model),
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
 def qwen3_moe_unnormalised() -> tuple[ModelSection, Any]:
     return qwen3_moe(normalised=False)

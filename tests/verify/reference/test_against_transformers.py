@@ -52,6 +52,7 @@ from tests.verify.reference.expert_models import (
     kimi_k2,
     minimax,
     mixtral,
+    qwen2_moe,
     qwen3_moe,
     qwen3_moe_unnormalised,
 )
@@ -79,6 +80,7 @@ FAMILIES = [
     glm4_moe_lite,
     deepseek_v2_experts,
     mixtral,
+    qwen2_moe,
     qwen3_moe,
     qwen3_moe_unnormalised,
     smollm3,

@@ -58,6 +58,16 @@ def has_experts(model: ModelSection, layer: int) -> bool:
     return model.has_experts(layer)
 
 
+def has_shared_experts(model: ModelSection, layer: int) -> bool:
+    """Says whether the layer has experts that every token passes."""
+    return model.has_experts(layer) and model.experts is not None and model.experts.shared_ffn_hidden_size > 0
+
+
+def has_shared_gate(model: ModelSection, layer: int) -> bool:
+    """Says whether the layer's shared experts have a gate."""
+    return model.has_experts(layer) and model.experts is not None and model.experts.shared_gate
+
+
 def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
     """Returns the tensors that are interleaved by query group: the rows of its queries, then of its key, then of its
     value."""
@@ -104,6 +114,20 @@ def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: s
         # the axis of experts is global: each expert-parallel rank reads its own stretch of it
         Rule(f"{ours}_fc1.weight", "E (c e) h", first[0], has_experts, others=tuple(first[1:])),
         Rule(f"{ours}_fc2.weight", "E h e", second[0], has_experts, others=tuple(second[1:])),
+    )
+
+
+def shared_experts(module: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+    """Builds the rules of the experts that every token passes.
+
+    Args:
+        module: Name of their module in files of the family.
+    """
+    first = halves(f"{THEIRS}{module}.gate_proj.weight", f"{THEIRS}{module}.up_proj.weight", "t h")
+    ours = "mlp.shared_experts.linear"
+    return (
+        Rule(f"{KEY}{ours}_fc1.weight", "(c t) h", first, has_shared_experts),
+        in_layer(f"{ours}_fc2.weight", f"{module}.down_proj.weight", "h t").only(has_shared_experts),
     )
 
 

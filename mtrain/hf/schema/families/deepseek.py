@@ -18,11 +18,11 @@ from mtrain.hf.schema.families.common import (
     VOCABULARY,
     common,
     experts,
-    halves,
     has_experts,
     in_layer,
     router,
     same,
+    shared_experts,
 )
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule
@@ -68,10 +68,6 @@ def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
 
 def _has_direct_queries(model: ModelSection, layer: int) -> bool:
     return not _has_low_rank_queries(model, layer)
-
-
-def _has_shared_experts(model: ModelSection, layer: int) -> bool:
-    return model.has_experts(layer) and model.experts is not None and model.experts.shared_ffn_hidden_size > 0
 
 
 @final
@@ -293,7 +289,6 @@ _LATENT_ATTENTION = (
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "(H y) k"),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H v)"),
 )
-_SHARED = f"{THEIRS}mlp.shared_experts."
 EXPERTS = (
     router("mlp.gate.weight"),
     # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
@@ -301,15 +296,7 @@ EXPERTS = (
         in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "E").only(has_experts), keeps_dtype=True
     ),
     *experts("mlp"),
-    Rule(
-        f"{KEY}mlp.shared_experts.linear_fc1.weight",
-        "(c t) h",
-        halves(f"{_SHARED}gate_proj.weight", f"{_SHARED}up_proj.weight", "t h"),
-        _has_shared_experts,
-    ),
-    in_layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", "h t").only(
-        _has_shared_experts
-    ),
+    *shared_experts(),
 )
 _LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *EXPERTS)
 _DEPTH = "mtp.layers.*."

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: the usual transformer with experts in every layer."""
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: the usual transformer with experts in every layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from typing import Any, final
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, lookup
-from mtrain.hf.schema.families.common import ACTIVATION, ATTENTION, NORMS, VOCABULARY, common, experts, router
+from mtrain.hf.schema.families.common import (
+    ACTIVATION,
+    ATTENTION,
+    NORMS,
+    VOCABULARY,
+    common,
+    experts,
+    has_shared_gate,
+    in_layer,
+    kinds_of,
+    layer_kinds,
+    router,
+    shared_experts,
+    windows,
+)
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.values import needed_value, value_of
 
@@ -49,6 +63,28 @@ class _Window(Entry):
         return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
 
 
+@final
+@dataclass(frozen=True)
+class _AlternatingWindows(Entry):
+    """A sliding window in every other layer from the first on: one word for each layer, or the number of layers among
+    which these are."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        window = value_of(config, "sliding_window", int, 4096)
+        window = window if needed_value(config, "use_sliding_window", bool, False) else None
+        last = needed_value(config, "max_window_layers", int, 28)
+        kinds = layer_kinds(config, lambda layer: window is None or layer % 2 == 0 or layer > last)
+        return windows(kinds, window, "use_sliding_window is false")
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        window = model.sliding_window
+        return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": kinds_of(model)}
+
+
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -74,6 +110,37 @@ MIXTRAL = Family(
         *experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
     ),
 )
+# these two could make some layers dense, for which the families have no rules here
+_NO_DENSE_LAYERS = (Required("decoder_sparse_step", 1, 1), Required("mlp_only_layers", [], [], (None,)))
+_SHARED = "mlp.shared_expert"
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        *common(),
+        *ACTIVATION,
+        *heads(groups=16),
+        Field("moe_intermediate_size", "experts.ffn_hidden_size", 1408),
+        Field("shared_expert_intermediate_size", "experts.shared_ffn_hidden_size", 5632),
+        Field("num_experts", "experts.num_experts", 60),
+        Field("num_experts_per_tok", "experts.top_k", 4),
+        Constant("experts.shared_gate", True),
+        _Renormalised(),
+        Field("qkv_bias", "qkv_bias", True),
+        *_NO_DENSE_LAYERS,
+        _AlternatingWindows(),
+        Rope(),
+    ),
+    (
+        *VOCABULARY,
+        *NORMS,
+        *ATTENTION,
+        router("mlp.gate.weight"),
+        *experts("mlp"),
+        *shared_experts(_SHARED),
+        in_layer("mlp.shared_experts.gate_weight", f"{_SHARED}_gate.weight", "o h").only(has_shared_gate),
+    ),
+)
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -86,9 +153,7 @@ QWEN3_MOE = Family(
         Field("num_experts_per_tok", "experts.top_k", 8),
         _Renormalised(),
         Required("attention_bias", False, False),
-        # these two could make some layers dense, for which the family has no rules here
-        Required("decoder_sparse_step", 1, 1),
-        Required("mlp_only_layers", [], [], (None,)),
+        *_NO_DENSE_LAYERS,
         Constant("qk_norm", True),
         _Window(),
         Rope(),

@@ -22,6 +22,16 @@ from mtrain.mcore.model.moe.experts import Experts
 from mtrain.mcore.model.moe.router import Router
 
 
+class SharedExperts(SharedExpertMLP):
+    """Shared experts whose input has one gradient, also where a gate reads it as well: recomputed or not, it is added
+    up in one order, to the bit."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns [seq_local, batch, hidden]; takes the same."""
+        output: Tensor = super().forward(hidden_states.view_as(hidden_states))
+        return output
+
+
 class ExpertsLayer(MoELayer):
     """MoELayer whose router receives the sequence of each position.
 
@@ -90,7 +100,7 @@ def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
     submodules = MoESubmodules(
         router=partial(Router, section=section),
         experts=ModuleSpec(module=Experts, params={"implementation": section.implementation}),
-        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+        shared_experts=ModuleSpec(module=SharedExperts, submodules=shared),
     )
     build = partialmethod(ExpertsLayer.__init__, submodules=submodules)
     return type(ExpertsLayer.__name__, (ExpertsLayer,), {"__init__": build})
@@ -109,6 +119,7 @@ def experts_fields(model: ModelSection) -> dict[str, Any]:
         "num_moe_experts": section.num_experts,
         "moe_ffn_hidden_size": section.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": section.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": section.shared_gate,
         # with a list, checkpoint keys carry the number of the layer
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_router_topk": section.top_k,

@@ -19,6 +19,8 @@ from mtrain.config.schema.loss import RouterLossSection
 from mtrain.verify.reference.model.modules import Module, linear, network
 
 Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
+GATE = "shared_experts.gate_weight"
+"""Name of the gate of shared experts, one row."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
         said = network(part.inner(f"experts.{expert}"), x[rows, places])[1]
         output = output.index_put((rows, places), said * weights[rows, places, expert, None], accumulate=True)
     if section.shared_ffn_hidden_size:
-        output = output + network(part.inner("shared_experts"), x)[1]
+        shared = network(part.inner("shared_experts"), x)[1]
+        if section.shared_gate:
+            shared = shared * torch.sigmoid(x @ part.tensor(GATE).T)
+        output = output + shared
     return output
 
 

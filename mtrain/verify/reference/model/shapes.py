@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import kind_of
 from mtrain.verify.reference.model.attention_kind import Shape, linear_shapes, norm_shapes
+from mtrain.verify.reference.model.experts import GATE
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
@@ -89,3 +90,5 @@ def _experts(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
         yield from _network(f"{name}.experts.{expert}", section.ffn_hidden_size, model)
     if section.shared_ffn_hidden_size:
         yield from _network(f"{name}.shared_experts", section.shared_ffn_hidden_size, model)
+    if section.shared_gate:
+        yield f"{name}.{GATE}", (1, model.hidden_size)
