@@ -57,8 +57,9 @@ class SftCaches:
         """
         self._section, self._vocab_size, self._columns = section, vocab_size, columns or section.extra_columns
         self._of_records = (compares, num_labels, bool(columns))
-        # extras are left out where there are none, so that entries of versions without extras are found
-        records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *([] if section.extras else ["extras"])})
+        # left out where they are empty, so that entries of versions without these keys are found
+        empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
+        records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *empty})
         self._fingerprint = f"{source_encoder(section, tokenizer, *self._of_records).fingerprint} {records}"
         self._folder = Path(section.cache_dir) if section.cache_dir is not None else default_folder()
         self._opened: dict[str, TokenCache] = {}

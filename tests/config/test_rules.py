@@ -24,6 +24,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 DELTA_NET: dict[str, Any] = {
     "model__delta_net": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8},
 }
+RECORDS: dict[str, Any] = {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}], "tokenizer": "t"}
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -182,6 +183,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"data": {**INDEXED, "split": [1.1, -0.1, 0]}}, "data.split=[1.1,"),
     ({"data": {**INDEXED, "split": [0, 0.5, 0.5]}}, "data.split=[0.0,"),
     ({"data": {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer"),
+    ({"data": {**RECORDS, "columns": {"a": "prompt", "b": "prompt"}}}, "data.columns"),
+    ({"data": {**RECORDS, "chat_template_kwargs": {"tools": []}}}, "data.chat_template_kwargs"),
     (
         {
             "data": {

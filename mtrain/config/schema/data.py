@@ -4,7 +4,7 @@ import datetime
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -13,6 +13,7 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
 
 _KEYS_OF_SAMPLES = frozenset({"input_ids", "loss_mask", "weight", "messages", "prompt", "response", "text", "tools"})
+_READ_BY_TEMPLATES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class SourceSection(Section):
@@ -295,10 +296,14 @@ class SftSection(FilesSection):
     chat_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
     """Date, as in 2025-01-31, that a template writes as today's, so that a sample is the same on every day; null
     refuses a template that asks for it."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Switches that the chat template gets, such as `{enable_thinking: false}`; a record's own take precedence."""
     loss_on: Literal["all_answers", "last_answer"] = "all_answers"
     """Messages of the assistant that are in the loss."""
     special_tokens_in_text: bool = False
     """Whether the text of a special token inside a message, a prompt, a response or a text becomes that token."""
+    columns: dict[str, str] = Field({})
+    """Other names of keys, as in `{question: prompt, answer: response}`: name in the files -> key of the form."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown keys are refused."""
 
@@ -306,6 +311,17 @@ class SftSection(FilesSection):
     def isolate_documents(self) -> bool:
         """Says whether rows have edges between documents, which only packed rows have."""
         return self.packing is not None
+
+    @rule
+    def columns_get_different_names(self) -> str | None:
+        names = list(self.columns.values())
+        twice = next((name for name in names if names.count(name) > 1), None)
+        return None if twice is None else f"columns calls two keys {twice!r}; rename one of them to something else"
+
+    @rule
+    def switches_are_not_what_a_template_reads_anyway(self) -> str | None:
+        taken = sorted(_READ_BY_TEMPLATES & self.chat_template_kwargs.keys())
+        return f"chat_template_kwargs sets {taken[0]}, which follows from each record; remove it" if taken else None
 
     @rule
     def max_bad_is_a_share_or_a_count(self) -> str | None:

@@ -187,6 +187,12 @@ def _variables(variables: object) -> dict[str, Any]:
     return {key: value for key, value in variables.items() if value is not None}
 
 
+def untrained(message: object) -> object:
+    """Takes a message of a prompt out of the loss where it is an assistant's."""
+    is_answer = isinstance(message, dict) and message.get("role") == ANSWERS
+    return {**message, "train": False} if isinstance(message, dict) and is_answer else message
+
+
 def _answer_weight(present: dict[str, Any], place: str) -> float:
     """Returns the weight of each token of a message; 0 for a message that is no answer."""
     weight = check_weight(present.get("weight", 1.0), f"{place}.weight")

@@ -105,6 +105,8 @@ class ChatOptions:
     """Whether the text of a special token in a message becomes the token."""
     date: str | None = None
     """Date as YYYY-MM-DD, for a template that writes today's date; None refuses such a template."""
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Switches of the template, such as enable_thinking; those of a record take precedence."""
     limits: RenderLimits = field(default_factory=RenderLimits)
 
 
@@ -122,7 +124,9 @@ class ChatEncoder:
             DataError: The tokenizer's settings are damaged.
         """
         self._tokenizer, self._options = tokenizer, options
-        self._variables = dict(tokenizer.named)
+        self._variables = {**options.variables, **tokenizer.named}
+        if holds(dict(options.variables), PRIVATE):
+            raise DataError(f"data.chat_template_kwargs {_HOLDS_PRIVATE}")
         special, bos = tokenizer.special_tokens(), self._variables.get("bos_token")
         self._special = special_texts(special, bos)
         # in some tokenizers the end of an answer is a token, but not a special one
@@ -295,6 +299,9 @@ class ChatEncoder:
         return EncodedText(ids, offsets)
 
 
+_HOLDS_PRIVATE = "holds a character between U+F0000 and U+F000F, which marks places here; remove it"
+
+
 def _checked_texts(conversation: Conversation) -> list[Any]:
     """Returns messages, tools and variables.
 
@@ -303,7 +310,7 @@ def _checked_texts(conversation: Conversation) -> list[Any]:
     """
     given = [conversation.messages, conversation.tools, conversation.variables]
     if holds(given, PRIVATE):
-        raise DataError("holds a character between U+F0000 and U+F000F, which marks places here; remove it")
+        raise DataError(_HOLDS_PRIVATE)
     return given
 
 

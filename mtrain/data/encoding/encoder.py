@@ -11,12 +11,22 @@ from typing import Any, Literal, assert_never
 from mtrain.base.errors import DataError
 from mtrain.config.extras import key_and_width
 from mtrain.config.schema.data import SftSection
+from mtrain.data.chat.conversation import untrained
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
 from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
 from mtrain.data.encoding.judged import LabelEncoder
-from mtrain.data.encoding.plain import PLAIN_TEMPLATE, TextPart, chat_parts, joined, pair_parts, text_parts, tokenized
+from mtrain.data.encoding.plain import (
+    PLAIN_TEMPLATE,
+    TextPart,
+    chat_parts,
+    joined,
+    pair_parts,
+    text_parts,
+    tokenized,
+    with_response,
+)
 from mtrain.data.encoding.preferences import PreferenceEncoder
 from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import Tokenizer, tokenizer_file
@@ -77,7 +87,11 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
     if templates is None:
         return None
     options = ChatOptions(
-        frozenset(section.ignore_keys), section.loss_on, section.special_tokens_in_text, section.chat_date
+        frozenset(section.ignore_keys),
+        section.loss_on,
+        section.special_tokens_in_text,
+        section.chat_date,
+        section.chat_template_kwargs,
     )
     return ChatEncoder(templates, tokenizer, options)
 
@@ -96,6 +110,22 @@ def trained_templates(section: SftSection) -> dict[str, str]:
     assert section.tokenizer is not None  # a rule of the section
     templates = chosen_templates(section.chat_template, tokenizer_file(section.tokenizer))
     return {} if templates is None else template_files(templates)
+
+
+_FORMS = {"conversations": "sharegpt", "instruction": "alpaca", "text": "text"}
+"""Key of a record -> the form that has it, which `auto` does not take for granted."""
+
+
+def _refuse_known_form(record: dict[str, Any]) -> None:
+    """Refuses a record of a form that has to be named."""
+    found = next((key for key in _FORMS if key in record), None)
+    if found is not None:
+        form = _FORMS[found]
+        raise DataError(f"has no 'prompt', but {found!r}, as records of the form {form} have; set data.format={form}")
+    if "chosen" in record and "rejected" in record:
+        raise DataError(
+            "has 'chosen' and 'rejected', two answers to compare; set loss.function=dpo, or another such loss"
+        )
 
 
 class RecordEncoder:
@@ -121,8 +151,29 @@ class RecordEncoder:
             return base  # without a template, runs of version 0.1.0 know their data by the tokenizer's fingerprint
         return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
 
+    def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Gives columns the names that `data.columns` asks for.
+
+        Raises:
+            DataError: A column is missing, or has a name that is taken.
+        """
+        columns = self._section.columns
+        if not columns:
+            return record
+        missing = next((name for name in columns if name not in record), None)
+        if missing is not None:
+            raise DataError(
+                f"has no {missing!r}, which data.columns names; its keys are {', '.join(record) or 'none'}: change one"
+            )
+        names = [columns.get(name, name) for name in record]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"has {twice!r} as well as another key that data.columns calls so; remove one of the two")
+        return dict(zip(names, record.values()))
+
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes one record as one sequence, with its extras."""
+        record = self.renamed(record)
         widths = dict(key_and_width(extra) for extra in self._section.extras)
         if not widths:
             return self._encode(record)
@@ -157,6 +208,8 @@ class RecordEncoder:
             return self.conversation(record)
         if "input_ids" in record:
             return self.tokens(record)
+        if "prompt" not in record:
+            _refuse_known_form(record)
         return self.pair(record)
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
@@ -178,12 +231,17 @@ class RecordEncoder:
         return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
 
     def pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a prompt and a response, both texts.
+        """Encodes a prompt and a response: two texts, or two lists of messages of which only the second is learned.
 
         Raises:
-            DataError: A text is missing, or is no text.
+            DataError: One is missing, or is neither.
         """
-        return self._plain(pair_parts(record, self._ignored), record)
+        pair = with_response(record)
+        prompt, response = pair.get("prompt"), pair.get("response")
+        if isinstance(prompt, list) and isinstance(response, list):
+            rest = {key: value for key, value in pair.items() if key not in ("prompt", "response")}
+            return self.conversation({"messages": [*map(untrained, prompt), *response], **rest})
+        return self._plain(pair_parts(pair, self._ignored), pair)
 
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes a prompt and a response by the ids of their whole text.

@@ -29,6 +29,9 @@ class _SequenceEncoders(Protocol):
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes a record of messages."""
 
+    def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Gives columns the names that `data.columns` asks for."""
+
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes a prompt and a response as one text."""
 
@@ -65,6 +68,7 @@ class LabelEncoder:
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes one record as a sequence with its label."""
+        record = self._encoders.renamed(record)
         label = record.get("label")
         rest = {name: value for name, value in record.items() if name != "label"}
         if self._is_number:

@@ -48,15 +48,26 @@ class TextPart(NamedTuple):
     """Whether eos follows, with the weight of the text."""
 
 
+def with_response(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record whose answer has the name `response`; TRL calls it `completion`."""
+    if "completion" not in found or "response" in found:
+        return found
+    return {"response" if key == "completion" else key: value for key, value in found.items()}
+
+
 def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
     """Returns prompt and response.
 
     Raises:
         DataError: The record is not of this form.
     """
+    found = with_response(found)
     for key in ("prompt", "response"):
         if key not in found:
-            raise DataError(f"has no {key!r}; a line needs prompt and response, or messages")
+            raise DataError(
+                f"has no {key!r}; a line needs prompt and response, or messages, but its keys are "
+                f"{', '.join(found) or 'none'}: name another data.format, or rename keys by data.columns"
+            )
         check_text(found[key], f"{key!r}")
     if not found["response"]:
         raise DataError("'response' is empty, so there is nothing to learn; remove the line or answer")

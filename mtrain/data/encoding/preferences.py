@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, assert_never
 import numpy as np
 
 from mtrain.base.errors import DataError
+from mtrain.data.chat.conversation import untrained
 from mtrain.data.encoding.checks import check_keys, check_text
 from mtrain.data.encoding.judged import judged
 from mtrain.data.samples.sample import TokenizedSample
@@ -36,6 +37,9 @@ class _Encoders(Protocol):
     """Encoder of single sequences, such as `RecordEncoder`."""
 
     fingerprint: str
+
+    def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Gives columns the names that `data.columns` asks for."""
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes a record of messages."""
@@ -67,6 +71,7 @@ class PreferenceEncoder:
 
     def encode(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
         """Encodes one record as a pair, or as one answer."""
+        record = self._encoders.renamed(record)
         match self._compares:
             case "pairs":
                 return self._pair(record)
@@ -115,7 +120,7 @@ class PreferenceEncoder:
             name = next(iter(given))
             raise DataError(f"{name!r} is a list of messages, but 'prompt' is none; write both alike")
         shared = {key: record[key] for key in _SHARED_KEYS if key in record}
-        before = [*map(_untrained, prompt)]
+        before = [*map(untrained, prompt)]
         return tuple(
             self._encoders.conversation({"messages": [*before, *answer], **shared}) for answer in given.values()
         )
@@ -137,12 +142,6 @@ def _answer(record: dict[str, Any], name: str) -> Any:
     if not isinstance(record.get(name), str | list):
         raise DataError(f"{name!r} must be a string or a list of messages, but is {record.get(name)!r:.40}; write it")
     return record[name]
-
-
-def _untrained(message: object) -> object:
-    """Takes a message of the prompt out of the loss where it is an assistant's."""
-    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-    return {**message, "train": False} if isinstance(message, dict) and is_answer else message
 
 
 def _common(chosen: Any, rejected: Any) -> Any:

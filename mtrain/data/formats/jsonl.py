@@ -2,6 +2,8 @@
 
 import gzip
 import io
+import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ from mtrain.data.formats.rows import pyarrow
 MAX_LINE_BYTES = 16 * 2**20
 """Longest allowed line. Longer lines are refused: they are nearly always a file of another kind, and would fill the
 memory."""
+_LARGEST_LIST_BYTES = 2 * 2**30
+"""Largest file that is one JSON list: unlike lines, it is read as a whole."""
+_BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def objects(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -75,7 +80,8 @@ def parsed_line(line: bytes) -> dict[str, Any]:
 
 
 def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
-    """Yields the lines of a file, unpacked where it is compressed.
+    """Yields the lines of a file, unpacked where it is compressed, without empty ones at its end; or the elements of
+    a list.
 
     Args:
         path: Path of the file.
@@ -84,6 +90,9 @@ def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
     Raises:
         DataError: The file cannot be read, is damaged, is no text, or has a line that is too long.
     """
+    if kind is FileKind.LIST:
+        yield from _elements(path)
+        return
     with _reading(path, kind) as file:
         # a stream cannot be read twice, so the unpacked text is checked on the way
         first = file.readline(MAX_LINE_BYTES + 1)
@@ -122,23 +131,75 @@ def _reading(path: Path, kind: FileKind) -> Iterator[BinaryIO]:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
 
 
+def _elements(path: Path) -> Iterator[bytes]:
+    """Yields the JSON text of each element of a file that is one list."""
+    with _reading(path, FileKind.LIST) as file:
+        raw = file.read(_LARGEST_LIST_BYTES + 1)
+    if len(raw) > _LARGEST_LIST_BYTES:
+        raise DataError(
+            f"{path} is a JSON list of more than {_LARGEST_LIST_BYTES} bytes, which is read as a whole; write one JSON "
+            "object per line"
+        )
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as fault:
+        raise DataError(f"{path}: byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
+    decoder, number = json.JSONDecoder(), 1
+    place = _after_blanks(text, _after_blanks(text, 0) + 1)
+    if text[place : place + 1] == "]":
+        raise DataError(f"{path} is an empty JSON list; give a file that holds samples")
+    while True:
+        try:
+            end = decoder.raw_decode(text, place)[1]
+        except (ValueError, RecursionError) as fault:
+            raise DataError(f"{path} record {number}: not JSON ({fault}); fix the list") from None
+        yield _short_enough(text[place:end].encode(errors="surrogatepass"), f"{path} record {number}")
+        place = _after_blanks(text, end)
+        if text[place : place + 1] != ",":
+            break
+        place, number = _after_blanks(text, place + 1), number + 1
+    if text[place : place + 1] != "]" or text[place + 1 :].strip():
+        raise DataError(
+            f"{path}: after record {number} stands {text[place : place + 20]!r}, but a comma, or the end of the list "
+            "and of the file, is needed; fix the list, or write one JSON object per line"
+        )
+
+
+def _short_enough(record: bytes, place: str) -> bytes:
+    if len(record) > MAX_LINE_BYTES:
+        raise DataError(
+            f"{place}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object per line, and cut long texts into "
+            "several"
+        )
+    return record
+
+
+def _after_blanks(text: str, place: int) -> int:
+    found = _BLANKS.match(text, place)
+    assert found is not None, "no blank matches, too"
+    return found.end()
+
+
 def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:
     number = 1
+    empty: list[bytes] = []
     while line:
         # one byte more than allowed was asked for, to see that a line is longer without reading all of it
-        if len(line) > MAX_LINE_BYTES:
-            raise DataError(
-                f"{path} line {number}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object per line, and "
-                "cut long texts into several"
-            )
-        yield line
+        _short_enough(line, f"{path} line {number}")
+        # empty lines count where others follow, which keeps the numbers of lines; many editors leave some at the end
+        if line.strip() or number == 1:
+            yield from empty
+            yield line
+            empty = []
+        else:
+            empty.append(line)
         line = file.readline(MAX_LINE_BYTES + 1)
         number += 1
 
 
 def _opened(path: Path, kind: FileKind) -> BinaryIO:
     match kind:
-        case FileKind.LINES:
+        case FileKind.LINES | FileKind.LIST:
             return steady(path)
         case FileKind.GZIP:
             return cast(BinaryIO, _Unpacked(path))

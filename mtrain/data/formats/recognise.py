@@ -14,6 +14,7 @@ class FileKind(enum.Enum):
     """Form in which records lie on disk."""
 
     LINES = "JSON lines"
+    LIST = "a JSON list"
     GZIP = "gzip"
     ZSTD = "zstd"
     PARQUET = "parquet"
@@ -60,7 +61,7 @@ _REFUSED = (
     (b"\xff\xd8\xff", "a picture", _AS_LINES),
     (b"\xff\xfe", "text in UTF-16", "save it as UTF-8"),
     (b"\xfe\xff", "text in UTF-16", "save it as UTF-8"),
-    (b"[", "one JSON list", f"{_AS_LINES}, without brackets and commas around them"),
+    (b"[", "one JSON list, packed", "unpack it, or write one JSON object per line"),
 )
 _TAR_MAGIC, _TAR_PLACE = b"ustar", 257
 _PAGES = (b"<!doctype", b"<html", b"<?xml")
@@ -77,6 +78,8 @@ def kind_of_file(path: Path) -> FileKind:
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
     kind = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
+    if kind is None and head.lstrip().startswith(b"["):
+        kind = FileKind.LIST
     if kind is None:
         check_text(head, path)
         kind = FileKind.LINES

@@ -28,7 +28,8 @@ class RecordFile:
 
     def place(self, number: int) -> str:
         """Returns the place of a record for messages; `number` is counted from 1."""
-        return f"{self.path} {'row' if self.kind.is_arrow else 'line'} {number}"
+        unit = "row" if self.kind.is_arrow else "record" if self.kind is FileKind.LIST else "line"
+        return f"{self.path} {unit} {number}"
 
 
 def record_files(given: str) -> list[RecordFile]:

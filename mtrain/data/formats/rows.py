@@ -63,7 +63,7 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
         case FileKind.ARROW_STREAM:
             with steady(path) as raw, library.ipc.open_stream(raw) as reader:
                 yield from reader
-        case FileKind.LINES | FileKind.GZIP | FileKind.ZSTD:
+        case FileKind.LINES | FileKind.LIST | FileKind.GZIP | FileKind.ZSTD:
             raise AssertionError("lines are no rows")
         case _:
             assert_never(kind)

@@ -118,6 +118,21 @@ def test_a_switch_of_the_template_moves_the_beginning_of_the_answer(
     assert trained(chat_encoder("qwen3"), chat_tokenizer, tag, **switch) == ["<th<|im_end|>", "d<|im_end|>"]
 
 
+def test_switches_of_the_configuration_are_those_of_every_record(encoder_of_text: MakeEncoder) -> None:
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ tone }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ tone }}\n{% endif %}"
+    )
+    own = [{"messages": TWO, "chat_template_kwargs": {"tone": tone}} for tone in ("kind", "curt")]
+    plain, kind = encoder_of_text(text), encoder_of_text(text, variables={"tone": "kind"})
+    assert kind.encode({"messages": TWO}).ids.tolist() == plain.encode(own[0]).ids.tolist()
+    assert kind.encode(own[1]).ids.tolist() == plain.encode(own[1]).ids.tolist() != plain.encode(own[0]).ids.tolist()
+    assert kind.prompt({"messages": TWO[:1]}) == plain.prompt({**own[0], "messages": TWO[:1]})
+    assert kind.fingerprint != plain.fingerprint
+    with refuses(DataError, "data.chat_template_kwargs"):
+        encoder_of_text(text, variables={"tone": "\U000f0003"})
+
+
 def test_an_open_tag_at_the_beginning_of_an_answer_is_part_of_what_the_model_sees(
     encoder_of_text: MakeEncoder,
 ) -> None:

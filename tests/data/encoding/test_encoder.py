@@ -49,6 +49,43 @@ def test_the_fingerprint_of_a_plain_form_is_that_of_its_tokenizer(
     assert encoder().fingerprint == load_tokenizer(word_tokenizer).fingerprint
 
 
+def test_a_completion_is_a_response(encoder: Callable[..., RecordEncoder]) -> None:
+    sample = encoder().encode({"prompt": "a b", "completion": "c"})
+    assert sample.ids.tolist() == [1, 4, 5, 6, 2]
+    assert sample.loss_weights.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_only_the_response_of_two_lists_of_messages_is_learned(encoder: Callable[..., RecordEncoder]) -> None:
+    plain = encoder(chat_template="plain")
+    sample = plain.encode({"prompt": [*CHAT, CHAT[0]], "completion": [CHAT[1]]})
+    assert sample.ids.tolist() == plain.encode({"messages": [*CHAT, *CHAT]}).ids.tolist()
+    assert sample.loss_weights.tolist() == [0] * (len(sample.ids) - 2) + [1, 1]
+
+
+def test_columns_are_renamed(encoder: Callable[..., RecordEncoder]) -> None:
+    renaming = encoder(columns={"question": "prompt", "answer": "response", "source": "id"}, ignore_keys=["id"])
+    assert renaming.encode({"question": "a", "answer": "b", "source": 3}).ids.tolist() == [1, 4, 5, 2]
+    with refuses(DataError, "'source'", "data.columns"):
+        renaming.encode({"question": "a", "answer": "b"})
+    with refuses(DataError, "'prompt'", "data.columns"):
+        renaming.encode({"question": "a", "answer": "b", "source": 3, "prompt": "c"})
+
+
+OTHER_FORMS: dict[str, dict[str, Any]] = {
+    "data.format=sharegpt": {"conversations": [{"from": "human", "value": "a"}]},
+    "data.format=alpaca": {"instruction": "a", "output": "b"},
+    "data.format=text": {"text": "a"},
+    "loss.function=dpo": {"chosen": "a", "rejected": "b"},
+    "data.columns": {"question": "a", "answer": "b"},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_FORMS)
+def test_a_record_of_another_form_names_it(change: str, encoder: Callable[..., RecordEncoder]) -> None:
+    with refuses(DataError, change):
+        encoder().encode(OTHER_FORMS[change])
+
+
 def test_an_unknown_key_is_refused_unless_it_is_named(encoder: Callable[..., RecordEncoder]) -> None:
     record = {"prompt": "a", "response": "b", "id": 1}
     with refuses(DataError, "'id'", "data.ignore_keys"):

@@ -52,6 +52,16 @@ def as_lines(folder: Path) -> str:
     return str(folder / "a.jsonl")
 
 
+def as_list(folder: Path) -> str:
+    (folder / "a.json").write_text(json.dumps(RECORDS, indent=1))
+    return str(folder / "a.json")
+
+
+def as_lines_of_an_editor(folder: Path) -> str:
+    (folder / "a.jsonl").write_bytes(lines(RECORDS) + b"\n \n\r\n")
+    return str(folder / "a.jsonl")
+
+
 def as_gzip(folder: Path) -> str:
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(RECORDS)[:100]) + gzip.compress(lines(RECORDS)[100:]))
     return str(folder / "a.jsonl.gz")
@@ -97,6 +107,8 @@ def as_pattern(folder: Path) -> str:
 
 FORMS: dict[str, Callable[[Path], str]] = {
     "lines": as_lines,
+    "lines with empty ones at the end": as_lines_of_an_editor,
+    "list": as_list,
     "gzip": as_gzip,
     "zstd": as_zstd,
     "parquet": as_parquet,
@@ -122,6 +134,16 @@ def test_a_record_is_named_by_its_file_and_number(tmp_path: Path) -> None:
     assert files[last.file].place(last.first + len(last) - 1) == f"{tmp_path}/more/a-02.jsonl line 202"
     (row_file,) = record_files(as_parquet(tmp_path))
     assert row_file.place(7) == f"{tmp_path}/a.parquet row 7"
+    (listed,) = record_files(as_list(tmp_path))
+    assert listed.place(7) == f"{tmp_path}/a.json record 7"
+
+
+def test_an_empty_line_between_others_is_a_record_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"b": 2}\n')
+    (chunk,) = chunks(record_files(str(tmp_path / "a.jsonl")))
+    assert chunk.record(2) == {"b": 2}
+    with refuses(DataError, "empty"):
+        chunk.record(1)
 
 
 NO_RECORDS = {
@@ -131,7 +153,11 @@ NO_RECORDS = {
     "zip": (b"PK\x03\x04", "is a zip archive"),
     "tar": (b"a" * 257 + b"ustar\0", "is a tar archive"),
     "UTF-16": ("{}".encode("utf-16"), "is text in UTF-16.*save it as UTF-8"),
-    "JSON list": (b'[\n{"prompt": "a"}]', "is one JSON list.*without brackets"),
+    "packed JSON list": (gzip.compress(b'[\n{"prompt": "a"}]'), "is one JSON list, packed.*one JSON object per line"),
+    "empty JSON list": (b" [ ]\n", "is an empty JSON list"),
+    "cut JSON list": (b'[{"prompt": "a"}, {"prom', "record 2: not JSON"),
+    "JSON list without a comma": (b'[{"prompt": "a"} {}]', "after record 1 stands '{}]'"),
+    "text after a JSON list": (b'[{"prompt": "a"}]\n{}', "after record 1 stands"),
     "bytes": (b"abc\0\0def", "is binary"),
     "nothing": (b"", "is empty"),
     "gzip of a tar": (gzip.compress(b"a" * 257 + b"ustar\0"), "is a tar archive"),
@@ -156,7 +182,7 @@ NO_RECORDS = {
 def test_what_holds_no_records_is_named(kind: str, tmp_path: Path, notice: Notice) -> None:
     content, message = NO_RECORDS[kind]
     (tmp_path / "a.jsonl").write_bytes(content)
-    with notice, pytest.raises(DataError, match=rf"a\.jsonl {message}") as caught:
+    with notice, pytest.raises(DataError, match=rf"a\.jsonl:? ?{message}") as caught:
         list(chunks(record_files(str(tmp_path / "a.jsonl"))))
     assert caught.value.exit_code == notice.exit_code
 
