@@ -153,13 +153,13 @@ def refusals(config: Sections) -> Iterator[str]:
 
 
 def documents_need_torch_layers(config: Sections) -> Iterator[str]:
-    """Checks that documents have layers that keep them apart: TransformerEngine's attention does not see the documents
-    of a row."""
+    """Checks that context parallelism leaves documents whole: TransformerEngine's cuts each of them for itself."""
     match config.model.backend:
-        case "te" if config.data.isolate_documents:
+        case "te" if config.data.isolate_documents and config.layout.cp > 1:
             key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
             yield (
-                f"model.backend=te lets attention cross the documents of a row, but {key}; use model.backend=auto, or "
+                f"model.backend=te cuts every document of a row for itself under layout.cp={config.layout.cp}, but "
+                f"{key}; use model.backend=auto, or "
                 f"{'remove data.packing' if config.data.packing else 'set data.isolate_documents to false'}"
             )
         case "auto" | "torch" | "te":
@@ -261,17 +261,6 @@ CLIPPING = Note(
     f"optimizer.clip_grad is so small that clipping, by clip_grad / (norm + {CLIP_EPSILON}), takes more than 0.1 % off "
     "a gradient whose norm is about clip_grad",
 )
-TORCH_LAYERS = Note(
-    lambda config: config.model.backend == "auto" and config.data.isolate_documents,
-    "model.backend=auto takes torch layers for the documents of a row (data.isolate_documents=true or data.packing) "
-    "even where TransformerEngine is there, unless layout.cp=1 and a certificate of `mtrain verify backend` says that "
-    "its layers are right and faster on this machine",
-)
-ADAPTER_LAYERS = Note(
-    lambda config: config.model.backend == "auto" and config.adapter is not None,
-    "model.backend=auto takes torch layers even where TransformerEngine is there, because adapters read the inputs of "
-    "projections, which it fuses with the norms before them",
-)
 LAYOUT_DEPENDENT = Note(
     lambda config: bool(layout_dependent_keys(config.model, config.loss)),
     "loss.allow_layout_dependent=true, and a balancing loss or a capacity is in use that changes with the layout by "
@@ -283,7 +272,7 @@ OWN_LOSS = Note(
     "in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows whether "
     "it is the same on every layout",
 )
-NOTES = (DROPOUT, FP8, CLIPPING, TORCH_LAYERS, ADAPTER_LAYERS, LAYOUT_DEPENDENT, OWN_LOSS)
+NOTES = (DROPOUT, FP8, CLIPPING, LAYOUT_DEPENDENT, OWN_LOSS)
 
 
 def notes(config: Sections) -> list[str]:

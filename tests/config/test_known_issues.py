@@ -78,13 +78,13 @@ def test_every_refusal_is_tested() -> None:
     assert [field for field, text in reasons if not any(row[0] == field and row[3] in text for row in REFUSED)] == []
 
 
-def test_transformer_engine_is_refused_for_isolated_documents() -> None:
-    with pytest.raises(ValidationError, match=r"model\.backend=te lets attention cross the documents of a row"):
-        config(model__backend="te", data__isolate_documents=True, data__kind="indexed", data__train=[{"path": "x"}])
-    config(model__backend="te")
+def test_transformer_engine_is_refused_for_documents_under_context_parallelism() -> None:
+    documents = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "x"}]}
+    with pytest.raises(ValidationError, match=r"model\.backend=te cuts every document of a row for itself under"):
+        config(model__backend="te", layout={"cp": 2}, **documents)
+    config(model__backend="te", **documents)
 
 
-DOCUMENTS = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "x"}]}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
 ALLOW = {"allow_layout_dependent": True}
 NOTED: list[tuple[known_issues.Note, dict[str, Any], dict[str, Any]]] = [
@@ -102,7 +102,6 @@ NOTED: list[tuple[known_issues.Note, dict[str, Any], dict[str, Any]]] = [
         {"model__experts": {**EXPERTS, "capacity_factor": 1.0}, "loss": ALLOW},
         {"model__experts": EXPERTS, "loss": ALLOW},
     ),
-    (known_issues.TORCH_LAYERS, DOCUMENTS, {**DOCUMENTS, "model__backend": "torch"}),
     (known_issues.OWN_LOSS, {"loss__function": "my:loss", "layout__cp": 2}, {"loss__function": "my:loss"}),
     (known_issues.OWN_LOSS, {"loss__side_terms": {"own": {"function": "my:loss"}}, "layout__cp": 2}, {"layout__cp": 2}),
 ]

@@ -80,7 +80,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "train.tokens_per_micro_batch=130",
     ),
     (
-        {**PACKED, "model__backend": "te"},
+        {**PACKED, "model__backend": "te", "layout": {"cp": 2}},
         "model.backend=te",
     ),
     (

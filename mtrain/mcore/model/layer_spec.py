@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 
+from mtrain.base.certificate import Comparison
 from mtrain.base.errors import ConfigError
 from mtrain.base.imports import faulty_gpu_packages, release_beyond_bounds
 from mtrain.config.known_issues import beyond_transformer_engine
@@ -63,17 +64,24 @@ class Choice(NamedTuple):
     """What a certificate decided, or why it did not, for the run's output; empty where there is none."""
 
 
-def unbuildable(config: Sections, device: torch.device) -> list[str]:
-    """Lists what keeps a run from TransformerEngine's layers, whatever a certificate says.
+def absent(device: torch.device) -> list[str]:
+    """Lists what keeps this machine from TransformerEngine's layers, whatever the configuration."""
+    fault = faulty_gpu_packages().get("transformer_engine")
+    reasons = {
+        "there is no GPU": device.type != "cuda",
+        f"transformer_engine cannot be used ({fault or 'it is not installed'})": not has_transformer_engine(),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def unbuildable(config: Sections) -> list[str]:
+    """Lists what keeps a run from TransformerEngine's layers, whatever the machine and a certificate say.
 
     TransformerEngine fuses norms into the projections after them, whose inputs an adapter has to read. Under context
     parallelism it cuts every document for itself, ours are rows that are cut.
     """
-    fault = faulty_gpu_packages().get("transformer_engine")
     documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
     reasons = {
-        "there is no GPU": device.type != "cuda",
-        f"transformer_engine cannot be used ({fault or 'it is not installed'})": not has_transformer_engine(),
         f"{documents} under layout.cp={config.layout.cp}": config.data.isolate_documents and config.layout.cp > 1,
         "adapter needs the torch backend": config.adapter is not None,
         # our experts would multiply in the run's precision
@@ -113,7 +121,8 @@ def choose(config: Sections, device: torch.device) -> Choice:
     backend = config.model.backend
     if backend == "torch":
         return Choice("torch")
-    unmet, opened = unbuildable(config, device), uncertified(config)
+    lacking, opened = absent(device), uncertified(config)
+    unmet = lacking + unbuildable(config)
     found = Finding(None, "", "") if unmet else finding(config, device, "te")
     is_wrong = found.comparison is not None and not found.comparison.passed
     if found.comparison is None:
@@ -131,26 +140,44 @@ def choose(config: Sections, device: torch.device) -> Choice:
                     f"train.fp8={config.train.fp8} needs TransformerEngine's layers, which cannot be used: "
                     f"{'; '.join(unmet)}; remove train.fp8"
                 )
-            is_taken = not unmet and (found.comparison is None or found.comparison.is_faster or bool(config.train.fp8))
-            chosen: Backend = "te" if is_taken else "torch"
-            return Choice(chosen, "" if found.comparison is None else found.certificate, _note(found, chosen))
+            if found.comparison is None:
+                taken: Backend = "torch" if unmet else "te"
+                return Choice(taken, note="" if lacking else _without_certificate(found, unmet, taken, unmet == opened))
+            is_taken = not unmet and (found.comparison.is_faster or config.train.fp8 is not None)
+            taken = "te" if is_taken else "torch"
+            return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken))
         case _:
             assert_never(backend)
 
 
-def _note(found: Finding, chosen: Backend) -> str:
-    """Says in one line what a certificate decided, or why it could not."""
-    layers = {"te": "TransformerEngine's layers", "torch": "torch layers"}[chosen]
-    if found.comparison is None:
-        if not found.certificate:
-            return ""
+_LAYERS = {"te": "TransformerEngine's layers", "torch": "torch layers"}
+
+
+def _with_certificate(comparison: Comparison, name: str, taken: Backend) -> str:
+    """Says in one line what a certificate decided."""
+    times = f"{comparison.ms:.3g} ms a pass, torch layers {comparison.own_ms:.3g} ms"
+    verdict = times if comparison.passed else "its results are wrong"
+    return f"model.backend=auto takes {_LAYERS[taken]} by the certificate {name} of TransformerEngine ({verdict})"
+
+
+def _without_certificate(found: Finding, unmet: list[str], taken: Backend, is_openable: bool) -> str:
+    """Says in one line why no certificate decided, and what one could open; nothing where layers are as they would be.
+
+    Args:
+        found: What was found instead: a certificate of another machine, or none.
+        unmet: What keeps the run from TransformerEngine's layers.
+        taken: Layers that the run takes.
+        is_openable: Whether a certificate would change that.
+    """
+    if found.certificate:
         return (
-            f"model.backend=auto takes {layers} without the certificate {found.certificate}, which is of "
+            f"model.backend=auto takes {_LAYERS[taken]} without the certificate {found.certificate}, which is of "
             f"{found.differs}; `mtrain verify backend` measures this machine"
         )
-    times = f"{found.comparison.ms:.3g} ms a pass, torch layers {found.comparison.own_ms:.3g} ms"
-    verdict = times if found.comparison.passed else "its results are wrong"
-    return f"model.backend=auto takes {layers} by the certificate {found.certificate} of TransformerEngine ({verdict})"
+    if not unmet:
+        return ""
+    measure = "; `mtrain verify backend` says whether this machine can take TransformerEngine's" if is_openable else ""
+    return f"model.backend=auto takes torch layers: {'; '.join(unmet)}{measure}"
 
 
 def chosen_backend(config: Sections, device: torch.device) -> Backend:

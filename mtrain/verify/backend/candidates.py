@@ -12,7 +12,7 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import build_with
 from mtrain.mcore.model.compiled import compile_layers, try_compiler
-from mtrain.mcore.model.layer_spec import unbuildable
+from mtrain.mcore.model.layer_spec import absent, unbuildable
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _transformer_engine(place: Place) -> nn.Module:
 
 
 def _without_transformer_engine(place: Place) -> str | None:
-    return "; ".join(unbuildable(place.config, place.groups.device)) or None
+    return "; ".join((*absent(place.groups.device), *unbuildable(place.config))) or None
 
 
 def _compiled(place: Place) -> nn.Module:

@@ -84,8 +84,9 @@ def certify(folder: Path, changes: dict[str, Any], machine: dict[str, str] = MAC
 def test_auto_takes_what_is_certified_and_faster(
     tmp_path: Path, changes: dict[str, Any], found: dict[str, Any], expected: str
 ) -> None:
-    without = "torch" if changes else "te"
-    assert choose(config(**changes), CUDA) == (without, "", "")
+    without = choose(config(**changes), CUDA)
+    assert (without.backend, without.certificate) == ("torch" if changes else "te", "")
+    assert ("`mtrain verify backend`" in without.note) == bool(changes), "one line where it could open something"
     name = certify(tmp_path, changes, **found)
     chosen = choose(config(**changes), CUDA)
     assert (chosen.backend, chosen.certificate) == (expected, name)
@@ -118,7 +119,25 @@ def test_what_certificates_cannot_open_stays_with_torch(tmp_path: Path) -> None:
         {"model__attention_sinks": True},
     ):
         certify(tmp_path, changes)
-        assert choose(config(**changes), CUDA) == ("torch", "", "")
+        chosen = choose(config(**changes), CUDA)
+        assert (chosen.backend, chosen.certificate) == ("torch", "")
+        assert chosen.note.startswith("model.backend=auto takes torch layers: ")
+        assert "verify backend" not in chosen.note
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_machine_that_has_no_such_layers_is_told_nothing_of_them(device: str) -> None:
+    for changes in ({}, DOCUMENTS, EXPERTS, {"adapter": {"kind": "lora", "rank": 2, "targets": ["qkv"]}}):
+        assert choose(config(**changes), torch.device(device)) == ("torch", "", "")
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+def test_documents_are_taken_by_name_with_a_certificate_alone(tmp_path: Path) -> None:
+    by_name = {**DOCUMENTS, "model__backend": "te"}
+    with refuses(ConfigError, "model.backend=te", "data.isolate_documents", "certificate"):
+        choose(config(**by_name), CUDA)
+    name = certify(tmp_path, DOCUMENTS)
+    assert choose(config(**by_name), CUDA) == ("te", name, "")
 
 
 @pytest.mark.usefixtures("_with_transformer_engine")
