@@ -37,7 +37,6 @@ def expert_config(**changes: Any) -> Config:
         "top_k": 4,
         "ffn_hidden_size": 64,
         "shared_ffn_hidden_size": 64,
-        "shared_gate": True,
         "first_dense_layers": 1,
         "score": "sigmoid",
         "num_groups": 4,
