@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.model.attention.cache import CachedPass, KeyValueCache, Remembering
 from mtrain.mcore.model.attention.documents import (
     Run,
@@ -38,6 +36,7 @@ from mtrain.mcore.model.attention.documents import (
     pieces_of,
     segments_of,
 )
+from mtrain.mcore.model.attention.exchange import row_order, to_heads, to_sequence
 from mtrain.mcore.model.attention.ring import ring_attention
 from mtrain.mcore.model.attention.sinks import sink_parameter, with_sink_keys
 from mtrain.mcore.model.own_parameters import own_places
@@ -133,8 +132,8 @@ class RowAttention(MegatronModule, Remembering):
         return self.cp.size() == 1 or self.cache is not None
 
     def _orders(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `_row_order` of [seq, ...]."""
-        return _row_order(rows.shape[0], self.cp.size(), rows.device)
+        """Returns `row_order` of [seq, ...]."""
+        return row_order(rows.shape[0], self.cp.size(), rows.device)
 
     def _attend_with_own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, documents: list[list[Run]] | None
@@ -144,22 +143,12 @@ class RowAttention(MegatronModule, Remembering):
         query = self._to_heads(query)
         output = self._attend(query, key, value, [(0, query.shape[0])], documents)
         held, _ = self._orders(query)
-        return self._to_sequence(output.index_select(0, held))  # the exchange cuts by rank: zigzag chunks are adjacent
+        return to_sequence(output.index_select(0, held), self.cp)
 
     def _to_heads(self, part: Tensor) -> Tensor:
         """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]; one all-to-all."""
-        cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
-        # the receiver goes first, because the all-to-all cuts the first axis in equal parts
-        part = part.view(seq, batch, cp, heads // cp, dim).permute(2, 0, 1, 3, 4)
-        part = all_to_all(self.cp, part.reshape(cp * seq, batch, heads // cp, dim))
+        part = to_heads(part, self.cp)
         return part.index_select(0, self._orders(part)[1])
-
-    def _to_sequence(self, part: Tensor) -> Tensor:
-        """[seq in rank order, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]."""
-        cp, (seq, batch, heads, dim) = self.cp.size(), part.shape
-        # rank r sends the heads of part r: [cp, seq_local, batch, heads / cp, dim]
-        part = all_to_all(self.cp, part.contiguous()).view(cp, seq // cp, batch, heads, dim)
-        return part.permute(1, 2, 0, 3, 4).reshape(seq // cp, batch, cp * heads, dim)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], documents: list[list[Run]] | None
@@ -343,14 +332,6 @@ class CoreAttention(RowAttention):
             repeats = cp // math.gcd(groups, cp)
             key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
         return self._to_heads(key), self._to_heads(value)
-
-
-# Cached: it is the same in every layer and microbatch, and making it copies to the device, for which the host waits.
-@lru_cache(maxsize=8)
-def _row_order(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
-    held = torch.cat([zigzag_index(seq, cp, rank) for rank in range(cp)])
-    return held.to(device), torch.argsort(held).to(device)
 
 
 def _prefix_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:

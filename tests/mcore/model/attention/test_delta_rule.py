@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,77 +17,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from mtrain.mcore.model.attention.delta_net.convolution import causal_convolution
-from mtrain.mcore.model.attention.delta_net.rule import Projected, delta_rule
-
-KEY_DIM, VALUE_DIM, KERNEL = 5, 3, 4
-Documents = list[list[int]]
-"""Lengths of the documents of each row."""
-
-
-class Inputs(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor
-    state: Tensor
-
-    @property
-    def tokens(self) -> Projected:
-        return Projected(self.query, self.key, self.value, self.log_decay, self.beta)
-
-
-def inputs(seq: int, rows: int, key_heads: int, shared: int, seed: int = 0) -> Inputs:
-    """Returns float64 inputs with decays from none to one that leaves nothing."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-    heads = key_heads * shared
-    return Inputs(
-        query=draw(seq, rows, key_heads, KEY_DIM),
-        key=draw(seq, rows, key_heads, KEY_DIM),
-        value=draw(seq, rows, heads, VALUE_DIM),
-        log_decay=-(draw(seq, rows, heads) * 2).exp(),
-        beta=draw(seq, rows, heads).sigmoid(),
-        state=draw(rows, heads, KEY_DIM, VALUE_DIM),
-    )
+from mtrain.mcore.model.attention.delta_net.rule import delta_rule
+from tests.mcore.model.attention.recurrence import KERNEL, Documents, Inputs, convolved, inputs, one_by_one, starts_of
 
 
 def applied(given: Inputs, starts: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
     return delta_rule(given.tokens, starts, chunk, given.state)
-
-
-def starts_of(documents: Documents) -> Tensor:
-    """Returns [batch, seq] the index at which each token's document starts."""
-    rows = []
-    for lengths in documents:
-        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        rows.append(starts.repeat_interleave(torch.tensor(lengths)))
-    return torch.stack(rows).to(torch.int32)
-
-
-def one_by_one(given: Inputs, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Applies the definition to one token of one head after the other."""
-    seq, rows, heads = given.log_decay.shape
-    shared = heads // given.key.shape[2]
-    outputs = torch.zeros(seq, rows, heads, VALUE_DIM, dtype=torch.float64)
-    states = torch.zeros_like(given.state)
-    for row in range(rows):
-        for head in range(heads):
-            state = given.state[row, head]
-            for t in range(seq):
-                query, key = (part[t, row, head // shared] for part in (given.query, given.key))
-                query, key = (part / torch.sqrt((part @ part) + 1e-6) for part in (query, key))
-                if starts is not None and int(starts[row, t]) == t:
-                    state = torch.zeros_like(state)
-                state = state * torch.exp(given.log_decay[t, row, head])
-                correction = given.beta[t, row, head] * (given.value[t, row, head] - state.T @ key)
-                state = state + torch.outer(key, correction)
-                outputs[t, row, head] = state.T @ query / KEY_DIM**0.5
-            states[row, head] = state
-    return outputs, states
 
 
 def with_gradients(found: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
@@ -156,26 +91,6 @@ def test_rule_is_that_of_transformers(theirs: Callable[..., Any]) -> None:
             expected, last = theirs(*own, output_final_state=True, use_qk_l2norm_in_kernel=True)
             torch.testing.assert_close(output[start:end, row], expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(states[row], last[0], rtol=1e-5, atol=1e-5)
-
-
-def convolved(x: Tensor, weight: Tensor, state: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Applies the definition to one token after the other."""
-    seq, rows, _ = x.shape
-    outputs = []
-    for t in range(seq):
-        total = []
-        for row in range(rows):
-            start = -KERNEL if starts is None else int(starts[row, t])
-            # states are the inputs at -(kernel - 1) to -1
-            window = [
-                (x[t - back, row] if t >= back else state[t - back, row]) * weight[:, KERNEL - 1 - back]
-                for back in range(KERNEL)
-                if t - back >= start
-            ]
-            total.append(torch.stack(window).sum(0))
-        outputs.append(torch.stack(total))
-    pre = torch.stack(outputs)
-    return pre / (1 + torch.exp(-pre)), torch.cat((state, x))[-(KERNEL - 1) :]
 
 
 @settings(max_examples=40, deadline=None)

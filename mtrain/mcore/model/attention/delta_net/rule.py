@@ -78,37 +78,55 @@ def delta_rule(
     Returns:
         Outputs in the shape and dtype of value, and the state after the last token.
     """
-    chunks, value = row_chunks(tokens, document_starts, chunk), tokens.value
-    before = None if state is None else torch.unflatten(state.to(chunks.values.dtype), 1, chunks.values.shape[1:3])
-    output, after = scan(chunks, before)
-    # [batch, key_heads, shared, chunks, chunk, dim]
-    output = output.flatten(3, 4)[..., : len(value), :].flatten(1, 2).permute(2, 0, 1, 3)
-    return output.to(value.dtype), after.flatten(1, 2)
+    output, after = scan(row_chunks(tokens, document_starts, chunk), state)
+    return output[: len(tokens.value)].to(tokens.value.dtype), after
 
 
 def scan(chunks: Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Carries a state through the chunks of every row.
+    """Carries states through the chunks of every row.
 
     Args:
         chunks: Chunks of the rows.
-        state: [batch, key_heads, shared, key_dim, value_dim] at the start; None: 0.
+        state: [batch, value_heads, key_dim, value_dim] at the start; None: 0.
 
     Returns:
-        Outputs, [batch, key_heads, shared, chunks, chunk, value_dim], and the last state.
+        Outputs, [chunks x chunk, batch, value_heads, value_dim], and the states at the end.
     """
+    batch, heads, shared = chunks.values.shape[:3]
+    size = chunks.erasing.shape[-1], chunks.values.shape[-1]
     if state is None:
-        shape = (*chunks.values.shape[:3], chunks.erasing.shape[-1], chunks.values.shape[-1])
-        state = chunks.values.new_zeros(shape)
+        state = chunks.values.new_zeros(batch, heads * shared, *size)
+    state = state.to(chunks.values.dtype).view(batch, heads, shared, *size)
+    states, corrections, state = _carried(chunks, state)
+    # outputs need no order, so they are one product for all chunks
+    output = chunks.reading @ states + chunks.attention @ corrections
+    return output.flatten(3, 4).flatten(1, 2).permute(2, 0, 1, 3), state.flatten(1, 2)
+
+
+def transition(chunks: Chunks) -> Tensor:
+    """Returns how the states after each row follow from those before it, S -> carrying S + update.
+
+    Returns:
+        [batch, value_heads, key_dim, value_dim + key_dim]: update and carrying.
+    """
+    value_dim, key_dim = chunks.values.shape[-1], chunks.erasing.shape[-1]
+    # a state of more columns, which no values correct: what they hold at first is carried alone
+    wider = chunks._replace(values=functional.pad(chunks.values, (0, key_dim)))
+    identity = functional.pad(torch.eye(key_dim).to(wider.values), (value_dim, 0))
+    return _carried(wider, identity.expand(*wider.values.shape[:3], -1, -1))[2].flatten(1, 2)
+
+
+def _carried(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the state before each chunk and its corrections, [..., chunks, ...] each, and the last state."""
     states, corrections = [], []
-    # split by unbind, not indexed: in backward each index would fill a whole row with zeros
-    erasing, writing = chunks.erasing.unbind(3), chunks.writing.unbind(3)
-    for number, (values, decay) in enumerate(zip(chunks.values.unbind(3), chunks.decay.unbind(3))):
-        correction = values - erasing[number] @ state
+    # unbound together, not indexed: in backward each index would fill a whole row with zeros
+    steps = (part.unbind(3) for part in (chunks.values, chunks.erasing, chunks.writing, chunks.decay))
+    for values, erasing, writing, decay in zip(*steps, strict=True):
+        correction = values - erasing @ state
         states.append(state)
         corrections.append(correction)
-        state = decay * state + writing[number].mT @ correction
-    # outputs need no order, so they are one product for all chunks
-    return chunks.reading @ torch.stack(states, 3) + chunks.attention @ torch.stack(corrections, 3), state
+        state = decay * state + writing.mT @ correction
+    return torch.stack(states, 3), torch.stack(corrections, 3), state
 
 
 def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
