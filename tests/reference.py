@@ -123,10 +123,12 @@ def logits_of(parameters: Mapping[str, Tensor], model: ModelSection, tokens: Ten
     return forward_of(parameters, model, rows_of(rows)).logits
 
 
-def token_losses_of(parameters: Mapping[str, Tensor], model: ModelSection, batch: Sequence[Sample]) -> list[Tensor]:
+def token_losses_of(
+    parameters: Mapping[str, Tensor], model: ModelSection, batch: Sequence[Sample], temperature: float = 1.0
+) -> list[Tensor]:
     """Computes the cross entropy of each token, 0 where it has no loss: [length] of each sample."""
     rows = rows_of(batch)
-    losses = cross_entropy(forward_of(parameters, model, rows).logits, rows.labels)
+    losses = cross_entropy(forward_of(parameters, model, rows).logits / temperature, rows.labels)
     kept = torch.where(rows.weights > 0, losses, 0.0)
     return [row[: len(sample.tokens)] for row, sample in zip(kept, batch, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -93,7 +94,13 @@ class Trl:
 
 
 def policy_loss(
-    log_probs: Tensor, mask: Tensor, extras: Mapping[str, Tensor], rollout_cap: float | None = None, **options: Any
+    log_probs: Tensor,
+    mask: Tensor,
+    extras: Mapping[str, Tensor],
+    rollout_cap: float | None = None,
+    rollout_floor: float | None = None,
+    rollout_mode: str = "token_truncate",
+    **options: Any,
 ) -> Tensor:
     """Returns the loss of GRPOTrainer for log-probabilities of sampled tokens, [batch, tokens].
 
@@ -101,7 +108,9 @@ def policy_loss(
         log_probs: Log-probabilities under the policy.
         mask: 1 for each token that counts.
         extras: Values by the names of the configuration; without `old_logprobs` the policy is that of the samples.
-        rollout_cap: Bound of the correction for other numbers at sampling.
+        rollout_cap: Upper bound of the correction for other numbers at sampling.
+        rollout_floor: Lower bound of it.
+        rollout_mode: What is bounded and how: `vllm_importance_sampling_mode`.
         options: What the trainer or its arguments are given, such as `loss_type` and `epsilon_low`.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -110,7 +119,7 @@ def policy_loss(
     trainer = _stand_in(
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=rollout_cap is not None,
+        use_vllm=rollout_cap is not None or rollout_floor is not None,
         vllm_importance_sampling_correction=True,
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
@@ -123,9 +132,13 @@ def policy_loss(
     inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask}
     inputs |= {theirs: extras[ours] for ours, theirs in names.items() if ours in extras}
     inputs["num_items_in_batch"] = mask.sum()
-    if rollout_cap is not None:
-        ratio = (extras["old_logprobs"] - extras["rollout_logprobs"]).exp()
-        inputs["importance_sampling_ratio"] = ratio.clamp(max=rollout_cap)
+    if trainer.use_vllm:  # as GRPOTrainer computes it where it generates, which cannot be called alone
+        gaps = (extras["old_logprobs"] - extras["rollout_logprobs"]) * mask
+        ratio = (gaps.sum(-1, keepdim=True) if rollout_mode.startswith("sequence") else gaps).exp()
+        low, high = rollout_floor or -math.inf, rollout_cap or math.inf
+        is_wrong = (ratio < low) | (ratio > high)
+        masked = ratio.masked_fill(is_wrong, 0.0)
+        inputs["importance_sampling_ratio"] = masked if rollout_mode.endswith("mask") else ratio.clamp(low, high)
     loss: Tensor = GRPOTrainer._compute_loss(trainer, None, inputs)
     return loss
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+TEMPERATURE = "temperature"
+"""Name of the extra with the temperature that a sample's tokens were drawn at."""
+
 
 def key_and_width(extra: str) -> tuple[str, int | None]:
     """Splits an entry of data.extras into the key of records and its numbers a token; None where it is one number.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
-from mtrain.config.extras import as_configured, column
+from mtrain.config.extras import TEMPERATURE, as_configured, column
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
 from mtrain.data.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
 from mtrain.data.samples.sample import Sample, shifted
@@ -37,6 +37,9 @@ class Datum:
     token, as `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has
     len(input_ids) of them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's
     log-probabilities of `topk_distillation`. Names that no loss function needs are checked and left out."""
+    temperature: float | None = None
+    """Temperature at which the sequence was sampled, above 0: `ppo`, `gspo`, `cispo`, `kl` and `entropy` divide the
+    logits by it, as `Engine.forward` does. None: 1. Other losses take no notice of it."""
     member: GroupMember | None = None
     """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside of a group."""
     label: float | None = None
@@ -81,11 +84,31 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     weights = weights.astype(np.float64)
     if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
         raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
+    if TEMPERATURE in datum.extras:
+        raise _fault(f"{name} has an extra {TEMPERATURE!r}; give it as Datum.temperature, one number per sequence")
+    if datum.temperature is not None:
+        check_temperature(_number(datum.temperature, f"{name}: temperature"), f"{name}: temperature")
+    if TEMPERATURE in needed:
+        given = 1.0 if datum.temperature is None else float(datum.temperature)
+        datum = replace(datum, extras={**datum.extras, TEMPERATURE: given})
     # position t predicts token t + 1, so the weight of the first token has no position
     extras = _extras(datum, len(ids), name, needed)
     _check_top_k(extras, weights[1:] > 0, size, name)
     sample = shifted(ids, weights[1:], datum.weight, extras=extras)
     return sample if datum.member is None else sample.as_member(_checked_member(datum.member, name))
+
+
+def check_temperature(given: float, name: str) -> None:
+    """Refuses a number that no logits can be divided by.
+
+    Raises:
+        DataError: The number is not finite or not above 0.
+    """
+    if not (math.isfinite(given) and given > 0):
+        raise _fault(
+            f"{name} is {given}, but must be a finite number above 0: at 0 a sampler takes the likeliest token, which "
+            "has no log-probability to compare; give the temperature that the loss is to be taken at, such as 1"
+        )
 
 
 def _ids(given: object, name: str, vocab_size: int) -> NDArray[np.int64]:

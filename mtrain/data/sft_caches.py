@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mtrain.base.errors import DataError, NumericError
+from mtrain.config.extras import TEMPERATURE
 from mtrain.config.schema.data import SftSection
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
@@ -132,6 +133,7 @@ def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
     """
     is_bad = ~np.isfinite(cache.extras)
     if not is_bad.any():
+        _check_temperatures(cache, names)
         return
     token, column = (int(each[0]) for each in np.nonzero(is_bad))
     place, number = _place_of_token(cache, token)
@@ -140,6 +142,21 @@ def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
         "number of it must be finite in float32, also where the mask is 0: look at what has made it, and write 0 where "
         "there is none"
     )
+
+
+def _check_temperatures(cache: TokenCache, names: Sequence[str]) -> None:
+    if TEMPERATURE not in names:
+        return
+    # the first token of a sample is not predicted, so that a list of the others has 0 for it
+    is_bad = cache.extras[:, names.index(TEMPERATURE)] <= 0
+    is_bad[cache.starts[:-1]] = False
+    if is_bad.any():
+        token = int(np.argmax(is_bad))
+        place, number = _place_of_token(cache, token)
+        raise DataError(
+            f"{place}: has a {TEMPERATURE!r} of {cache.extras[token, names.index(TEMPERATURE)]} at token {number}, but "
+            "logits are divided by it; give numbers above 0"
+        )
 
 
 def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import label_columns
-from mtrain.config.extras import as_configured
+from mtrain.config.extras import TEMPERATURE, as_configured
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
     LOSS_FUNCTIONS,
@@ -29,7 +29,14 @@ from mtrain.config.schema.loss import (
 )
 from mtrain.loss.diagnostics import Reported, shown_name
 from mtrain.loss.functions.likelihood import next_token_loss
-from mtrain.loss.functions.load import asks_for_teacher, extras_of, is_per_token, load_loss_function, reported_by
+from mtrain.loss.functions.load import (
+    asks_for_teacher,
+    extras_of,
+    is_per_token,
+    load_loss_function,
+    reads_temperature,
+    reported_by,
+)
 from mtrain.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
 from mtrain.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
 
@@ -57,6 +64,8 @@ class Objective:
     """Preference loss, if groups of sequences are compared; the main term of `functions` then carries its gradient."""
     has_head: bool = False
     """Whether the model has a head that judges sequences instead of logits of tokens."""
+    has_temperatures: bool = False
+    """Whether the data give the temperature of each sample."""
 
     @classmethod
     def from_config(cls, section: LossSection, mtp_depths: int = 0, has_head: bool = False) -> Objective:
@@ -153,7 +162,11 @@ class Objective:
     @property
     def extras(self) -> tuple[str, ...]:
         """Returns the names of the extras that the functions of all terms read, each name once."""
-        return tuple(dict.fromkeys(name for function in self.functions.values() for name in extras_of(function)))
+        functions = self.functions.values()
+        found = dict.fromkeys(name for function in functions for name in extras_of(function))
+        if self.has_temperatures and any(reads_temperature(function) for function in functions):
+            found[TEMPERATURE] = None
+        return tuple(found)
 
     @property
     def reported(self) -> Reported:
@@ -393,4 +406,4 @@ def objective_of(config: Config) -> Objective:
             f"{', '.join(needed)} of each token; set data.extras=[{','.join(needed)}] with "
             "data.kind=sft, and give records these keys"
         )
-    return objective
+    return replace(objective, has_temperatures=TEMPERATURE in config.data.extra_columns)

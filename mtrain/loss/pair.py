@@ -9,7 +9,7 @@ tokens of values that each depend on one token alone, or over sequences of value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.extras import column
+from mtrain.config.extras import TEMPERATURE, column
 from mtrain.config.schema.loss import Aggregation
 from mtrain.loss.sequences import PackedSequences, TokenSources, sum_by_sequence, sum_by_source, sum_over_ranks
 
@@ -109,6 +109,17 @@ class TermInputs:
         # expand takes no memory
         return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
 
+    def logits_at(self, temperature: float | None) -> VocabParallelLogits:
+        """Returns the logits divided by the sampler's temperature, for functions marked with `at_temperature`.
+
+        Args:
+            temperature: Temperature of all tokens. None: that of each sample in the data (`Datum.temperature`), 1 where
+                the data have none.
+        """
+        if temperature is None:
+            return self.logits.divided_by(self.extras[TEMPERATURE]) if TEMPERATURE in self.extras else self.logits
+        return self.logits.divided_by(temperature)
+
     def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Adds up values over the tokens of each sequence, those on other context-parallel ranks included.
 
@@ -178,6 +189,15 @@ def needs_extras(*names: str, **by_option: str) -> Callable[[Function], Function
     return marked
 
 
+def at_temperature(function: Function) -> Function:
+    """Marks a loss function that has an option `temperature` and takes its logits from `TermInputs.logits_at`.
+
+    Where the option is None, the temperatures of the data reach it as an extra.
+    """
+    function.__dict__["at_temperature"] = True
+    return function
+
+
 def stacked_extra(inputs: TermInputs, name: str, width: int) -> Tensor:
     """Returns an extra of several numbers per token, [batch, seq, width] float32.
 
@@ -199,6 +219,16 @@ def per_token(function: Function) -> Function:
     """
     function.__dict__["per_token"] = True
     return function
+
+
+def per_token_unless(**options: Sequence[object]) -> Callable[[Function], Function]:
+    """Marks a loss function as `per_token` does, unless an option has one of the given values."""
+
+    def marked(function: Function) -> Function:
+        function.__dict__["per_token_unless"] = options
+        return per_token(function)
+
+    return marked
 
 
 def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -102,7 +103,7 @@ class Engine:
         """Returns the number of ranks."""
         return self._groups.layout.world_size
 
-    def forward(self, batch: Sequence[Datum], entropy: bool = False) -> ForwardResult:
+    def forward(self, batch: Sequence[Datum], entropy: bool = False, temperature: float | None = None) -> ForwardResult:
         """Returns the log-probability of each token under the current weights; no gradient, no dropout.
 
         One all-reduce of the result over all ranks, in addition to those of the forward pass.
@@ -111,11 +112,13 @@ class Engine:
             batch: Samples of the global batch.
             entropy: Whether to compute the entropy of each distribution too, which costs one more all-reduce over TP
                 for each chunk of tokens, and a pass over the logits.
+            temperature: Divisor of the logits, for log-probabilities and entropies of a sampler with that temperature.
+                None: `Datum.temperature` of each sample, 1 where it has none.
 
         Raises:
             DataError: A sample does not fit the configuration.
         """
-        return token_scores(batch, entropy, self._built().model, self._batches)
+        return token_scores(batch, entropy, temperature, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
         """Returns the scores that a preference loss compares, for `GroupMember.reference`; no gradient, no dropout.
@@ -196,7 +199,8 @@ class Engine:
         training = self._built().training
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
-        objective = self._objective_of(loss, options)
+        has_temperatures = any(datum.temperature is not None for datum in batch)
+        objective = replace(self._objective_of(loss, options), has_temperatures=has_temperatures)
         samples = self._batches.samples(batch, objective.extras)
         plan = self._batches.plan(samples, len(batch))
         batches = self._batches.own(plan, samples, has_first=self._open is None, extras=objective.extras)
@@ -245,7 +249,8 @@ class Engine:
             NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
         """
         parts = self._built()
-        objective = self._objective_of(loss, options)
+        # data are read once, so whether some sample has a temperature is not known; one without counts as 1
+        objective = replace(self._objective_of(loss, options), has_temperatures=True)
         totals = forward_totals(parts.model, objective, self._batches.passes(batches, objective.extras), parts.teacher)
         return EvalResult.of(totals.terms, totals.diagnostics)
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.extras import TEMPERATURE
 from mtrain.data.batch import Microbatch
-from mtrain.data.datum import Datum
+from mtrain.data.datum import Datum, check_temperature
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index_on
 from mtrain.loss.objective import Objective
@@ -107,6 +108,7 @@ def label_scores(
     batches: Sequence[Microbatch] | None,
     num_microbatches: int,
     with_entropy: bool,
+    temperature: float | None = 1.0,
 ) -> Tensor:
     """Returns the log-probability of the label at each position of a global batch, and the entropy if wanted.
 
@@ -118,6 +120,7 @@ def label_scores(
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
         num_microbatches: Number of these microbatches.
         with_entropy: Whether the entropy is wanted.
+        temperature: Divisor of the logits; None if the batches have that of each sample as an extra.
 
     Returns:
         Log-probabilities, and entropies if wanted, in nats, [1 or 2, rows, seq] float32 on the device, the same on all
@@ -126,7 +129,8 @@ def label_scores(
     model.optimizer.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
-    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
+    extras = (TEMPERATURE,) if temperature is None else ()
+    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without the tokens further ahead
     found = torch.zeros(1 + with_entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = torch.arange(seq)
@@ -135,7 +139,7 @@ def label_scores(
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        scores = label_log_probs(logits, batch, config, groups, with_entropy)
+        scores = label_log_probs(logits, batch, config, groups, with_entropy, temperature or 1.0)
         own = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
             found[:, own.start : own.stop, columns] = scores
@@ -146,8 +150,17 @@ def label_scores(
     return found
 
 
-def token_scores(batch: Sequence[Datum], entropy: bool, model: RankModel, batches: GlobalBatches) -> ForwardResult:
+def token_scores(
+    batch: Sequence[Datum], entropy: bool, temperature: float | None, model: RankModel, batches: GlobalBatches
+) -> ForwardResult:
     """Returns log-probabilities of a global batch, and entropies if wanted. Collective over the world.
+
+    Args:
+        batch: Samples of the global batch.
+        entropy: Whether the entropy is wanted.
+        temperature: Divisor of the logits; None: that of each sample, 1 where it has none.
+        model: Model of this rank.
+        batches: Splits samples over ranks.
 
     Raises:
         DataError: A sample does not fit the configuration.
@@ -157,10 +170,15 @@ def token_scores(batch: Sequence[Datum], entropy: bool, model: RankModel, batche
             f"model.num_labels={model.config.model.num_labels} is a head, which gives no log-probabilities of tokens; "
             "take Engine.scores (of one label) or Engine.evaluate"
         )
-    samples = batches.samples(batch)
+    if temperature is not None:
+        check_temperature(temperature, "temperature")
+    elif all(datum.temperature is None for datum in batch):
+        temperature = 1.0
+    extras = (TEMPERATURE,) if temperature is None else ()
+    samples = batches.samples(batch, extras)
     plan = batches.plan(samples, len(batch))
-    own = batches.own(plan, samples, has_first=True)
-    found = label_scores(model, own, plan.num_microbatches, entropy).cpu()
+    own = batches.own(plan, samples, has_first=True, extras=extras)
+    found = label_scores(model, own, plan.num_microbatches, entropy, temperature).cpu()
     places = samples.places(plan, model.groups.layout.dp)
     of_samples = [
         found[:, row, begin : begin + len(datum.input_ids) - 1].clone()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,18 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mtrain import ConfigError, Datum, Engine, EvalResult, LossPair, MtrainError, StepResult, TermInputs, weigh
+from mtrain import (
+    ConfigError,
+    DataError,
+    Datum,
+    Engine,
+    EvalResult,
+    LossPair,
+    MtrainError,
+    StepResult,
+    TermInputs,
+    weigh,
+)
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from tests.training.one_process import in_a_thread
@@ -217,6 +230,22 @@ def _scores(engine: Engine, batch: Batch) -> Any:
     result = engine.forward(batch)
     assert result.entropy == []
     return [each.tolist() for each in result.log_probs], engine.evaluate([batch]).loss
+
+
+def forward_at(groups: Groups, config: Config, batch: Batch) -> list[list[Any]]:
+    """Returns log-probabilities at 0.7 of each sample, at 0.7 of the call, without one, and at 1."""
+    of_samples = [replace(datum, temperature=0.7) for datum in batch]
+    without = [replace(datum, temperature=None) for datum in batch]
+    with free(groups), Engine(config) as engine:
+        found = [
+            engine.forward(of_samples),
+            engine.forward(batch, temperature=0.7),
+            engine.forward(without),
+            engine.forward(batch, temperature=1.0),
+        ]
+        with pytest.raises(DataError, match="temperature is nan"):
+            engine.forward(batch, temperature=math.nan)
+    return [[each.numpy() for each in result.log_probs] for result in found]
 
 
 def messages_of(groups: Groups, config: Config, names: Sequence[str]) -> list[str]:

@@ -24,6 +24,9 @@ Aggregation = Literal[
 NORM_AGGREGATIONS = ("seq-mean-token-sum-norm", "token-sum-norm")
 """The aggregations that divide by a constant length."""
 
+ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask")
+"""Ways to bound importance weights (`mtrain.loss.functions.policy.ppo_loss`)."""
+
 _OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "label_smoothing": lambda value: _is_number(value) and 0 <= value < 1,
     "temperature": lambda value: _is_number(value) and 0 < value < math.inf,
@@ -34,6 +37,8 @@ _OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "clip_high": lambda value: _is_number(value) and 0 <= value < math.inf,
     "dual_clip": lambda value: value is None or (_is_number(value) and 1 < value < math.inf),
     "rollout_cap": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
+    "rollout_floor": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
+    "rollout_correction": lambda value: value in ROLLOUT_CORRECTIONS,
     "old_logprobs": lambda value: isinstance(value, bool),
     "estimator": lambda value: value in ("k1", "k2", "k3"),
     "beta": lambda value: _is_number(value) and 0 < value < math.inf,
@@ -54,6 +59,8 @@ _LEGAL_OPTIONS = {
     "clip_high": "a number of at least 0",
     "dual_clip": "a number above 1, or null",
     "rollout_cap": "a number above 0, or null",
+    "rollout_floor": "a number above 0, or null",
+    "rollout_correction": "token-truncate, token-mask, sequence-truncate, sequence-mask or sequence-mean-mask",
     "old_logprobs": "true or false",
     "estimator": "k1, k2 or k3",
     "beta": "a number above 0",
@@ -189,6 +196,11 @@ class TermSection(Section):
             for name, value in self.options.items()
             if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
         ]
+        cap, floor = self.options.get("rollout_cap"), self.options.get("rollout_floor")
+        if "rollout_correction" in self.options and cap is None and floor is None:
+            wrong.append("options.rollout_correction needs a bound; set options.rollout_cap or options.rollout_floor")
+        elif not wrong and cap is not None and floor is not None and floor > cap:
+            wrong.append(f"options.rollout_floor={floor} is above options.rollout_cap={cap}; lower it")
         return "\n".join(wrong) or None
 
     @rule

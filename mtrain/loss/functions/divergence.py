@@ -4,7 +4,16 @@ from typing import Literal, assert_never
 
 import torch
 
-from mtrain.loss.pair import LossPair, TermInputs, needs_extras, needs_teacher, per_token, stacked_extra, weigh
+from mtrain.loss.pair import (
+    LossPair,
+    TermInputs,
+    at_temperature,
+    needs_extras,
+    needs_teacher,
+    per_token,
+    stacked_extra,
+    weigh,
+)
 
 
 @per_token
@@ -76,8 +85,11 @@ def top_k_distillation_loss(inputs: TermInputs, k: int, remainder: Literal["buck
 
 
 @per_token
+@at_temperature
 @needs_extras("ref_logprobs")
-def kl_loss(inputs: TermInputs, estimator: Literal["k1", "k2", "k3"] = "k3") -> LossPair:
+def kl_loss(
+    inputs: TermInputs, estimator: Literal["k1", "k2", "k3"] = "k3", temperature: float | None = None
+) -> LossPair:
     """Weighs and sums an estimate of KL(model || reference) of each token, in nats.
 
     Where all logits of the reference are available, `distillation` computes the exact divergence.
@@ -86,10 +98,12 @@ def kl_loss(inputs: TermInputs, estimator: Literal["k1", "k2", "k3"] = "k3") -> 
         inputs: One microbatch. The extra `ref_logprobs` has the reference's log-probabilities of the labels.
         estimator: Estimator of the divergence. Where d = log pi - log pi_ref, k1 is d (its gradient has expectation 0
             under the policy's own tokens), k2 is d^2 / 2, and k3 is exp(-d) - 1 + d, which GRPO uses.
+        temperature: Divisor of the logits; `ref_logprobs` have to be of the same one. None: that of each sample in the
+            data, else 1.
 
     Source: Schulman 2020, "Approximating KL divergence".
     """
-    difference = -inputs.logits.cross_entropy(inputs.labels) - inputs.extras["ref_logprobs"]
+    difference = -inputs.logits_at(temperature).cross_entropy(inputs.labels) - inputs.extras["ref_logprobs"]
     # where before exp and square: the gradient of a masked inf would be nan
     difference = torch.where(inputs.weights != 0, difference, 0.0)
     match estimator:

@@ -2,7 +2,7 @@
 
 import torch
 
-from mtrain.loss.pair import LossPair, TermInputs, per_token, weigh
+from mtrain.loss.pair import LossPair, TermInputs, at_temperature, per_token, weigh
 
 
 @per_token
@@ -33,15 +33,20 @@ def dft_loss(inputs: TermInputs) -> LossPair:
 
 
 @per_token
-def entropy_loss(inputs: TermInputs) -> LossPair:
+@at_temperature
+def entropy_loss(inputs: TermInputs, temperature: float | None = None) -> LossPair:
     """Weighs and sums the entropy of each token's distribution, in nats.
 
     With a negative coefficient it rewards undecided models.
 
     One all-reduce over the tensor-parallel group if a next-token loss of the same logits is computed as well, else two.
     Labels play no role, but the weights do: a token without a loss has no entropy term either.
+
+    Args:
+        inputs: One microbatch.
+        temperature: Divisor of the logits. None: that of each sample in the data, else 1.
     """
-    return weigh(inputs.logits.entropy(), inputs)
+    return weigh(inputs.logits_at(temperature).entropy(), inputs)
 
 
 @per_token

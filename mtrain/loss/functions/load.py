@@ -4,7 +4,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -54,8 +54,17 @@ def asks_for_teacher(function: LossFunction) -> bool:
 
 
 def is_per_token(function: LossFunction) -> bool:
-    """Says whether a function, with or without bound options, was marked by `mtrain.loss.pair.per_token`."""
-    return _is_marked(function, "per_token")
+    """Says whether a function, with or without bound options, was marked by `mtrain.loss.pair.per_token`, and no
+    option says otherwise (`mtrain.loss.pair.per_token_unless`)."""
+    inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    whole: Mapping[str, Sequence[object]] = getattr(inner, "per_token_unless", {})
+    return _is_marked(function, "per_token") and not any(bound.get(name) in values for name, values in whole.items())
+
+
+def reads_temperature(function: LossFunction) -> bool:
+    """Says whether a function was marked by `mtrain.loss.pair.at_temperature`, and no option gives the temperature."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return _is_marked(function, "at_temperature") and bound.get("temperature") is None
 
 
 def extras_of(function: LossFunction) -> tuple[str, ...]:

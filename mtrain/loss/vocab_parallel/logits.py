@@ -21,7 +21,14 @@ from mtrain.loss.vocab_parallel.divergence import (
     divergence_of_sums,
     local_sums,
 )
-from mtrain.loss.vocab_parallel.exponentials import Exponentials, all_reduce, local_maximum, row_slices, shifted_logits
+from mtrain.loss.vocab_parallel.exponentials import (
+    Exponentials,
+    all_reduce,
+    compute_dtype,
+    local_maximum,
+    row_slices,
+    shifted_logits,
+)
 
 
 class VocabParallelLogits:
@@ -51,6 +58,28 @@ class VocabParallelLogits:
         self._losses: _TokenLosses | None = None
         self._logsumexp: Tensor | None = None
         self._entropy: Tensor | None = None
+        self._divided: list[tuple[float | Tensor, VocabParallelLogits]] = []
+
+    def divided_by(self, temperature: float | Tensor) -> VocabParallelLogits:
+        """Returns the logits at a temperature, with a graph to these ones; the same object for the same temperature.
+
+        Args:
+            temperature: Divisor, above 0: one number, or one per token, [batch, seq], where 0 (in padding) counts as 1.
+        """
+        if isinstance(temperature, float | int) and temperature == 1:
+            return self
+        for known, divided in self._divided:  # tensors by identity, as the host would wait for their values
+            if known is temperature or (not isinstance(known, Tensor) and known == temperature):
+                return divided
+        divisor = temperature
+        if isinstance(temperature, Tensor):
+            # where: 0 / 0 of a padding token would be nan in the gradient of its hidden state
+            divisor = torch.where(temperature > 0, temperature, 1.0).t().unsqueeze(-1)
+        # in full precision, so that dividing rounds no logit and no gradient to bf16
+        local = self.local.to(compute_dtype(self.local)) / divisor
+        divided = VocabParallelLogits(local, self.group, self.first_index, self.vocab_size)
+        self._divided.append((temperature, divided))
+        return divided
 
     def cross_entropy(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Returns the negative log-probability of each label, or its mean under a smoothed label.

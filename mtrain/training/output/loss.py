@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.extras import TEMPERATURE
 from mtrain.config.schema.loss import depth_term
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
@@ -126,6 +127,8 @@ class OutputLoss:
             teacher = vocab_parallel(teacher_local, self._config.model, self._groups)
         context = self._groups.cp if self._groups.layout.cp > 1 else None
         terms = loss_terms(self._config.loss)
+        # one slice for all terms, which find their common logits at a temperature by it
+        extras = Extras({name: each[:, rows] for name, each in of.extras.items()})
         return {
             term: TokenInputs(
                 logits=student,
@@ -136,7 +139,7 @@ class OutputLoss:
                 teacher=teacher,
                 context=context,
                 aggregation=terms.get(term, self._config.loss).aggregation,
-                extras=Extras({name: each[:, rows] for name, each in of.extras.items()}),
+                extras=extras,
                 sources=self._sources(of, rows) if term == MAIN_TERM else None,
             )
             for term in of.weights
@@ -228,11 +231,24 @@ class _Sums:
 
 @torch.no_grad()
 def label_log_probs(
-    logits: Logits, batch: Microbatch, config: Config, groups: Groups, with_entropy: bool = False
+    logits: Logits,
+    batch: Microbatch,
+    config: Config,
+    groups: Groups,
+    with_entropy: bool = False,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Returns the log-probability of the label of each token, whatever its weights, and the entropy if wanted.
 
     Two all-reduces over TP for each chunk of tokens, three with the entropy.
+
+    Args:
+        logits: Output of the last stage.
+        batch: Microbatch, sliced for context parallelism.
+        config: Configuration with the real size of the vocabulary.
+        groups: Process groups.
+        with_entropy: Whether the entropy is wanted.
+        temperature: Divisor of the logits, where the batch has no extra with that of each token.
 
     Returns:
         Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies.
@@ -240,9 +256,11 @@ def label_log_probs(
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
     flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), _is_on_cpu(groups))
+    divisors = None if TEMPERATURE not in batch.extras else batch.extras[TEMPERATURE].t().reshape(1, -1)
     found = []
     for rows in chunks(len(flat), chunk or len(flat)):
         distribution = vocab_parallel(logits_of_rows(flat[rows], weight), config.model, groups)
+        distribution = distribution.divided_by(temperature if divisors is None else divisors[:, rows])
         scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
         found.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
     return torch.cat(found, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()

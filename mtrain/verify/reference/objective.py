@@ -18,7 +18,7 @@ from mtrain.verify.reference.model.adapters import is_trained, merged
 from mtrain.verify.reference.model.experts import coefficients, moved_bias, router_numerator, router_shares
 from mtrain.verify.reference.model.shapes import EXPERT_BIAS
 from mtrain.verify.reference.model.transformer import Forward, Transformer
-from mtrain.verify.reference.policy import policy_losses
+from mtrain.verify.reference.policy import POLICY_LOSSES, policy_losses
 from mtrain.verify.reference.text import Rows
 
 
@@ -52,6 +52,9 @@ class Term:
         """Returns the mean; 0 if the denominator is 0."""
         return self.numerator / self.denominator if self.denominator else self.numerator * 0.0
 
+
+TEMPERED = frozenset({"entropy", "kl", *POLICY_LOSSES})
+"""Losses that are taken at the temperature of the sampler."""
 
 UserTerm = Callable[[TermSection, Scene], tuple[Tensor, float]]
 """Function that evaluates a loss function of the user's and returns its numerator and its denominator."""
@@ -138,12 +141,16 @@ def _term(
 ) -> Term:
     weights = token_weights(rows.weights, rows.sample_weights, section)
     planned = divisor(rows.weights, rows.sample_weights, section)
-    token_losses = known_losses(section.function, section.options)
+    logits, options = forward.logits, section.options
+    if section.function in TEMPERED:
+        options = {name: value for name, value in options.items() if name != "temperature"}
+        logits = logits / temperatures(section, rows)
+    token_losses = known_losses(section.function, options)
     if token_losses is not None:
-        return _planned(weighted(token_losses(forward.logits, rows.labels, taught), weights), planned)
-    of_policy = policy_losses(section.function, section.options)
+        return _planned(weighted(token_losses(logits, rows.labels, taught), weights), planned)
+    of_policy = policy_losses(section.function, options)
     if of_policy is not None:
-        log_probs = -cross_entropy(forward.logits, rows.labels)
+        log_probs = -cross_entropy(logits, rows.labels)
         return _planned(weighted(of_policy(log_probs, weights != 0, rows.extras), weights), planned)
     shares = token_shares(rows, section)
     scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught, rows.extras)
@@ -151,6 +158,15 @@ def _term(
     if loss.denominator == "measured":
         return Term(numerator, measured, adds_exactly=False)  # only the function knows which numbers are summed
     return _planned(numerator, planned)
+
+
+def temperatures(section: TermSection, rows: Rows) -> Tensor:
+    """Returns what the logits of each token are divided by, [batch, seq, 1]."""
+    fixed = section.options.get("temperature")
+    found = rows.extras.get("temperature", torch.ones_like(rows.weights))
+    if fixed is not None:
+        found = torch.full_like(rows.weights, fixed)
+    return torch.where(found > 0, found, 1.0).unsqueeze(-1)
 
 
 def _planned(numerator: Tensor, denominator: Divisor) -> Term:

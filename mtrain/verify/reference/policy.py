@@ -8,14 +8,16 @@ Where p is the log-probability of a token, o that of the old policy, A its advan
     cispo  -sg(clip(r)) A p                                                               MiniMax 2025, 4
     kl     k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d with d = p - log pi_ref                   Schulman 2020
 
-Tokens that were sampled with other numbers than o count min(exp(o - rollout), cap) times (Yao 2025).
+Tokens that were sampled with other numbers than o count w = exp(o - rollout) times (Yao 2025), where w is clamped to
+[floor, cap] or set to 0 outside of it: each by itself, or all of a sequence by the product W of its tokens' w; or w as
+it is where the geometric mean of a sequence's w is inside, else 0 (TRL, verl, NeMo-RL).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,54 +32,48 @@ EXTRAS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 def policy_losses(function: str, options: Mapping[str, Any]) -> PolicyLosses | None:
     """Returns the losses that a name in the configuration stands for; None if it is none of these."""
-    return functools.partial(POLICY_LOSSES[function], **options) if function in POLICY_LOSSES else None
+    if function == "kl":
+        return functools.partial(_divergence, **options)
+    if function not in POLICY_LOSSES:
+        return None
+    of_weights = {name: value for name, value in options.items() if name.startswith("rollout_")}
+    is_given = options.get("old_logprobs", True)
+    rest = {name: value for name, value in options.items() if name not in (*of_weights, "old_logprobs")}
+
+    def losses(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+        old = extras["old_logprobs"] if is_given else p.detach()
+        plain = POLICY_LOSSES[function](_Tokens(p, old, counts, extras["advantages"]), **rest)
+        return plain * _correction(old, counts, extras, **of_weights)
+
+    return losses
 
 
-def _clipped(
-    p: Tensor,
-    counts: Tensor,
-    extras: Mapping[str, Tensor],
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    rollout_cap: float | None = None,
-    old_logprobs: bool = True,
-) -> Tensor:
-    old = extras["old_logprobs"] if old_logprobs else p.detach()
-    losses = _surrogate(torch.exp(p - old), extras["advantages"], clip_low, clip_high, dual_clip)
-    return losses * _correction(old, extras, rollout_cap)
+class _Tokens(NamedTuple):
+    """Sampled tokens, [batch, seq] each."""
+
+    p: Tensor
+    old: Tensor
+    counts: Tensor
+    advantages: Tensor
 
 
-def _of_sequences(
-    p: Tensor,
-    counts: Tensor,
-    extras: Mapping[str, Tensor],
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    old_logprobs: bool = True,
-) -> Tensor:
-    old = extras["old_logprobs"] if old_logprobs else p.detach()
+def _clipped(of: _Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
+    return _surrogate(torch.exp(of.p - of.old), of.advantages, clip_low, clip_high, dual_clip)
+
+
+def _of_sequences(of: _Tokens, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     rows = [
         (row[of_row].mean() if of_row.any() else row.sum() * 0.0).expand_as(row)
-        for row, of_row in zip((p - old).detach(), counts, strict=True)
+        for row, of_row in zip((of.p - of.old).detach(), of.counts, strict=True)
     ]
-    ratio = torch.exp(torch.stack(rows)) * torch.exp(p) / torch.exp(p).detach()
-    return _surrogate(ratio, extras["advantages"], clip_low, clip_high, None)
+    ratio = torch.exp(torch.stack(rows)) * torch.exp(of.p) / torch.exp(of.p).detach()
+    return _surrogate(ratio, of.advantages, clip_low, clip_high, None)
 
 
-def _of_constants(
-    p: Tensor,
-    counts: Tensor,
-    extras: Mapping[str, Tensor],
-    clip_low: float | None = None,
-    clip_high: float = 0.2,
-    rollout_cap: float | None = None,
-    old_logprobs: bool = True,
-) -> Tensor:
-    old = extras["old_logprobs"] if old_logprobs else p.detach()
-    ratio = torch.exp(p.detach() - old)
+def _of_constants(of: _Tokens, clip_low: float | None = None, clip_high: float = 0.2) -> Tensor:
+    ratio = torch.exp(of.p.detach() - of.old)
     bounded = ratio.clamp(min=0.0 if clip_low is None else 1 - clip_low, max=1 + clip_high)
-    return -bounded * extras["advantages"] * p * _correction(old, extras, rollout_cap)
+    return -bounded * of.advantages * of.p
 
 
 def _divergence(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor], estimator: str = "k3") -> Tensor:
@@ -101,14 +97,35 @@ def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual:
     return torch.where((advantages < 0) & (losses > most), most, losses)
 
 
-def _correction(old: Tensor, extras: Mapping[str, Tensor], cap: float | None) -> Tensor:
-    return torch.ones_like(old) if cap is None else torch.exp(old - extras["rollout_logprobs"]).clamp(max=cap)
+def _correction(
+    old: Tensor,
+    counts: Tensor,
+    extras: Mapping[str, Tensor],
+    rollout_cap: float | None = None,
+    rollout_floor: float | None = None,
+    rollout_correction: str = "token-truncate",
+) -> Tensor:
+    if rollout_cap is None and rollout_floor is None:
+        return torch.ones_like(old)
+    low = 0.0 if rollout_floor is None else rollout_floor
+    high = float("inf") if rollout_cap is None else rollout_cap
+    how = rollout_correction
+    own = torch.exp(old - extras["rollout_logprobs"])
+    judged = own
+    if how.startswith("sequence"):
+        gaps = torch.where(counts, old - extras["rollout_logprobs"], 0.0).sum(1, keepdim=True)
+        if how == "sequence-mean-mask":
+            gaps = gaps / counts.sum(1, keepdim=True).clamp(min=1)
+        judged = torch.exp(gaps).expand_as(old)
+    applied = own if how == "sequence-mean-mask" else judged
+    if how.endswith("truncate"):
+        return applied.clamp(low, high)
+    return torch.where((judged >= low) & (judged <= high), applied, 0.0)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
     "ppo": _clipped,
     "gspo": _of_sequences,
     "cispo": _of_constants,
-    "kl": _divergence,
 }
-"""Losses by their names in the configuration."""
+"""Losses with an advantage by their names in the configuration."""

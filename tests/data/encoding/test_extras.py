@@ -108,6 +108,16 @@ def test_a_number_that_is_none_ends_the_run(configured: Callable[..., Config], n
         StepLoader(configured([TOKENS | {"advantages": float("nan")}]), 0, 1)
 
 
+def test_a_temperature_that_divides_nothing_is_refused(configured: Callable[..., Config]) -> None:
+    """The first token of a list is not predicted, and may have none."""
+    plain = {key: value for key, value in TOKENS.items() if key not in NAMES}
+    good = plain | {"temperature": [0.7] * (len(plain["input_ids"]) - 1)}
+    config = configured([good, plain | {"temperature": 1}], ("temperature",))
+    assert StepLoader(config, 0, 1, extras=("temperature",)).fingerprint
+    with refuses(DataError, "line 2", "'temperature'"):
+        StepLoader(configured([good, plain | {"temperature": 0}], ("temperature",)), 0, 1)
+
+
 def test_not_a_number_in_parquet_is_named(configured: Callable[..., Config], tmp_path: Path) -> None:
     """Parquet has a value for it, also as one of several numbers a token."""
     path = tmp_path / "teacher.parquet"

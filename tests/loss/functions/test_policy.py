@@ -30,7 +30,11 @@ from tests.messages import refuses
 VOCAB, SEQ = 5, 6
 LOSSES: dict[str, Callable[[TermInputs], LossPair]] = {
     "ppo": partial(ppo_loss, clip_high=0.3, dual_clip=2.0, rollout_cap=1.5),
+    "ppo of sequences": partial(
+        ppo_loss, rollout_cap=1.5, rollout_floor=0.7, rollout_correction="sequence-mean-mask", temperature=0.6
+    ),
     "gspo": partial(gspo_loss, clip_low=0.1, clip_high=0.2),
+    "gspo with weights": partial(gspo_loss, rollout_cap=2.0, rollout_correction="sequence-truncate"),
     "cispo": partial(cispo_loss, clip_low=0.5),
     "k3": kl_loss,
     "k2": partial(kl_loss, estimator="k2"),
@@ -95,7 +99,7 @@ def test_rollouts_add_up_however_they_are_cut(name: str, rows: Any, data: st.Dat
     masked = ~torch.tensor([row[0] for row in rows])
     assert not whole[1][masked].any(), "what is masked has a gradient of exactly 0, and no nan"
     has_advantage = torch.tensor([row[1] != 0 for row in rows])
-    if name in ("ppo", "gspo", "cispo"):
+    if name.startswith(("ppo", "gspo", "cispo")):
         assert not whole[1][~has_advantage].any(), "where there is nothing to win nothing moves"
 
 
@@ -120,9 +124,10 @@ def test_the_policy_as_it_is_can_be_the_old_one(name: str) -> None:
     leaf = torch.randn(2, SEQ, VOCAB, generator=torch.Generator().manual_seed(2), requires_grad=True)
     function = load_loss_function(name, {"old_logprobs": False})
     assert extras_of(function) == ("advantages",)
-    assert extras_of(load_loss_function(name, {"rollout_cap": 2.0} if name != "gspo" else {}))[:2] == (
+    assert extras_of(load_loss_function(name, {"rollout_floor": 0.5})) == (
         "advantages",
         "old_logprobs",
+        "rollout_logprobs",
     )
     inputs = inputs_of(rows, leaf, [0, 1])
     known = -inputs.logits.cross_entropy(inputs.labels).detach()
@@ -157,6 +162,10 @@ def test_a_function_that_reports_something_else_than_it_says_is_refused() -> Non
         ("ppo", {"dual_clip": 1.0}, "dual_clip=1.0"),
         ("cispo", {"rollout_cap": 0}, "rollout_cap=0"),
         ("kl", {"estimator": "k4"}, "estimator='k4'"),
+        ("gspo", {"rollout_floor": 2.0, "rollout_cap": 1.0}, "rollout_floor=2.0 is above options.rollout_cap=1.0"),
+        ("ppo", {"rollout_cap": 2.0, "rollout_correction": "sequence"}, "sequence-mean-mask"),
+        ("ppo", {"rollout_correction": "token-mask"}, "rollout_correction needs a bound"),
+        ("kl", {"temperature": 0}, "temperature=0"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(function: str, options: dict[str, Any], fact: str) -> None:

@@ -68,6 +68,38 @@ AGGREGATED: dict[str, Any] = {
         "sums": {"function": "kl", "aggregation": "seq-mean-token-sum", "empty_sequences": "include"},
     },
 }
+SAMPLED_ELSEWHERE: dict[str, Any] = {
+    "loss__function": "gspo",
+    "loss__aggregation": "seq-mean-token-mean",
+    "loss__options": {
+        "clip_low": 0.05,
+        "clip_high": 0.1,
+        "rollout_cap": 1.6,
+        "rollout_floor": 0.6,
+        "rollout_correction": "sequence-mask",
+        "temperature": 0.8,
+    },
+    "loss__side_terms": {
+        "near": {"function": "kl", "options": {"temperature": 0.8}, "coefficient": 0.1},
+        "bonus": {"function": "entropy", "options": {"temperature": 1.7}, "coefficient": -0.5},
+        "product": {
+            "function": "ppo",
+            "options": {"rollout_cap": 1.4, "rollout_correction": "sequence-truncate"},
+            "coefficient": 0.6,
+        },
+        "mean": {
+            "function": "cispo",
+            "options": {"rollout_cap": 1.05, "rollout_floor": 0.95, "rollout_correction": "sequence-mean-mask"},
+            "coefficient": 0.4,
+        },
+        "tokens": {
+            "function": "ppo",
+            "options": {"rollout_floor": 0.9, "rollout_correction": "token-mask", "temperature": 0.8},
+            "coefficient": 0.8,
+        },
+    },
+}
+"""Terms at two temperatures, with importance weights that are bounded in every way."""
 LAYOUTS = [
     (case(4, num_layers=2, cp=2), PACKED),
     (case(8, num_layers=2, pp=2), PACKED),
@@ -118,7 +150,7 @@ def _positions(values: NDArray[Any]) -> NDArray[np.float32]:
     return values.astype(np.float32) if len(values) else np.zeros(1, np.float32)
 
 
-RUNS = [(EVERYTHING_WHOLE, True), (BY_TOKEN, False), (AGGREGATED, False)]
+RUNS = [(EVERYTHING_WHOLE, True), (BY_TOKEN, False), (AGGREGATED, False), (SAMPLED_ELSEWHERE, True)]
 
 
 @pytest.mark.parametrize(("case", "layout"), LAYOUTS, ids=lambda each: str(each) if isinstance(each, Case) else "")
@@ -145,12 +177,13 @@ def test_every_policy_loss_is_its_formula(pool: Pool, case: Case, layout: dict[s
 def assert_reported(found: Any, loss: LossSection, batch: GlobalBatch) -> None:
     """Checks clip fraction, approximate KL, mean and largest ratio of all loss tokens, each counted once."""
     config = case(num_layers=2).config()
-    losses = token_losses_of(doubles(initial_parameters(config)), config.model, batch)
+    parameters = doubles(initial_parameters(config))
     wanted: dict[str, float] = {}
     for name, term in {"main": loss, **loss.side_terms}.items():
         if term.function not in ("ppo", "gspo", "cispo"):
             continue
         ratios, clipped = [], 0
+        losses = token_losses_of(parameters, config.model, batch, term.options.get("temperature", 1.0))
         for each, own in zip(batch, losses, strict=True):
             kept = each.mask > 0
             extras = {name: torch.from_numpy(values).double()[: len(kept)] for name, values in each.extras.items()}
@@ -178,7 +211,7 @@ def _is_clipped(
     clip_low: float | None = None,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    rollout_cap: float | None = None,
+    **of_weights: Any,
 ) -> bool:
     if function == "cispo":
         return ratio > 1 + clip_high or (clip_low is not None and ratio < 1 - clip_low)

@@ -43,6 +43,14 @@ def values(function: str, options: dict[str, Any], p: Tensor, given: dict[str, T
         ("ppo", {"dual_clip": 1.3}, {"delta": 1.3}),
         ("ppo", {"rollout_cap": 1.1}, {"rollout_cap": 1.1}),
         ("ppo", WITHOUT_OLD, {}),
+        *(
+            (
+                "ppo",
+                {"rollout_cap": 1.3, "rollout_floor": 0.7, "rollout_correction": mode},
+                {"rollout_cap": 1.3, "rollout_floor": 0.7, "rollout_mode": mode.replace("-", "_")},
+            )
+            for mode in ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
+        ),
         ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 1.2}),
         (
             "cispo",
@@ -65,7 +73,16 @@ def test_losses_of_policies_are_trls(function: str, options: dict[str, Any], the
     assert_same(ours, expected, p)
 
 
-@pytest.mark.parametrize("options", [{"clip_low": 0.05, "clip_high": 0.1}, {}, WITHOUT_OLD], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_low": 0.05, "clip_high": 0.1},
+        {},
+        WITHOUT_OLD,
+        {"clip_high": 0.1, "rollout_cap": 1.4, "rollout_correction": "sequence-mask"},
+    ],
+    ids=str,
+)
 def test_ratios_of_sequences_are_trls(options: dict[str, Any]) -> None:
     p, advantages = (drawn(0) - 2).requires_grad_(), torch.tensor([0.7, -1.2, 0.4]).double()
     given = extras(p.detach()) | {"advantages": advantages[:, None].expand(3, 7)}
@@ -75,10 +92,26 @@ def test_ratios_of_sequences_are_trls(options: dict[str, Any]) -> None:
     }
     if options == WITHOUT_OLD:
         del given["old_logprobs"]
+    if "rollout_cap" in options:
+        bounds |= {"rollout_cap": 1.4, "rollout_mode": "sequence_mask"}
     ours = ((values("gspo", options, p, given) * MASK).sum(1) / MASK.sum(1)).mean()
     by_sequence = given | {"advantages": advantages}
     bounds |= {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     assert_same(ours, policy_loss(p, MASK, by_sequence, **bounds), p)
+
+
+def test_sequences_beyond_a_geometric_mean_are_left_out() -> None:
+    """Compares with seq-mask-tis of NeMo-RL: the others keep the weights of their tokens, without bounds."""
+    p = torch.zeros(3, 4).double().requires_grad_()
+    weights = torch.tensor([[2.0, 0.5, 1.0, 9.0], [3.0, 1.0, 1.0, 9.0], [0.2, 1.0, 1.0, 9.0]]).double()
+    counts = torch.tensor([[1, 1, 1, 0]] * 3) > 0  # geometric means 1, 3^(1/3) = 1.44, 0.2^(1/3) = 0.58
+    given = {"old_logprobs": torch.zeros(3, 4).double(), "rollout_logprobs": -weights.log()}
+    losses = policy_losses(
+        "cispo", {"rollout_cap": 1.4, "rollout_floor": 0.6, "rollout_correction": "sequence-mean-mask"}
+    )
+    assert losses is not None
+    (gradient,) = torch.autograd.grad(losses(p, counts, given | {"advantages": torch.ones(3, 4).double()}).sum(), p)
+    torch.testing.assert_close(gradient[:, :3], torch.tensor([[-2.0, -0.5, -1.0], [0.0] * 3, [0.0] * 3]).double())
 
 
 def assert_same(ours: Tensor, expected: Tensor, p: Tensor) -> None:
