@@ -57,7 +57,13 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
                     parameters[f"{ours}.{our_name}.{kind}"] = state[f"{theirs}.{their_name}.{kind}"]
             if f"{theirs}.self_attn.k_proj.{kind}" in state:
                 q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
+                if model.attention_gate:  # of each head first the query, then its gate
+                    q = torch.stack(
+                        q.unflatten(0, (model.query_groups, -1, 2, model.head_size)).unbind(2), dim=1
+                    ).flatten(0, 3)
                 parameters[f"{ours}.self_attention.linear_qkv.{kind}"] = _by_group(q, k, v, model)
+        if f"{theirs}.linear_attn.out_proj.weight" in state:
+            parameters |= _delta_net(state, f"{theirs}.linear_attn", f"{ours}.self_attention", model)
         if f"{theirs}.self_attn.qkv_proj.weight" in state:
             sizes = [number * model.head_size for number in (model.num_attention_heads, *[model.query_groups] * 2)]
             q, k, v = state[f"{theirs}.self_attn.qkv_proj.weight"].split(sizes)
@@ -94,6 +100,28 @@ def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
         for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
             found[f"{ours}.experts.{expert}.{our_name}.weight"] = weight
     return found
+
+
+def _delta_net(state: Mapping[str, Tensor], theirs: str, ours: str, model: ModelSection) -> Parameters:
+    """Renames a gated delta net, and puts the rows of each key head together: query, key, values, gates, steps, decays;
+    Qwen3-Next has them so in two matrices, Qwen3.5 in four whose heads follow each other."""
+    net = model.delta_net
+    assert net is not None
+    sizes = [net.key_width, net.key_width, net.value_width]
+
+    def by_head(*matrices: Tensor) -> Tensor:
+        return torch.cat([each.view(net.num_key_heads, -1, *each.shape[1:]) for each in matrices], dim=1).flatten(0, 1)
+
+    if f"{theirs}.in_proj_qkvz.weight" in state:
+        of_net = by_head(state[f"{theirs}.in_proj_qkvz.weight"], state[f"{theirs}.in_proj_ba.weight"])
+    else:
+        others = [state[f"{theirs}.in_proj_{name}.weight"] for name in "zba"]
+        of_net = by_head(*state[f"{theirs}.in_proj_qkv.weight"].split(sizes), *others)
+    found = {"in_proj.weight": of_net, "conv1d.weight": by_head(*state[f"{theirs}.conv1d.weight"].split(sizes))}
+    unchanged = {"A_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "out_norm.weight"}
+    for their_name, our_name in (unchanged | {"out_proj.weight": "out_proj.weight"}).items():
+        found[our_name] = state[f"{theirs}.{their_name}"]
+    return {f"{ours}.{name}": value for name, value in found.items()}
 
 
 def _gpt_oss_experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:

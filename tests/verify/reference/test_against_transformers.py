@@ -19,6 +19,8 @@ from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.modules import activated
 from mtrain.verify.reference.model.shapes import EXPERT_BIAS
+from mtrain.verify.reference.model.transformer import Transformer
+from mtrain.verify.reference.text import Rows
 from tests.hf.megatron_names import from_huggingface
 from tests.reference import logits_of, random_parameters
 from tests.verify.reference.dense_models import (
@@ -56,6 +58,7 @@ from tests.verify.reference.expert_models import (
     qwen3_moe,
     qwen3_moe_unnormalised,
 )
+from tests.verify.reference.hybrid_models import qwen3_5, qwen3_next
 
 
 class Float32IsFloat64(TorchFunctionMode):
@@ -105,6 +108,8 @@ FAMILIES = [
     minimax,
     glm4_moe,
     gpt_oss,
+    qwen3_next,
+    qwen3_5,
 ]
 
 
@@ -130,6 +135,33 @@ def test_logits_and_gradients_are_those_of_transformers(family: Callable[[], tup
     expected_gradients = from_huggingface(gradients, model)
     torch.testing.assert_close(
         {name: value.grad for name, value in trained.items()}, expected_gradients, rtol=1e-9, atol=1e-10
+    )
+
+
+def test_state_and_window_begin_anew_with_each_document() -> None:
+    """A row of documents has the logits and the gradients of transformers' calls for each of them."""
+    model, config = qwen3_5()
+    torch.manual_seed(8)
+    tokens, ends = torch.randint(model.vocab_size, (1, 24)), [9, 10, 12, 24]
+    places = torch.arange(24)
+    documents = torch.bucketize(places, torch.tensor(ends), right=True)
+    starts = torch.tensor([0, *ends])[documents]
+    with Float32IsFloat64():
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).double()
+        for value in theirs.state_dict().values():
+            torch.nn.init.normal_(value, std=0.3)
+        expected = torch.cat([theirs(tokens[:, start:end]).logits for start, end in zip([0, *ends], ends)], dim=1)
+        expected.square().sum().backward()
+    parameters = {name: value.requires_grad_() for name, value in from_huggingface(theirs.state_dict(), model).items()}
+    none = torch.zeros(1, 24, dtype=torch.int64)
+    rows = Rows(tokens, none, none.double(), documents[None], (places - starts)[None], torch.ones(1).double())
+    logits = Transformer(model, parameters).forward(rows).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+    logits.square().sum().backward()
+    gradients = from_huggingface({name: value.grad for name, value in theirs.named_parameters()}, model)
+    torch.testing.assert_close(
+        {name: value.grad for name, value in parameters.items()}, gradients, rtol=1e-9, atol=1e-9
     )
 
 

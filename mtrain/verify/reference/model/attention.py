@@ -11,13 +11,14 @@ from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind
+from mtrain.verify.reference.model.delta_net import DeltaNet
 from mtrain.verify.reference.model.grouped_attention import GroupedAttention
 from mtrain.verify.reference.model.latent_attention import LatentAttention
 from mtrain.verify.reference.model.modules import Module
 from mtrain.verify.reference.text import Rows
 
-_GROUPED, _LATENT = GroupedAttention(), LatentAttention()
-KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT)
+_GROUPED, _LATENT, _DELTA_NET = GroupedAttention(), LatentAttention(), DeltaNet()
+KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT, _DELTA_NET)
 
 
 def kind_of(model: ModelSection, layer: int) -> AttentionKind:
@@ -28,7 +29,7 @@ def kind_of(model: ModelSection, layer: int) -> AttentionKind:
         case "latent":
             return _LATENT
         case "delta_net":
-            raise ValueError("model.delta_net is not computed by this version of mtrain verify")
+            return _DELTA_NET
         case _ as never:
             assert_never(never)
 

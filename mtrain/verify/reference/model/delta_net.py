@@ -1,0 +1,133 @@
+"""Gated delta net: each value head has a matrix S as its state, which every token decays and corrects.
+
+With a unit query q and a unit key k, a value v, a decay a and a step b, a token makes
+
+    S <- a S;   S <- S + k (b (v - S^T k))^T;   output = S^T q / sqrt(key_head_dim)
+
+Sources: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, equation 10; convolution, decay of each head
+and norm with a gate as in the published weights of Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.verify.reference.model.attention_kind import AttentionKind, Shape
+from mtrain.verify.reference.model.modules import Module, linear
+from mtrain.verify.reference.text import Rows
+
+_UNIT_EPSILON = 1e-6
+"""Number added to the squared length of a query or a key."""
+
+
+class _Parts(NamedTuple):
+    """Outputs of the projection, [batch, seq, key heads, ...]."""
+
+    convolved: Tensor
+    """Query, key and values of each key head, before the convolution."""
+    gate: Tensor
+    step: Tensor
+    decay: Tensor
+
+
+@final
+class DeltaNet(AttentionKind):
+    """Layer with a state of fixed size in the place of keys and values."""
+
+    inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+    def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+        section = _section(model)
+        heads, rows = section.num_key_heads, _rows(section)
+        yield f"{name}.in_proj.weight", (heads * sum(rows), model.hidden_size)
+        yield f"{name}.conv1d.weight", (heads * rows[0], 1, section.conv_kernel)
+        yield f"{name}.dt_bias", (section.num_value_heads,)
+        yield f"{name}.A_log", (section.num_value_heads,)
+        yield f"{name}.out_norm.weight", (section.value_head_dim,)
+        yield f"{name}.out_proj.weight", (model.hidden_size, section.num_value_heads * section.value_head_dim)
+
+    def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
+        section, parts = _section(part.model), _parts(part, x)
+        size, shared = section.key_head_dim, section.num_value_heads // section.num_key_heads
+        smooth = _convolved(parts.convolved.flatten(2), part.tensor("conv1d.weight").squeeze(1), rows)
+        heads = smooth.view(parts.convolved.shape)
+        # [batch, seq, value heads, size]: value head h has the query and the key of key head h // shared
+        query = _unit(heads[..., :size]).repeat_interleave(shared, dim=2) / math.sqrt(size)
+        key = _unit(heads[..., size : 2 * size]).repeat_interleave(shared, dim=2)
+        value = heads[..., 2 * size :].reshape(*x.shape[:2], section.num_value_heads, section.value_head_dim)
+        rate = torch.log1p(torch.exp(parts.decay.flatten(2) + part.tensor("dt_bias")))
+        decay = torch.exp(-torch.exp(part.tensor("A_log")) * rate)
+        step = 1 / (1 + torch.exp(-parts.step.flatten(2)))
+        state = torch.zeros(len(x), section.num_value_heads, size, section.value_head_dim).to(value)
+        outputs = []
+        for t in range(x.shape[1]):
+            if t > 0:
+                goes_on = rows.documents[:, t] == rows.documents[:, t - 1]
+                state = state * goes_on[:, None, None, None] * decay[:, t, :, None, None]
+            error = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+            state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], step[:, t, :, None] * error)
+            outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+        return torch.stack(outputs, dim=1).flatten(2)
+
+    def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:
+        size, gate = _section(part.model).value_head_dim, _parts(part, x).gate.flatten(2)
+        heads = context.view(*context.shape[:2], -1, size)
+        spread = torch.sqrt((heads * heads).mean(-1, keepdim=True) + part.model.norm_epsilon)
+        normed = (heads / spread * part.tensor("out_norm.weight")).flatten(2)
+        return _silu(gate) * normed @ part.tensor("out_proj.weight").T
+
+    def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
+        if linear == "in_proj":
+            return dict(zip(self.inputs, _apart(every, model), strict=True))
+        return {"out_proj": every} if linear == "out_proj" else None
+
+    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
+        return _apart(every, model) if linear == "in_proj" else None
+
+
+def _section(model: ModelSection) -> DeltaNetSection:
+    assert model.delta_net is not None
+    return model.delta_net
+
+
+def _rows(section: DeltaNetSection) -> list[int]:
+    """Returns the numbers of rows of a key head in the projection: query, key and values; gates; steps; decays."""
+    shared = section.num_value_heads // section.num_key_heads
+    values = shared * section.value_head_dim
+    return [2 * section.key_head_dim + values, values, shared, shared]
+
+
+def _parts(part: Module, x: Tensor) -> _Parts:
+    section = _section(part.model)
+    heads = linear(part, "in_proj", x).view(*x.shape[:2], section.num_key_heads, -1)
+    return _Parts(*torch.split(heads, _rows(section), dim=-1))
+
+
+def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
+    section = _section(model)
+    return [rows.flatten() for rows in torch.split(every.view(section.num_key_heads, -1), _rows(section), dim=1)]
+
+
+def _convolved(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
+    """Weighs each token and those before it in its document, [batch, seq, channels], and applies silu."""
+    total = torch.zeros_like(x)
+    for back in range(min(weight.shape[1], x.shape[1])):
+        before = x[:, : x.shape[1] - back] * weight[:, weight.shape[1] - 1 - back]
+        together = rows.documents[:, back:] == rows.documents[:, : x.shape[1] - back]
+        total[:, back:] += before * together[..., None]
+    return _silu(total)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors / torch.sqrt((vectors * vectors).sum(-1, keepdim=True) + _UNIT_EPSILON)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
