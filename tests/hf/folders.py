@@ -43,6 +43,18 @@ CONFIGS: dict[str, Any] = {
     "llama-biased": lambda: transformers.LlamaConfig(**AWKWARD, attention_bias=True, mlp_bias=True),
     "llama-tied": lambda: transformers.LlamaConfig(**{**AWKWARD, "tie_word_embeddings": True}),
     "mistral": lambda: transformers.MistralConfig(**{**AWKWARD, "num_key_value_heads": 2}, sliding_window=9),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **{**AWKWARD, "num_key_value_heads": 2},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 7,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
     "qwen2": lambda: transformers.Qwen2Config(
         **{**AWKWARD, "head_dim": 8, "tie_word_embeddings": True},
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
@@ -196,6 +208,12 @@ TOWERS: dict[str, Any] = {
     ),
     "mistral3": lambda: transformers.Mistral3Config(
         text_config=CONFIGS["mistral"]().to_dict(),
+        vision_config=_VISION | {"model_type": "pixtral", "head_dim": 8},
+        image_token_index=60,
+        tie_word_embeddings=False,
+    ),
+    "ministral3-images": lambda: transformers.Mistral3Config(
+        text_config=CONFIGS["ministral3"]().to_dict(),
         vision_config=_VISION | {"model_type": "pixtral", "head_dim": 8},
         image_token_index=60,
         tie_word_embeddings=False,

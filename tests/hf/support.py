@@ -64,6 +64,8 @@ MODELS: dict[str, Model] = {
     "llama": Model("llama", {}, "llama3_8b"),
     "mistral": Model("mistral", {}, "mistral_7b"),
     "mistral3": Model("mistral3", {}, "mistral_small_24b"),
+    "ministral3": Model("ministral3", {}, "ministral3_8b"),
+    "mistral3/ministral3": Model("ministral3-images", {}, "ministral3_8b"),
     "qwen2": Model("qwen2", _FULL, "qwen2.5_7b"),
     "qwen3": Model("qwen3", _FULL, "qwen3_8b"),
     "phi3": Model("phi3", {}, "phi4_14b"),
@@ -146,7 +148,7 @@ def _groups(model: Model) -> dict[str, int]:
 def _rename(folder: Path, family: str) -> None:
     """Puts another name of the same function into config.json."""
     said = json.loads((folder / "config.json").read_text())
-    if said["model_type"] != family:
+    if said["model_type"] != FAMILIES[family].model_type:
         (folder / "config.json").write_text(json.dumps(said | {"model_type": family}, indent=2))
 
 

@@ -58,6 +58,19 @@ MINIMAX: dict[str, Any] = OLMO2 | {
 }
 """MiniMax-M2: 6 of a head's 16 dimensions rotate."""
 
+MINISTRAL: dict[str, Any] = {
+    "model__head_dim": 8,
+    "model__rope": {
+        "base": 300.0,
+        "scaling": "yarn",
+        "factor": 4.0,
+        "original_max_positions": 5,
+        "beta_fast": 4.0,
+        "attention_temperature": 0.3,
+    },
+}
+"""Ministral 3, whose queries grow with every fifth position."""
+
 PARTIAL: dict[str, Any] = {"model__head_dim": 8, "model__rope": {"base": 300.0, "partial": 0.5}}
 """Llama with heads that rotate in half: queries, keys and values are split and rotated in one pass."""
 

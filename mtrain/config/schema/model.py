@@ -112,6 +112,9 @@ class RopeSection(Section):
     partial: float = Field(1.0, gt=0, le=1)
     """Part of a head's dimensions that is rotated: the first int(partial x head_dim), an even number; the others carry
     no position."""
+    attention_temperature: float = Field(0.0, ge=0)
+    """Coefficient b by which queries grow beyond the original context: they are multiplied by 1 + b ln(1 +
+    floor(position / original_max_positions)), in every layer; 0: they are not; yarn only."""
     local_base: float | None = Field(None, gt=0)
     """Base of layers with a sliding window, without scaling; null: they rotate as all others."""
 
@@ -152,6 +155,15 @@ class RopeSection(Section):
         return (
             f"partial={self.partial} cannot be combined with scaling=yarn, whose factor of cos and sin would scale a "
             "part of each head; remove one of them"
+        )
+
+    @rule
+    def temperature_belongs_to_yarn_with_one_base(self) -> str | None:
+        if self.attention_temperature == 0 or (self.scaling == "yarn" and self.local_base is None):
+            return None
+        return (
+            f"attention_temperature={self.attention_temperature} needs scaling=yarn without local_base, but scaling="
+            f"{self.scaling} and local_base={self.local_base}; change them, or set it to 0"
         )
 
     @rule
@@ -390,6 +402,11 @@ class ModelSection(Section):
             return "qk_norm_width=full has no effect without a norm; set qk_norm=true or remove it"
         if self.norm != "rmsnorm":
             return f"qk_norm_width=full needs norm=rmsnorm, but norm={self.norm}; change one of them"
+        if self.rope.attention_temperature:
+            return (
+                f"qk_norm_width=full cannot be combined with rope.attention_temperature="
+                f"{self.rope.attention_temperature}; remove one of them"
+            )
         return None
 
     @rule
@@ -444,6 +461,11 @@ def _refused_with_latents(model: ModelSection) -> Iterator[str]:
         yield (
             f"rope.partial={model.rope.partial} cannot be combined with model.mla (mla.qk_rope_head_dim says how much "
             "is rotated); remove it"
+        )
+    if model.rope.attention_temperature:
+        yield (
+            f"rope.attention_temperature={model.rope.attention_temperature} cannot be combined with model.mla, whose "
+            "queries have no factor; set it to 0"
         )
     for name, reason in _NOT_LATENT.items():
         value = getattr(model, name)

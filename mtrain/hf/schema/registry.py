@@ -26,6 +26,7 @@ from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
 from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
 from mtrain.hf.schema.families.minimax import MINIMAX_M2
+from mtrain.hf.schema.families.ministral import MINISTRAL3, MINISTRAL3_IMAGES
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
 from mtrain.hf.schema.families.phi import PHI3
 from mtrain.hf.schema.families.smollm import SMOLLM3
@@ -34,31 +35,38 @@ from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.values import shown
 
 # In the order in which `fitting_family` tries them: the plain ones first.
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        MISTRAL3,
-        QWEN2,
-        QWEN3,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        DEEPSEEK_V3,
-        KIMI_K2,
-        GLM4_MOE_LITE,
-        GEMMA3,
-        GEMMA3_IMAGES,
-        GPT_OSS,
-        OLMO2,
-        OLMO3,
-        MINIMAX_M2,
-        GLM4_MOE,
-        SMOLLM3,
-        PHI3,
-    )
-}
+_FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MISTRAL3,
+    MINISTRAL3,
+    MINISTRAL3_IMAGES,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    GLM4_MOE_LITE,
+    GEMMA3,
+    GEMMA3_IMAGES,
+    GPT_OSS,
+    OLMO2,
+    OLMO3,
+    MINIMAX_M2,
+    GLM4_MOE,
+    SMOLLM3,
+    PHI3,
+)
+
+FAMILIES: dict[str, Family] = {}
+"""Name in config.json -> family; a further kind of text model beside images is named after a slash."""
+for _family in _FAMILIES:
+    if _family.tower is not None and _family.model_type in FAMILIES:
+        FAMILIES[f"{_family.model_type}/{_family.tower.text_type}"] = _family
+    else:
+        FAMILIES[_family.model_type] = _family
 _SHOWN_KEYS = 2
 """Largest number of keys that are shown for each family, where none fits."""
 _ALL_NAMES = frozenset(name for family in FAMILIES.values() for name in family.names)
@@ -76,10 +84,13 @@ def family_of(config: dict[str, Any]) -> Family:
         raise DataError(
             f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(FAMILIES)} is needed"
         )
-    for _, part, own in FAMILIES[name].parts(config):
+    family = FAMILIES[name]
+    if family.tower is not None:
+        family = FAMILIES.get(f"{name}/{family.tower.type_of(config)}", family)
+    for _, part, own in family.parts(config):
         # here and not in the entries: an entry sees only the fields that it knows
         refuse_fields_of_others(part, name, own, _ALL_NAMES - own)
-    return FAMILIES[name]
+    return family
 
 
 def fields_nobody_knows(config: dict[str, Any]) -> list[str]:

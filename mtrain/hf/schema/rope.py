@@ -243,7 +243,7 @@ def older_rope(
 def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
     """Returns the names of the fields by which two sections rotate by different angles; fields of other scalings do not
     count."""
-    names = ["base", "scaling", "interleaved", "local_base", "partial"]
+    names = ["base", "scaling", "interleaved", "local_base", "partial", "attention_temperature"]
     if one.scaling == other.scaling:
         # fields that this scaling does not read may differ: no angle depends on them
         names += _FIELDS[one.scaling].values()

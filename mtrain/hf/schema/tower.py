@@ -33,6 +33,8 @@ class Tower:
     """Values of fields that text models of the family must have, where the nested config leaves them out."""
     unread: tuple[str, ...]
     """Outer fields that concern images alone."""
+    other_types: tuple[str, ...] = ()
+    """Names of text models that other families read in the same multimodal one."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -49,11 +51,17 @@ class Tower:
         if not isinstance(found, dict):
             raise wrong_type(TEXT, found, "an object")
         if (name := found.get("model_type", self.text_type)) != self.text_type:
+            needed = " or ".join((self.text_type, *self.other_types))
             raise DataError(
                 f"config.json: {TEXT} of model_type={shown(name)} is not supported in a {config.get('model_type')} "
-                f"model, but {self.text_type} is needed"
+                f"model, but {needed} is needed"
             )
         return found
+
+    def type_of(self, config: Mapping[str, Any]) -> object:
+        """Returns the name of the text model's family in the file."""
+        found = config.get(TEXT)
+        return found.get("model_type", self.text_type) if isinstance(found, dict) else self.text_type
 
     def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all fields of the text model, as in a config.json of its own.

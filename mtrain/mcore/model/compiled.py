@@ -25,6 +25,7 @@ from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.model.attention.rotating import RotatingAttention
+from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
 
 BACKEND: str | Callable[..., Any] = "inductor"
@@ -82,8 +83,8 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
     elif isinstance(feed_forward, ExpertsLayer):  # the number of an expert's tokens decides on shapes
         kept.append((feed_forward, "forward"))
     is_divided = layout.tp > 1 or layout.cp > 1
-    # latent attention, norms over the heads of all ranks
-    if type(attention) is not RotatingAttention and is_divided:
+    # latent attention, norms over the heads of all ranks; one that keeps a tensor on itself during a call
+    if isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
         kept.append((attention, "forward"))
     elif layout.cp > 1 or config.data.isolate_documents or config.model.attention_dropout:
         kept.append((attention.core_attention, "forward"))

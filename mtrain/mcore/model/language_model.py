@@ -23,6 +23,7 @@ from mtrain.data.batch import MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, local_frequencies
 from mtrain.mcore.model.attention.rotary import Rotary, TwoBaseRotary, take_angles_by_layer
+from mtrain.mcore.model.attention.temperature import TemperedRotary
 from mtrain.mcore.model.layer_parts import Backend
 from mtrain.mcore.model.layer_spec import block_spec
 from mtrain.mcore.model.mtp import Depths
@@ -207,6 +208,8 @@ def of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | 
 
 def _rotary(model: ModelSection) -> Rotary:
     frequencies = inverse_frequencies(model.rope, model.rotary_size)[0]
+    if model.rope.attention_temperature:
+        return TemperedRotary(frequencies, model.rope)
     if model.rope.local_base is None:
         return Rotary(frequencies)
     return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.rotary_size))

@@ -28,6 +28,7 @@ from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
+from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer, experts_fields, experts_spec
 from mtrain.mcore.model.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer
 from mtrain.plan import features
@@ -109,6 +110,11 @@ def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
     draft.checkpoint_names |= full_width_norm.CHECKPOINT_NAMES
 
 
+def _attention_temperature(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    draft.attention.module = TemperedAttention
+
+
 def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
     latent = {"latent": model.mla, "rope": model.rope}
     draft.attention = ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal, **latent})
@@ -168,6 +174,7 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.FullWidthQkNorm: Modules(_full_width_qk_norm),
     # one more part of the projection, which `RotatingAttention` multiplies the output by
     features.AttentionGate: Modules(fields=lambda model: {"attention_output_gate": True}),
+    features.AttentionTemperature: Modules(_attention_temperature),
     # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),

@@ -7,6 +7,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features.attention import (
     AttentionGate,
     AttentionSinks,
+    AttentionTemperature,
     FullWidthQkNorm,
     GroupedQueryAttention,
     QkNorm,
@@ -27,6 +28,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     QkNorm(),
     FullWidthQkNorm(),
     AttentionGate(),
+    AttentionTemperature(),
     AttentionSinks(),
     MultiHeadLatentAttention(),
     DenseFeedForward(),
@@ -74,6 +76,7 @@ __all__ = [
     "LAYER_PARTS",
     "AttentionGate",
     "AttentionSinks",
+    "AttentionTemperature",
     "DenseFeedForward",
     "ExpertFeedForward",
     "Feature",

@@ -170,6 +170,23 @@ class AttentionGate(LayerPart):
 
 
 @final
+class AttentionTemperature(LayerPart):
+    """A factor of each query that grows with its position."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention(layer) == "grouped" and model.rope.attention_temperature > 0
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.rope.attention_temperature" if self.is_anywhere(model) else None
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Lets short rows pass the original length more than once."""
+        if not self.is_anywhere(model):
+            return {}
+        return {"rope": model.rope.model_dump() | {"original_max_positions": max(1, small.seq_length // 4)}}
+
+
+@final
 class AttentionSinks(LayerPart):
     """A learned logit for each head."""
 

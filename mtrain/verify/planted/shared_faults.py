@@ -373,6 +373,9 @@ SHARED_PLANTS: dict[str, Collaborators] = {
     "window-off-by-one": _model(lambda model: {"sliding_window": model.sliding_window + 1}),
     "rope-base-off": _model(lambda model: {"rope": with_values(model.rope, {"base": 1.1 * model.rope.base})}),
     "rotary-of-whole-heads": _model(lambda model: {"rope": with_values(model.rope, {"partial": 1.0})}),
+    "queries-of-one-temperature": _model(
+        lambda model: {"rope": with_values(model.rope, {"attention_temperature": 0.0})}
+    ),
     "softmax-scale-off": Collaborators(change_model=_softmax_scale),
     "norm-epsilon-off": _model(lambda model: {"norm_epsilon": 10 * model.norm_epsilon}),
     "router-losses-times-top-k": Collaborators(step=step_of(routers=_BalanceTimesTopK)),

@@ -166,6 +166,13 @@ SHARED_FAULTS = (
         lambda config: config.model.rope.partial < 1,
         "model.rope.partial < 1",
     ),
+    Fault(
+        "queries-of-one-temperature",
+        "lets queries not grow with their position",
+        None,
+        lambda config: config.model.rope.attention_temperature > 0,
+        "model.rope.attention_temperature",
+    ),
     Fault("softmax-scale-off", "multiplies attention scores by another scale", None),
     Fault("norm-epsilon-off", "adds ten times the epsilon in norms", None),
     Fault(

@@ -17,7 +17,7 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, fields_nobody_knows
+from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, INERT, family_of, fields_nobody_knows
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS, TOWERS, class_of
 from tests.hf.megatron_names import from_huggingface
@@ -161,6 +161,7 @@ def ours(config: dict[str, Any]) -> ModelSection | None:
 
 LIKE_OTHERS = (
     "mistral",
+    "ministral3",
     "qwen2",
     "mixtral",
     "qwen2-moe",
@@ -217,7 +218,7 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_of_transformers_is_in_the_tables(name: str) -> None:
     config = (CONFIGS | TOWERS)[name]()
-    family = FAMILIES[config.model_type]
+    family = family_of(base(name))
     for part, (_, said, known) in zip([config, config.get_text_config()], family.parts(base(name))):
         fields = {field.name for field in dataclasses.fields(part)} | said.keys()
         mapped = set(part.attribute_map)  # other names of fields that are read
@@ -226,6 +227,7 @@ def test_every_field_of_transformers_is_in_the_tables(name: str) -> None:
     assert generation.keys() <= INERT
 
 
+_GROWTH = {"factor": 4.0, "llama_4_scaling_beta": 0.1}
 FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: a llama model does not have that"),
     ("llama", {"sliding_window": 128}, "sliding_window=128: a llama model does not have"),
@@ -242,6 +244,13 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 is not supported"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type=longrope is not supported"),
     ("phi3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type=yarn is not"),
+    ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "but yarn is needed"),
+    (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        "llama_4_scaling_beta is missing, but a number is needed",
+    ),
+    ("mistral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **_GROWTH}}, "llama_4_scaling_beta=0.1"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must list 1, or 0"),
     ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=[1, 0, 1]: a llama model does not have that"),
     ("deepseek", {"head_dim": 16}, "head_dim=16 contradicts qk_rope_head_dim=4"),

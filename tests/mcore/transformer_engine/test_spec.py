@@ -36,6 +36,7 @@ REFUSED = [
     "gpt_oss_20b",
     "kimi_k2",
     "minimax_m2",
+    "ministral3_8b",
     "mixtral_8x7b",
     "olmo2_7b",
     "olmo3_7b",

@@ -1,4 +1,4 @@
-"""Gemma-3, OLMo-2, OLMo-3, MiniMax-M2, GPT-OSS and DeepSeek-V3 under every kind of parallelism, against the oracle."""
+"""Families whose layers differ from Llama's under every kind of parallelism, against the oracle."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.parity.batches import BATCH, GlobalBatch, documents_steps, three_step
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, initial_parameters, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
-from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3, PARTIAL
+from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, MINIMAX, MINISTRAL, OLMO2, OLMO3, PARTIAL
 from tests.pool import Pool
 from tests.reference import evaluate
 
@@ -43,6 +43,10 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (GATED, case(8)),
     (GATED | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2)),
     (GATED | SELECTIVE, case(4, tp=2, cp=2, cp_comm="ulysses", dp=2)),
+    (MINISTRAL, case(8)),
+    (MINISTRAL | ISOLATED | {"model__mtp_depths": 1}, case(4, tp=2, sp=True, pp=2, cp=2)),
+    (MINISTRAL | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2)),
+    (MINISTRAL | SELECTIVE, case(4, cp=4, cp_comm="ring", dp=2)),
     (MINIMAX, case(8)),
     (MINIMAX | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     (MINIMAX | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=4)),
@@ -72,6 +76,8 @@ def family(changes: dict[str, Any]) -> str:
         return "gated attention"
     if "partial" in changes.get("model__rope", {}):
         return "minimax" if "model__experts" in changes else "llama, partial rotary"
+    if "attention_temperature" in changes.get("model__rope", {}):
+        return "ministral"
     if changes.keys() >= OLMO2.keys():
         return "olmo3" if "model__sliding_window" in changes else "olmo2"
     return "gemma" if changes.keys() >= GEMMA.keys() else "deepseek" if "model__mla" in changes else "gpt_oss"
@@ -101,6 +107,7 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("olmo2 with experts", OLMO2 | EXPERTS, WITH_EXPERTS),
     ("llama, partial rotary", PARTIAL | ISOLATED, SEEN_APART),
     ("gated attention", GATED | ISOLATED, SEEN_APART),
+    ("ministral", MINISTRAL | ISOLATED, SEEN_APART),
     ("minimax", MINIMAX | ISOLATED | AHEAD, WITH_EXPERTS),
     ("gpt_oss", GPT_OSS | ISOLATED, WITH_EXPERTS),
     ("deepseek", DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | FULL, WITH_EXPERTS),

@@ -63,6 +63,12 @@ def phi3() -> Any:
     )
 
 
+def ministral3() -> Any:
+    theirs = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 5}
+    own = {"pad_token_id": None, "rope_parameters": theirs | {"llama_4_scaling_beta": 0.3}}
+    return transformers.Ministral3Config(**plain.common() | own)
+
+
 def qwen2_moe() -> Any:
     return transformers.Qwen2MoeConfig(
         **plain.common() | {"rms_norm_eps": 1e-3},
@@ -76,7 +82,7 @@ def qwen2_moe() -> Any:
     )
 
 
-FAMILIES = [glm4_moe_lite, glm4_moe, phi3, qwen2_moe, smollm3]
+FAMILIES = [glm4_moe_lite, glm4_moe, ministral3, phi3, qwen2_moe, smollm3]
 RUNS = [(config, each) for config in FAMILIES for each in CASES]
 
 

@@ -42,6 +42,9 @@ class Case(NamedTuple):
 
 SCHEDULE = {"optimizer__schedule": "cosine", "optimizer__warmup_steps": 5, "train__num_steps": 50}
 PACKED: dict[str, Any] = {"data__packing": {}}
+TEMPERED: dict[str, Any] = {
+    "model__rope": {"scaling": "yarn", "factor": 4.0, "original_max_positions": 8, "attention_temperature": 0.3}
+}
 CASES = {
     "last-token-masked": Case("samples", MAIN_WEIGHTS),
     "masked-tokens-counted": Case("samples", MAIN_WEIGHTS),
@@ -76,6 +79,7 @@ CASES = {
     "window-off-by-one": Case("loss", "main", ATTENTION, {"model__sliding_window": 16}),
     "rope-base-off": Case("loss", "main", ATTENTION),
     "rotary-of-whole-heads": Case("loss", "main", ATTENTION, {"model__rope__partial": 0.5}),
+    "queries-of-one-temperature": Case("loss", "main", ATTENTION, TEMPERED),
     "softmax-scale-off": Case("loss", "main", ATTENTION),
     "norm-epsilon-off": Case("loss", "main", FIRST_NORM),
     "router-losses-times-top-k": Case("loss", "router_sequence_balance", of_experts=True),

@@ -105,6 +105,21 @@ def mistral() -> tuple[ModelSection, Any]:
     return model, transformers.MistralConfig(**common(model), sliding_window=7, rope_parameters=rope_parameters)
 
 
+def ministral3() -> tuple[ModelSection, Any]:
+    """Queries grow six times within 40 tokens."""
+    rope = RopeSection(base=300.0, scaling="yarn", factor=4.0, original_max_positions=6, attention_temperature=0.3)
+    model = ModelSection(**SMALL, head_dim=16, rope=rope)
+    rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 300.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 6,
+        "llama_4_scaling_beta": 0.3,
+    }
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return model, transformers.Ministral3Config(**common(model), **tokens, head_dim=16, rope_parameters=rope_parameters)
+
+
 def starcoder2(activation: str = "gelu_tanh") -> tuple[ModelSection, Any]:
     model = ModelSection(**SMALL, norm="layernorm", activation=activation, linear_bias=True, sliding_window=9)
     return model, transformers.Starcoder2Config(

@@ -28,6 +28,7 @@ from tests.verify.reference.dense_models import (
     gemma3,
     linear_rope,
     llama3_rope,
+    ministral3,
     mistral,
     olmo2,
     olmo3,
@@ -69,6 +70,8 @@ class Float32IsFloat64(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
+        if func is Tensor.div and not args[0].dtype.is_floating_point:  # else of torch's default dtype
+            args = args[0].double(), *args[1:]
         promoted = {key: _promoted(value) for key, value in (kwargs or {}).items()}
         return func(*(_promoted(value) for value in args), **promoted)
 
@@ -100,6 +103,7 @@ FAMILIES = [
     qwen3,
     qwen3_with_global_layers,
     mistral,
+    ministral3,
     starcoder2,
     starcoder2_exact_gelu,
     gemma3,

@@ -139,6 +139,7 @@ MISTRAL3 = in_tower(
             "spatial_merge_size",
             "vision_feature_layer",
         ),
+        other_types=("ministral3",),
     ),
 )
 QWEN2 = Family(

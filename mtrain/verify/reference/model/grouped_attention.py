@@ -22,7 +22,7 @@ from mtrain.verify.reference.model.attention_kind import (
     visible,
 )
 from mtrain.verify.reference.model.modules import Module, linear, norm
-from mtrain.verify.reference.model.rotary import rotated
+from mtrain.verify.reference.model.rotary import rotated, temperature
 from mtrain.verify.reference.text import Rows
 
 
@@ -59,6 +59,8 @@ class GroupedAttention(AttentionKind):
         if rotates(model, layer):
             query = _rotated(query.flatten(2, 3), rows, rope).view(*x.shape[:2], groups, shared, size)
             key = _rotated(key, rows, rope)
+        if rope.attention_temperature:
+            query = query * temperature(rows.positions, rope).view(*x.shape[:2], 1, 1, 1)
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
         scores = torch.einsum("bqghd,bkgd->bghqk", query, key) * scale
         sinks = part.get("core_attention.softmax_offset")

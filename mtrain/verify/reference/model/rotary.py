@@ -64,6 +64,15 @@ def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
     return 1 - (pair - fast) / width
 
 
+def temperature(positions: Tensor, rope: RopeSection) -> Tensor:
+    """Returns the factor of the queries at [batch, seq] positions: 1 + b ln(1 + n) after n original contexts.
+
+    Source: Ministral 3 as released.
+    """
+    contexts = positions // rope.original_max_positions
+    return 1 + rope.attention_temperature * torch.log(1 + contexts.double())
+
+
 def magnitude(rope: RopeSection) -> float:
     """Returns the factor of cos and sin."""
     if rope.scaling != "yarn":
