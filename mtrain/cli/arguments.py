@@ -35,16 +35,20 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     return [Path(text) for text in arguments if text not in overrides], overrides
 
 
-def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = (), rank: int = 0) -> "Config":
+def loaded_config(
+    arguments: Sequence[str], last_overrides: Sequence[str] = (), rank: int = 0, counts_epochs: bool = False
+) -> "Config":
     """Loads the configuration that a command line names; on the first rank it reports old names of keys.
 
     Args:
         arguments: Files and overrides, as in `ConfigArguments`.
         last_overrides: Values that a verb sets itself; they take precedence over the user's.
         rank: Rank of this process, for a verb that runs as ranks of one world.
+        counts_epochs: Whether train.num_epochs is turned into steps, for which the data are opened.
 
     Raises:
         ConfigError: A file or a value is wrong.
+        DataError: Data whose samples are counted cannot be read.
     """
     from mtrain.config.load import load_config
     from mtrain.config.renamed import RenamedKeyWarning
@@ -56,6 +60,10 @@ def loaded_config(arguments: Sequence[str], last_overrides: Sequence[str] = (), 
     if rank == 0:
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr, flush=True)
+    if counts_epochs and config.train.num_epochs is not None:
+        from mtrain.data.epochs import with_num_steps  # numpy, which most configurations do without
+
+        return with_num_steps(config)
     return config
 
 

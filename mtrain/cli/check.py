@@ -23,6 +23,13 @@ _GpuMemory = Annotated[
     str | None,
     typer.Option(help="Memory of one GPU, such as 80GiB: whether the run fits, or what to change.", show_default=False),
 ]
+_Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="GPU of the run, a100, h100, h800, h200 or b200, by default that of a file: the hours that it takes.",
+        show_default=False,
+    ),
+]
 _WithoutFiles = Annotated[
     bool, typer.Option("--without-files", help="Do not look at files and disks: the run is for another machine.")
 ]
@@ -32,6 +39,7 @@ def check(
     arguments: ConfigArguments,
     world_size: _WorldSize = None,
     gpu_memory: _GpuMemory = None,
+    gpu: _Gpu = None,
     without_files: _WithoutFiles = False,
 ) -> None:
     """Checks a configuration, the files and disks that it names, and what else a start would refuse; prints layout,
@@ -42,12 +50,12 @@ def check(
         from mtrain.preflight.findings import Findings
 
         require_ground(is_another_machine=without_files)
-        config = loaded_config(arguments)
+        config = loaded_config(arguments, counts_epochs=not without_files)
         stated = stated_machine(split_arguments(arguments)[0])
         ranks = _ranks(world_size, stated)
         print_plan(config, ranks)
         findings = Findings()
-        _look_at_memory(config, ranks, gpu_memory, stated, findings)
+        _look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
         if not without_files:
             from mtrain.preflight.look import look
 
@@ -66,24 +74,40 @@ def _ranks(world_size: int | None, stated: "StatedMachine | None") -> int:
     return world_size if world_size is not None else stated.num_gpus if stated is not None else 1
 
 
-def _look_at_memory(
-    config: "Config", ranks: int, gpu_memory: str | None, stated: "StatedMachine | None", findings: "Findings"
+def _look_at_gpus(
+    config: "Config",
+    ranks: int,
+    memory_given: str | None,
+    gpu_given: str | None,
+    stated: "StatedMachine | None",
+    findings: "Findings",
 ) -> None:
-    """Compares the needed memory with the option's or else the file's; without either there is nothing to compare."""
-    if gpu_memory is not None:
-        from mtrain.plan.search.hardware import memory_size
-
-        memory = memory_size(gpu_memory)
-    elif stated is not None:
-        memory = stated.memory_bytes
-    else:
+    """Compares the needed memory with the option's or else the file's, and predicts the time of the run; without either
+    there is nothing to compare or predict."""
+    if memory_given is None and gpu_given is None and stated is None:
         return
-    from mtrain.plan.search.hardware import Cluster, gpu_named
+    from mtrain.plan.layout import Layout
+    from mtrain.plan.search.cost import step_cost
+    from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
+    from mtrain.plan.search.layer_cost import Workload
     from mtrain.plan.search.verdict import verdict
 
-    gpu = gpu_named("h100" if stated is None else stated.gpu)
+    name = gpu_given or ("h100" if stated is None else stated.gpu)
+    cluster, steps = Cluster(gpu_named(name)), config.train.num_steps
     with findings.looking():
-        findings.fact("GPU memory", verdict(config, ranks, Cluster(gpu), memory))
+        if memory_given is not None:
+            findings.fact("GPU memory", verdict(config, ranks, cluster, memory_size(memory_given)))
+        elif gpu_given is not None or stated is None:
+            findings.fact("GPU memory", verdict(config, ranks, cluster, cluster.gpu.memory_bytes))
+        else:
+            findings.fact("GPU memory", verdict(config, ranks, cluster, stated.memory_bytes))
+    if steps > 0 and (gpu_given is not None or stated is not None):
+        seconds = step_cost(Workload(config, Layout.from_config(config, ranks), cluster)).time.total
+        findings.fact(
+            "time of the run",
+            f"{seconds * steps / 3600:,.1f} hours on {ranks} x {name}, predicted (docs/planning.md): {steps:,} steps "
+            f"of {seconds:.3g} s",
+        )
 
 
 def print_findings(findings: "Findings") -> None:

@@ -137,6 +137,8 @@ def _completed(given: "Given") -> tuple["Config", list[str]]:
             continue  # refused with the rest
         if name == "data" and not section.keys() <= MockSection.model_fields.keys():
             continue  # another kind of data, named or not
+        if section.get("num_epochs") is not None:  # no prediction depends on the length
+            section = {**section, "num_epochs": None, "num_steps": keys["num_steps"]}
         missing = {key: value for key, value in keys.items() if key not in section}
         content[name] = {**missing, **section}
         assumed += [f"{name}.{key}" for key in missing]

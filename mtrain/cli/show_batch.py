@@ -31,7 +31,7 @@ def show_batch(
         from mtrain.data.shown import shown_step
         from mtrain.data.sources import Sources
 
-        config = loaded_config(arguments)
+        config = loaded_config(arguments, counts_epochs=True)
         sources = Sources(config)
         shown = shown_step(config, sources.training(), sources.tokenizer, step, samples)
         for note in sources.notes():

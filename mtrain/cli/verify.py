@@ -215,7 +215,7 @@ def _verify(
     """Reads the configuration, runs a check, writes and prints its report; exit code 0 pass, 1 fail."""
     with one_message(), prefixed_traceback():
         require_ground()
-        config = loaded_config(arguments, last_overrides)
+        config = loaded_config(arguments, last_overrides, counts_epochs=True)
         from mtrain.verify.report.print import console, print_report, write_report  # loads torch
 
         folder = Path(config.run.dir) / verb if options.output is None else options.output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from mtrain.config.schema.adapter import AdapterSection
@@ -12,6 +14,19 @@ from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import TrainSection
+
+
+def with_warmup_steps(content: Any) -> Any:
+    """Returns the sections of a configuration with `optimizer.warmup_steps` in place of `optimizer.warmup_ratio`, once
+    the number of steps is known."""
+    match content:
+        case {"train": {"num_steps": int(num_steps)}, "optimizer": {"warmup_ratio": int() | float() as ratio}}:
+            optimizer = content["optimizer"]
+            if num_steps > 0 and 0 <= ratio < 1 and not optimizer.get("warmup_steps"):
+                # as text: 0.1 is a tenth here, not the float next to it; at least one step is no warm-up
+                steps = min(math.ceil(Fraction(str(ratio)) * num_steps), num_steps - 1)
+                return {**content, "optimizer": {**optimizer, "warmup_ratio": None, "warmup_steps": steps}}
+    return content
 
 
 def row_width(train: TrainSection, data: AnyData) -> int:

@@ -26,6 +26,8 @@ from mtrain.config.schema.train import EvalSection, Fp8Recipe, OptimizerSection,
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
     """Checks that the warm-up, and the decay of wsd, fit into the run."""
+    if train.num_steps == 0:
+        return  # train.num_epochs is not counted yet
     if optimizer.warmup_steps >= train.num_steps:
         yield (
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.num_steps={train.num_steps}; "

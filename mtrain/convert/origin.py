@@ -15,6 +15,7 @@ from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
 from mtrain.hf.schema.files import CONFIG_NAME, side_files
 from mtrain.hf.schema.registry import ORIGIN
@@ -79,7 +80,7 @@ def _other_tokenizer(data: AnyData) -> Path | None:
     return Path(data.tokenizer) if data.tokenizer is not None and data.allow_other_tokenizer else None
 
 
-def _without_origin(run: Config) -> ModelSource:
+def _without_origin(run: Sections) -> ModelSource:
     tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
     return ModelSource(run.model, None, run.data.seq_length, tokenizer)
 

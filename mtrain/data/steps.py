@@ -89,11 +89,26 @@ class WindowedRows:
             first, window = until, window + 1
         return PackedRows(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
 
+    def holding(self, num_samples: int) -> int:
+        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        with self._growing:
+            while self._starts[-1] < num_samples:
+                self._add_window()
+        last = bisect.bisect_left(self._starts, num_samples) - 1
+        rows = self._rows(last)
+        held = max(number for number in range(len(rows.ends)) if (rows.of(number) < num_samples).any())
+        before = self._ends[last - 1] if last else 0
+        return -(-(before + held + 1) // self._shape.num_rows)
+
     def _count_rows(self, needed: int) -> None:
         with self._growing:
-            while (rows := self._ends[-1] if self._ends else 0) < needed:
-                self._starts.append(self._starts[-1] + self._shape.window_from(rows))
-                self._ends.append(rows + len(self._rows(len(self._ends)).ends))
+            while (self._ends[-1] if self._ends else 0) < needed:
+                self._add_window()
+
+    def _add_window(self) -> None:
+        rows = self._ends[-1] if self._ends else 0
+        self._starts.append(self._starts[-1] + self._shape.window_from(rows))
+        self._ends.append(rows + len(self._rows(len(self._ends)).ends))
 
     def _packed(self, window: int) -> PackedRows:
         """Packs one window and shuffles its rows: best-fit-decreasing leaves the rows of long samples at the front."""
@@ -125,6 +140,9 @@ class Steps(Protocol):
     def samples(self, step: int) -> StepSamples:
         """Returns the samples of the step after `step` completed updates."""
 
+    def holding(self, num_samples: int) -> int:
+        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+
 
 def steps_of(config: Config, widths: Widths) -> Steps:
     """Returns the steps as the configuration counts them: by sequences or by packed rows.
@@ -150,6 +168,10 @@ class StepsOfSequences:
     def samples(self, step: int) -> StepSamples:
         """Returns the samples of the step after `step` completed updates."""
         return StepSamples(np.arange(step * self.size, (step + 1) * self.size))
+
+    def holding(self, num_samples: int) -> int:
+        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        return -(-num_samples // self.size)
 
 
 class Windows(NamedTuple):
@@ -207,3 +229,7 @@ class StepsOfRows:
         """Returns the samples of the step after `step` completed updates, with their rows."""
         rows = self._windows.step(step)
         return StepSamples(rows.samples, PackedRows(np.arange(len(rows.samples)), rows.ends))
+
+    def holding(self, num_samples: int) -> int:
+        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        return self._windows.holding(num_samples)

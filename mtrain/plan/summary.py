@@ -72,7 +72,9 @@ class _Summary(NamedTuple):
             "batch": f"{train.global_batch_size} {'packed rows' if config.steps_count_rows else 'samples'} = "
             f"{self._rows()} x dp {layout.dp}",
             "tokens per step": f"{at_most}{tokens:,}",
-            "tokens of the run": f"{at_most}{tokens * train.num_steps:,}",
+            "tokens of the run": f"{at_most}{tokens * train.num_steps:,}"
+            if train.num_steps
+            else f"those of {train.num_epochs:g} epochs, not counted without files",
             "parameters": parameters,
             "FLOPs per token": f"{flops:.4e}",
             "FLOPs per step": f"{at_most}{flops * tokens:.4e}",

@@ -67,6 +67,10 @@ def look_at_start(config: Config, findings: Findings) -> None:
             data = OpenedData(config)
             for note in data.notes:
                 findings.fact("note", note)
+            from mtrain.data.epochs import Epochs
+            from mtrain.preflight.sizes import look_at_sizes
+
+            look_at_sizes(Epochs(config, data.stream), findings)
     with findings.looking():
         start.look_at_weights(folder, data)
 

@@ -74,6 +74,11 @@ class Engine:
                 configuration or belongs to another launch.
         """
         train = config.train
+        if train.num_epochs is not None:
+            raise ConfigError(
+                f"train.num_epochs={train.num_epochs:g} counts samples of files, but a program brings its own; set "
+                "train.num_steps"
+            )
         with contextlib.ExitStack() as held:
             purpose = purpose_of("Engine", config)
             held.enter_context(deterministic(train.deterministic))

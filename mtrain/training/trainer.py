@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import TrainSection
 from mtrain.data.batch import Microbatch
+from mtrain.data.epochs import with_num_steps
 from mtrain.data.shown import as_text
 from mtrain.hf.schema.registry import refuse_unexportable
 from mtrain.mcore.distributed import patience
@@ -35,7 +37,9 @@ from mtrain.mcore.distributed.init import (
     init_distributed,
     naming_lack_of_memory,
     naming_lost_ranks,
+    on_all_ranks,
     on_first_rank,
+    with_the_slowest,
 )
 from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.health.replicas import ReplicaCheck
@@ -63,6 +67,7 @@ from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
 from mtrain.training.sampling.in_training import PromptSamples
 
+Counted = TypeVar("Counted")
 _NUM_FIRST_SAMPLES = 8
 """Number of samples of the first step that are written to the run folder."""
 
@@ -89,7 +94,16 @@ def train(config: Config) -> None:
         init_distributed(environment, config.train.device, timeout_s, purpose_of("train", config)) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
     ):
+        if config.train.num_epochs is not None:
+            config = _counted(lambda: with_num_steps(config), config, groups.rank)
         train_on(groups, config, signal)
+
+
+def _counted(count: Callable[[], Counted], uncounted: Counted, rank: int) -> Counted:
+    """Returns the result of `count` on rank 0, which may tokenise for longer than the timeout of a collective.
+    Collective over the world."""
+    counted = on_all_ranks(lambda: with_the_slowest(count if rank == 0 else lambda: uncounted))
+    return on_first_rank(lambda: counted)
 
 
 Build = Callable[[Config, Groups, RunFolder], Run]

@@ -184,6 +184,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"data": {**INDEXED, "split": [1.1, -0.1, 0]}}, "data.split=[1.1,"),
     ({"data": {**INDEXED, "split": [0, 0.5, 0.5]}}, "data.split=[0.0,"),
     ({"data": {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}]}}, "data.tokenizer"),
+    ({"train__num_epochs": 2}, "train.num_epochs=2"),
+    ({"train": {"global_batch_size": 8}}, "train.num_steps:"),
+    ({"optimizer__warmup_ratio": 0.1, "optimizer__warmup_steps": 1}, "optimizer.warmup_ratio=0.1"),
     ({"data": {**RECORDS, "columns": {"a": "prompt", "b": "prompt"}}}, "data.columns"),
     ({"data": {**RECORDS, "chat_template_kwargs": {"tools": []}}}, "data.chat_template_kwargs"),
     (

@@ -77,6 +77,33 @@ def test_what_is_there_is_said(check: Check, corpus: Path, tokenizer: Path) -> N
     assert "checkpoints; " in text
 
 
+def test_sizes_epochs_and_hours_are_said(check: Check, tokenizer: Path, tmp_path: Path) -> None:
+    path = records(tmp_path / "chat.jsonl", *[CHAT] * 20, {**CHAT, "messages": [*CHAT["messages"]] * 40})
+    data = sft(tokenizer, path, too_long="drop")
+    train = {"global_batch_size": 8, "micro_batch_size": 1, "num_epochs": 2.5, "precision": "fp32"}
+    code, text = check("--gpu", "h100", data=data, train=train, optimizer={"lr": 1e-3, "warmup_ratio": 0.25})
+    assert code == 0, text
+    assert re.search(rf"data +{path}: 21 records, [\d,]+ tokens, the longest sequence has \d+; 4\.8% are longer", text)
+    assert "20 samples in 3 steps; the run's 7 pass them 2.80 times" in text, "of 2.5 x 20 samples, in steps of 8"
+    assert re.search(r"time of the run +[\d.]+ hours on 2 x h100, predicted .*: 7 steps of", text)
+    code, text = check("--without-files", data=data, train=train)
+    assert code == 0, text
+    assert "those of 2.5 epochs" in text
+
+
+def test_how_often_a_blend_passes_each_source_is_said(check: Check, tokenizer: Path, tmp_path: Path) -> None:
+    few, many = records(tmp_path / "few.jsonl", *[CHAT] * 4), records(tmp_path / "many.jsonl", *[CHAT] * 12)
+    data = sft(tokenizer, few, many)
+    data["train"][1]["weight"] = 2.0
+    code, text = check(data=data, train__num_steps=9, train__global_batch_size=4)
+    assert code == 0, text
+    assert f"{few}: 4 samples, passed 3.00 times by the run" in text
+    assert f"{many}: 12 samples, passed 2.00 times by the run" in text
+    code, text = check(data=data, train={"global_batch_size": 4, "num_epochs": 1})
+    assert code == 2
+    assert "train.num_epochs=1 counts passes through one source" in text
+
+
 def test_a_tracker_that_is_not_installed_is_named(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = check(metrics__trackers=["wandb", "mlflow"])
     assert code == 0, text

@@ -89,7 +89,7 @@ def _refuse_faults(arguments: list[str]) -> None:
     from mtrain.preflight.look import look
 
     findings = Findings()
-    look(loaded_config(arguments), findings)
+    look(loaded_config(arguments, counts_epochs=True), findings)
     if findings.faults:
         print_findings(Findings(faults=findings.faults))
         raise typer.Exit(findings.exit_code)

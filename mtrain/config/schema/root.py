@@ -1,14 +1,22 @@
 """The whole configuration of a run."""
 
 from collections.abc import Iterable
+from typing import Any
 
-from mtrain.config import adapters, consent, known_issues, rules
+from pydantic import model_validator
+
+from mtrain.config import adapters, consent, derived, known_issues, rules
 from mtrain.config.schema.section import rule
 from mtrain.config.schema.sections import Sections
 
 
 class Config(Sections):
     """Configuration that is sufficient to repeat a run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def the_warmup_is_counted_in_steps(cls, content: Any) -> Any:
+        return derived.with_warmup_steps(content)
 
     @rule
     def what_is_allowed_to_change_can_change(self) -> str | None:

@@ -59,8 +59,11 @@ class TrainSection(Section):
     tokens_per_micro_batch: Annotated[int | None, bounds.POSITIONS] = Field(None, gt=1)
     """Number of positions in a packed row, with one row a forward pass; data.packing only. null: rows have
     data.seq_length."""
-    num_steps: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Number of optimizer steps in the whole run, resumed ones included."""
+    num_steps: Annotated[int, bounds.STEPS] = Field(0, ge=0)
+    """Number of optimizer steps in the whole run, resumed ones included. 0: it follows from num_epochs."""
+    num_epochs: float | None = Field(None, gt=0, le=1_000_000)
+    """Number of passes through the training samples, in place of num_steps; may be a fraction. A start counts the
+    samples and records num_steps. null: num_steps is given."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
     """Seed of initial weights, of the order of samples and of dropout."""
     device: Device = "auto"
@@ -123,6 +126,17 @@ class TrainSection(Section):
     also compared before every save. A difference ends the run with exit code 4. 0: never."""
 
     @rule
+    def the_run_has_one_length(self) -> str | None:
+        if self.num_epochs is None:
+            return "num_steps: no value is given; set it, or num_epochs" if self.num_steps == 0 else None
+        if self.num_steps == 0:
+            return None
+        return (
+            f"num_epochs={self.num_epochs:g} and num_steps={self.num_steps} both give the length of the run; remove "
+            "one of them (num_steps=0 undoes that of an earlier file)"
+        )
+
+    @rule
     def gathering_parameters_needs_its_conditions(self) -> str | None:
         missing = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(self, name)]
         if not self.overlap_param_gather or not missing:
@@ -177,6 +191,9 @@ class OptimizerSection(Section):
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Number of updates of the warm-up; 0: none."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Share of train.num_steps that the warm-up takes, rounded up to whole steps, in place of warmup_steps, as which it
+    is recorded. null: warmup_steps is taken."""
     decay_steps: int | None = Field(None, gt=0)
     """End or length of the decay. linear, cosine: the step at which min_lr is reached (null: train.num_steps). wsd:
     number of steps in the final decay (null: a tenth of train.num_steps)."""
@@ -189,6 +206,15 @@ class OptimizerSection(Section):
         if self.min_lr <= self.lr:
             return None
         return f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
+
+    @rule
+    def the_warmup_has_one_length(self) -> str | None:
+        if self.warmup_ratio is None or self.warmup_steps == 0:
+            return None
+        return (
+            f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} both give the length of the "
+            "warm-up; remove one of them"
+        )
 
     @property
     def decay(self) -> Literal["none", "from_warmup", "at_end"]:

@@ -1,0 +1,59 @@
+"""Sizes of the training data, as `mtrain check` shows them: records, tokens, the longest, epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.schema.data import FilesSection
+from mtrain.data.epochs import Epochs
+from mtrain.data.samples.preference import PreferenceDataset
+from mtrain.data.samples.sample import SampleSource
+from mtrain.data.samples.sft import SftDataset
+from mtrain.data.sources import Blended
+from mtrain.preflight.findings import Findings
+
+
+def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
+    """Adds a fact for each source of files, and one for each epoch.
+
+    Args:
+        epochs: Configuration and opened training data of the run.
+        findings: Findings to add to.
+    """
+    stream, data = epochs.stream, epochs.config.data
+    if isinstance(stream, Blended) and isinstance(data, FilesSection):
+        for (name, _), source in zip(stream.named_sizes, stream.sources):
+            findings.fact("data", f"{name}: {_size(source, data.seq_length)}")
+        for line in _passes(epochs, data):
+            findings.fact("epoch", line)
+
+
+def _size(source: SampleSource, seq_length: int) -> str:
+    """Describes the records of a source; of running text, which has none, the samples."""
+    if not isinstance(source, SftDataset | PreferenceDataset):
+        return f"{len(source):,} samples of {seq_length:,} tokens"
+    cache = source.cache
+    too_long = float((cache.lengths > seq_length + 1).mean())
+    return (
+        f"{cache.num_records:,} records, {cache.num_tokens:,} tokens, the longest sequence has "
+        f"{cache.lengths.max():,}; {too_long:.1%} are longer than data.seq_length + 1"
+    )
+
+
+def _passes(epochs: Epochs, data: FilesSection) -> Iterator[str]:
+    """Yields how often the run passes each source of its first blend, and of a lone one the steps of an epoch."""
+    if data.curriculum:
+        return
+    config, num_steps = epochs.config, epochs.config.train.num_steps
+    group, by_rows = config.sequences_per_sample, config.steps_count_rows
+    if len(data.train) == 1:
+        size = epochs.num_sequences
+        steps = epochs.num_steps(size)
+        passed = num_steps / steps if by_rows else num_steps * config.sequences_per_step / size
+        yield f"{size // group:,} samples in {steps:,} steps; the run's {num_steps:,} pass them {passed:.2f} times"
+    elif not by_rows:  # how many samples a row holds depends on all sources
+        whole = sum(source.weight for source in data.train)
+        for source, (name, size_) in zip(data.train, epochs.stream.named_sizes):
+            assert size_ is not None, "files have an end"
+            passed = num_steps * config.sequences_per_step * source.weight / whole / size_
+            yield f"{name}: {size_ // group:,} samples, passed {passed:.2f} times by the run"
