@@ -9,6 +9,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 
 _ATTENTION = frozenset(GROUPS["qkv"])
+_DELTA_NET = {*GROUPS["in_proj"], "out_proj"}
 _FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
 
 
@@ -30,6 +31,8 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
             "latents after the exchange of context parallelism; set it to 0, or name the other projections"
         )
+    if adapter.parts & _DELTA_NET and model.delta_net is None:
+        yield f"adapter.targets={_given(adapter, 'in_proj', 'out_proj')} needs model.delta_net; remove it"
     if "gate_proj" in adapter.targets and not model.is_gated:
         yield f"adapter.targets=gate_proj needs a gate, but model.activation={model.activation} has none; remove it"
     if "experts" in adapter.parts and model.experts is None:

@@ -81,12 +81,6 @@ def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]
         )
 
 
-def built_layers(model: ModelSection) -> Iterator[str]:
-    """Checks that every kind of layer has modules."""
-    if model.delta_net is not None:
-        yield "model.delta_net is not computed by this version of mtrain; remove it"
-
-
 def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
     """Checks that every stage has a layer, and that without a list of stages the layers divide evenly."""
     if layout.pp == 1:

@@ -304,7 +304,8 @@ class Activations:
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         core = sum(part.core_elements(model, layout, on_gpu=not self.is_on_cpu) for part in parts)
-        found = {"core_attn": self.tokens * core * size + self._mask_bytes()}
+        wide = sum(part.wide_core_elements(model, layout) for part in parts)
+        found = {"core_attn": self.tokens * (core * size + wide * FP32_BYTES) + self._mask_bytes()}
         for part in parts:
             for name, elements in part.module_elements(model, layout).items():
                 found[name] = self.tokens * elements * size

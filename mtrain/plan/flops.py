@@ -42,6 +42,7 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
 
         2 x (h (H + 2 G) d + H d h + 3 h f)        matrices; 2 h f without a gate
       + 4 x H d x pairs / s                        scores and their product with the values, causal pairs only
+      + 6 x heads x d x d'                         of a delta net instead: its state, read twice and corrected
 
     and 2 x h V for the logits. With experts, the router, the k experts of a token and the
     shared ones replace 3 h f; with latent attention, its projections replace the first two terms. Every token predicted
@@ -52,7 +53,8 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     """
     layers = [*range(model.num_layers), *[model.num_layers - 1] * model.mtp_depths]
     forward: float = sum(
-        2 * part.matrix_elements(model) + 2 * part.pair_products(model) * _pairs(model, layer, seq_length) / seq_length
+        2 * (part.matrix_elements(model) + part.state_products(model))
+        + 2 * part.pair_products(model) * _pairs(model, layer, seq_length) / seq_length
         for layer in layers
         for part in LAYER_PARTS
         if part.is_in(model, layer)
@@ -110,6 +112,7 @@ def flops_of_step(
         part.pair_products(model) * (work.pairs if sees_everything(model, layer) else work.window_pairs)
         for part, layer in parts
     )
+    attention += work.tokens * sum(part.state_products(model) for part, _ in parts)
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.output_rows
     adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
     if adapter is not None:  # a head is trained together with the adapter

@@ -17,6 +17,7 @@ class Kind(NamedTuple):
 
     has_experts: bool = False
     is_latent: bool = False
+    has_delta_nets: bool = False
     linear_bias: bool = False
     mtp_depths: int = 0
 
@@ -31,6 +32,7 @@ def every_kind(draw: DrawFn) -> Kind:
     return Kind(
         has_experts=draw(st.booleans()),
         is_latent=is_latent,
+        has_delta_nets=not is_latent and draw(st.booleans()),
         linear_bias=not is_latent and draw(st.booleans()),
         mtp_depths=draw(st.sampled_from([0, 0, 1, 2])),
     )
@@ -54,7 +56,8 @@ def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str
         **draw(st.sampled_from([{}, {"sandwich_norm": True}, {"post_norm": True}])),
         "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh", "geglu_tanh", "swiglu_clamped"])),
         "mtp_depths": kind.mtp_depths,
-        **draw((latent_attention if kind.is_latent else grouped_attention)(degrees)),
+        **draw(latent_attention(degrees) if kind.is_latent else grouped_attention(degrees, kind.has_delta_nets)),
+        "delta_net": draw(delta_net(degrees, kind, num_layers)) if kind.has_delta_nets else None,
         "experts": draw(experts(degrees, kind, num_layers)) if kind.has_experts else None,
     }
     if shape.get("qk_norm") and not shape.get("attention_gate") and shape["norm"] == "rmsnorm":
@@ -63,12 +66,12 @@ def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str
 
 
 @st.composite
-def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
-    """Draws heads, windows, sinks and norms of queries and keys."""
+def grouped_attention(draw: DrawFn, degrees: dict[str, Any], has_delta_nets: bool) -> dict[str, Any]:
+    """Draws heads, windows (not next to delta nets), sinks and norms of queries and keys."""
     tp = degrees["tp"]
     groups = tp * draw(st.sampled_from([1, 2]))
     is_ring = degrees.get("cp_comm") == "ring"
-    window = None if is_ring else draw(st.sampled_from([None, None, 1, 5]))
+    window = None if is_ring or has_delta_nets else draw(st.sampled_from([None, None, 1, 5]))
     attention: dict[str, Any] = {
         "num_attention_heads": groups * rounded(degrees, groups // tp, draw(st.sampled_from([1, 2, 3]))),
         "num_query_groups": groups,
@@ -85,6 +88,23 @@ def grouped_attention(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
         attention["global_attention_every"] = draw(st.sampled_from([None, 2]))
         attention["rope"]["local_base"] = draw(st.sampled_from([None, 20.0]))
     return attention
+
+
+@st.composite
+def delta_net(draw: DrawFn, degrees: dict[str, Any], kind: Kind, num_layers: int) -> dict[str, Any] | None:
+    """Draws sizes that differ, in all layers or in some; the last one has attention where depths follow it."""
+    every = [n for n in (2, 3, 4) if kind.mtp_depths == 0 or num_layers % n == 0]
+    if not every:
+        return None
+    key_heads = degrees["tp"] * draw(st.sampled_from([1, 2, 4]))
+    return {
+        "num_key_heads": key_heads,
+        "num_value_heads": key_heads * draw(st.sampled_from([1, 2])),
+        "key_head_dim": draw(st.sampled_from([3, 4])),
+        "value_head_dim": draw(st.sampled_from([2, 5])),
+        "conv_kernel": draw(st.sampled_from([2, 4])),
+        "full_attention_every": draw(st.sampled_from(every)),
+    }
 
 
 @st.composite

@@ -84,6 +84,23 @@ GATED: dict[str, Any] = {
 }
 """Attention as in Qwen3-Next's full layers, with biases."""
 
+HYBRID: dict[str, Any] = {
+    "model__delta_net": {
+        "num_key_heads": 4,
+        "num_value_heads": 8,
+        "key_head_dim": 6,
+        "value_head_dim": 5,
+        "conv_kernel": 3,
+        "full_attention_every": 2,
+    },
+    "model__attention_gate": True,
+    "model__qk_norm": True,
+    "model__zero_centered_norm": True,
+    "model__head_dim": 8,
+    "model__rope": {"base": 300.0, "partial": 0.25},
+}
+"""Qwen3-Next without experts, every second layer with attention."""
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

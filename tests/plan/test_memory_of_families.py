@@ -10,7 +10,7 @@ from mtrain import plan
 from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
-from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, OLMO2
+from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, HYBRID, OLMO2
 from tests.plan.memory_ranks import measured
 from tests.pool import Pool
 
@@ -28,6 +28,9 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gemma": (Layout(), GEMMA),
     "olmo2": (Layout(dp=2), OLMO2),
     "gated attention": (Layout(), GATED),
+    "hybrid": (Layout(), HYBRID),
+    "hybrid, bf16": (Layout(), HYBRID | {"train__precision": "bf16"}),
+    "hybrid, recomputed": (Layout(), HYBRID | {"train__recompute": "selective"}),
     "mixtral": (Layout(dp=2, ep=2), MIXTRAL | {"layout": {"ep": 2}}),
     "deepseek": (Layout(), DEEPSEEK | DEEPSEEK_ATTENTION | {"model__mtp_depths": 1}),
     "interleaved": (Layout(pp=2, vpp=2), {"model__num_layers": 4, "layout": {"pp": 2, "vpp": 2}}),

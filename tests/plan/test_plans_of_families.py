@@ -12,7 +12,7 @@ from mtrain.verify.reference.model.shapes import EXPERT_BIAS, shapes_of
 from tests.config.samples import config
 from tests.parity.cases import case
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN
-from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, MINIMAX, OLMO2, OLMO3
+from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, HYBRID, MINIMAX, OLMO2, OLMO3
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
@@ -20,6 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3_ahead": OLMO3 | {"model__mtp_depths": 1},
     "gated": GATED,
     "gpt_oss": GPT_OSS,
+    "hybrid": HYBRID,
     "minimax": MINIMAX,
     "mixtral": MIXTRAL,
     "qwen": QWEN,
@@ -68,7 +69,22 @@ def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection)
     if model.mla is not None:
         keys, values = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
     forward = 2 * weights + 2 * model.num_attention_heads * (keys + values) * num_pairs(model) / SEQ
+    forward += 2 * num_delta_nets(model) * products_with_states(model)
     assert plan.flops_per_token(model, SEQ) == pytest.approx(3 * forward, rel=1e-12)
+
+
+def num_delta_nets(model: ModelSection) -> int:
+    """Counts the layers that have a delta net."""
+    return sum(name.endswith(".A_log") for name in sizes(model))
+
+
+def products_with_states(model: ModelSection) -> int:
+    """Counts the multiply-adds of a token: its kernels, and its state read at the key, corrected, read at the query."""
+    net = model.delta_net
+    if net is None:
+        return 0
+    channels = 2 * net.num_key_heads * net.key_head_dim + net.num_value_heads * net.value_head_dim
+    return channels * net.conv_kernel + 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
 def num_pairs(model: ModelSection) -> int:
@@ -76,6 +92,8 @@ def num_pairs(model: ModelSection) -> int:
     count = 0
     layers = [*range(1, model.num_layers + 1), *[model.num_layers] * model.mtp_depths]  # depths are like the last layer
     for layer in layers:
+        if model.delta_net is not None and layer % model.delta_net.full_attention_every:
+            continue
         every = model.global_attention_every
         is_global = model.sliding_window is None or (every is not None and layer % every == 0)
         width = SEQ if is_global or model.sliding_window is None else model.sliding_window

@@ -18,7 +18,13 @@ Target = Literal[
     "q_b_proj",
     "kv_a_proj",
     "kv_b_proj",
+    "in_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
     "proj",
+    "out_proj",
     "fc1",
     "gate_proj",
     "up_proj",
@@ -29,14 +35,17 @@ Target = Literal[
 ]
 LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 """Projections of latent attention: down to the latents of queries, and of keys and values, and up from them."""
+DELTA_NET_PARTS: tuple[Target, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""Projections into a delta net: queries, keys and values; gates of the output; steps; decays."""
 PARTS: tuple[Target, ...] = (
-    *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, "proj", "gate_proj", "up_proj", "fc2"),
+    *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "proj", "out_proj", "gate_proj", "up_proj", "fc2"),
     *("experts", "embedding", "output"),
 )
 """Targets that have a pair of matrices of their own; experts: one pair for each of the two projections of every
 expert."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
+    "in_proj": DELTA_NET_PARTS,
     "fc1": ("gate_proj", "up_proj"),
 }
 SYNONYMS: Mapping[str, Target] = {

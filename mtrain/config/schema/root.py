@@ -44,10 +44,6 @@ class Config(Sections):
         return _lines(rules.prompts(self.eval, self.valid, self.model, self.data))
 
     @rule
-    def the_layers_are_built(self) -> str | None:
-        return _lines(rules.built_layers(self.model))
-
-    @rule
     def the_model_divides_over_tensor_ranks(self) -> str | None:
         return _lines(rules.tensor_parallel(self.model, self.layout))
 

@@ -17,6 +17,7 @@ from typing import Any, assert_never
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from mtrain.base.errors import MachineError
@@ -24,6 +25,7 @@ from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
+from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
@@ -77,7 +79,9 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
     """Lists methods inside a layer that run uncompiled."""
     layout, attention, feed_forward = groups.layout, layer.self_attention, layer.mlp
     # checkpointed parts run a second time in backward, outside of the graphs: they must run the same way both times
-    kept: list[tuple[nn.Module, str]] = [(attention, "_checkpointed_attention_forward")]
+    kept: list[tuple[nn.Module, str]] = []
+    if isinstance(attention, SelfAttention):
+        kept.append((attention, "_checkpointed_attention_forward"))
     if layer.recompute_mlp:
         kept.append((layer, "_forward_mlp"))
     elif isinstance(feed_forward, ExpertsLayer):  # the number of an expert's tokens decides on shapes
@@ -86,7 +90,12 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
     # latent attention, norms over the heads of all ranks; one that keeps a tensor on itself during a call
     if isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
         kept.append((attention, "forward"))
-    elif layout.cp > 1 or config.data.isolate_documents or config.model.attention_dropout:
+    elif (
+        isinstance(attention, GatedDeltaNet)  # a loop over the chunks of a row
+        or layout.cp > 1
+        or config.data.isolate_documents
+        or config.model.attention_dropout
+    ):
         kept.append((attention.core_attention, "forward"))
     if layout.tp > 1:
         linears = (ColumnParallelLinear, RowParallelLinear)

@@ -35,6 +35,9 @@ _EMBEDDING_B = f"embedding_{LORA_B}"
 # Of an embedding's adapter, A is zero and B drawn, as in PEFT: A has a row for each token.
 _ZERO = (f"proj_{LORA_B}", f"fc2_{LORA_B}", f"output_{LORA_B}", f".{LORA_B}", f"embedding_{LORA_A}")
 """Endings of the names of parameters that start at zero."""
+_DECAY = ".A_log"
+_DECAYS = 0.01, 16.0
+"""Bounds between which decays of delta nets are uniform, as in transformers; parameters are their logarithms."""
 
 
 def sharded_tensors(
@@ -56,7 +59,8 @@ def sharded_tensors(
 
 @torch.no_grad()
 def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_follow: bool = False) -> None:
-    """Fills matrices from a normal distribution; norms (ones) and biases (zeros) stay as built.
+    """Fills matrices from a normal distribution, and decays of delta nets as transformers does; norms (ones) and biases
+    (zeros) stay as built.
 
     Standard deviation: model.init_std; projections back into the residual stream: init_std / sqrt(2 * num_layers).
     Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
@@ -73,10 +77,8 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
     for shard in sharded_tensors(module, groups):
         axes = shard.prepend_axis_num  # leading axes that number layers and experts
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
-        if len(shape) < 2:
-            continue
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
-        if name.endswith(_ZERO):
+        if name.endswith(_ZERO) or (len(shape) < 2 and not name.endswith(_DECAY)):
             continue
         if name == "output_layer.weight" and config.model.ties_output:
             # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
@@ -89,6 +91,10 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
             deviation = _deviation(name, shape, config.model)
             draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+            if name.endswith(_DECAY):
+                least, most = _DECAYS
+                # the distribution function of a normal number is uniform
+                host.copy_((least + (most - least) * torch.special.ndtr(host.float())).log())
             if host is not shard.data:
                 shard.data.copy_(host)
         if name in _VOCABULARY:
@@ -103,11 +109,11 @@ def _may_lack(name: str, model: ModelSection) -> bool:
 
 
 def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
-    if name.endswith(_EMBEDDING_B):
+    if name.endswith((_EMBEDDING_B, _DECAY)):
         return 1.0
     if name.endswith(LORA_A):
         return 1 / math.sqrt(3 * shape[-1])  # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
-    into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    into_residual = name.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight"))
     # 2 for a layer's two additions to the residual: its variance then does not grow with the depth
     return model.init_std / math.sqrt(2 * model.num_layers) if into_residual else model.init_std
 

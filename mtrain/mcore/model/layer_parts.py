@@ -24,6 +24,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.megatron import feed_forward_spec
 from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
+from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.mla import LatentAttention
@@ -128,6 +129,16 @@ def _latent_fields(model: ModelSection) -> dict[str, Any]:
     return {"softmax_scale": latent_softmax_scale(model.mla, model.rope)}
 
 
+def _delta_net(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": model.delta_net})
+    draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
+
+
+def _hybrid_fields(model: ModelSection) -> dict[str, Any]:
+    # layers are stacked in checkpoints only where all are alike, which megatron-core sees of experts alone
+    return {"hetereogenous_dist_checkpoint": len(set(features.kinds(model))) > 1}
+
+
 def _dense(draft: LayerDraft, model: ModelSection) -> None:
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     draft.feed_forward = feed_forward_spec(projections)
@@ -178,6 +189,7 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
+    features.GatedDeltaNet: Modules(_delta_net, _hybrid_fields),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields),
 }

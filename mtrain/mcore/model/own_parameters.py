@@ -22,7 +22,7 @@ def own_places(
     offsets: ShardedOffsets,
     metadata: Mapping[str, Any] | None,
 ) -> dict[str, ShardedTensor]:
-    """Returns what `sharded_state_dict` of a module without submodules returns.
+    """Returns the places of a module's own parameters, without those of submodules.
 
     Args:
         module: Module that owns the parameters.
@@ -34,7 +34,7 @@ def own_places(
     """
     assert metadata is not None, "megatron-core passes it to every layer"
     places: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True),
+        dict(module.named_parameters(recurse=False)),
         prefix,
         divided_axes,
         offsets,

@@ -14,6 +14,7 @@ from mtrain.plan.features.attention import (
     SlidingWindow,
     UnrotatedLayers,
 )
+from mtrain.plan.features.delta_net import GatedDeltaNet
 from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, once_a_model
 from mtrain.plan.features.feed_forward import DenseFeedForward, ExpertFeedForward
 from mtrain.plan.features.mla import MultiHeadLatentAttention
@@ -31,6 +32,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     AttentionTemperature(),
     AttentionSinks(),
     MultiHeadLatentAttention(),
+    GatedDeltaNet(),
     DenseFeedForward(),
     ExpertFeedForward(),
 )
@@ -81,6 +83,7 @@ __all__ = [
     "ExpertFeedForward",
     "Feature",
     "FullWidthQkNorm",
+    "GatedDeltaNet",
     "GroupedQueryAttention",
     "InputNorms",
     "LayerPart",

@@ -206,6 +206,10 @@ class LayerPart(Feature, ABC):
         """Counts the multiply-adds for each pair of tokens of which one attends to the other."""
         return 0
 
+    def state_products(self, model: ModelSection) -> int:
+        """Counts the multiply-adds of each token with a state that a layer carries from token to token."""
+        return 0
+
     num_hidden_norms: int = 0
     """Number of norms over the hidden size that the part adds to a layer."""
 
@@ -255,6 +259,10 @@ class LayerPart(Feature, ABC):
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Counts the elements a token and rank that core attention keeps in addition to `kept_elements`, unless it is
         recomputed."""
+        return 0
+
+    def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts, like `core_elements`, those that are float32 in any precision."""
         return 0
 
 

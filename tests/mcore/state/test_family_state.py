@@ -1,4 +1,4 @@
-"""The state of Gemma-3, OLMo-2 and GPT-OSS: checkpoints, the same on every layout, under Megatron-Bridge's names."""
+"""The state of families: checkpoints, the same on every layout, under names of Megatron-Core and Megatron-Bridge."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome
 from tests.mcore.state.test_save_and_load import assert_same_model, configured
-from tests.parity.families import GEMMA, GPT_OSS, OLMO2
+from tests.parity.families import GEMMA, GPT_OSS, HYBRID, OLMO2
 from tests.pool import Pool
 
 FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
@@ -38,6 +38,21 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
         Layout(tp=2, sp=True, ep=2),
         Layout(pp=2),
         {"self_attention.core_attention.softmax_offset", "mlp.router.bias"},
+    ),
+    "hybrid": (
+        HYBRID,
+        Layout(tp=2, sp=True),
+        Layout(pp=2),
+        {
+            "0.self_attention.in_proj.weight",
+            "0.self_attention.conv1d.weight",
+            "0.self_attention.A_log",
+            "0.self_attention.dt_bias",
+            "0.self_attention.out_norm.weight",
+            "0.self_attention.out_proj.weight",
+            "0.input_layernorm.weight",
+            "1.self_attention.linear_qkv.layer_norm_weight",
+        },
     ),
 }
 

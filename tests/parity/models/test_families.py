@@ -12,7 +12,18 @@ from tests.parity.batches import BATCH, GlobalBatch, documents_steps, three_step
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import TOLERANCE, Row, assert_rows_exact, by_layout, initial_parameters, worst
 from tests.parity.expert_models import DEEPSEEK as DEEPSEEK_EXPERTS
-from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, MINIMAX, MINISTRAL, OLMO2, OLMO3, PARTIAL
+from tests.parity.families import (
+    DEEPSEEK_ATTENTION,
+    GATED,
+    GEMMA,
+    GPT_OSS,
+    HYBRID,
+    MINIMAX,
+    MINISTRAL,
+    OLMO2,
+    OLMO3,
+    PARTIAL,
+)
 from tests.pool import Pool
 from tests.reference import evaluate
 
@@ -20,6 +31,7 @@ FULL = {"train__recompute": "full"}
 SELECTIVE = {"train__recompute": "selective"}
 ISOLATED = {"data__isolate_documents": True}
 
+AHEAD = {"model__mtp_depths": 1}
 EXPERTS: dict[str, Any] = {"model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}
 DEEPSEEK = DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | {"model__mtp_depths": 1}
 
@@ -47,6 +59,14 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (MINISTRAL | ISOLATED | {"model__mtp_depths": 1}, case(4, tp=2, sp=True, pp=2, cp=2)),
     (MINISTRAL | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2)),
     (MINISTRAL | SELECTIVE, case(4, cp=4, cp_comm="ring", dp=2)),
+    (HYBRID, case(8)),
+    (HYBRID | ISOLATED, case(4, tp=2, cp=2)),
+    (HYBRID | ISOLATED | FULL, case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", dp=2)),
+    (HYBRID | ISOLATED, case(4, cp=4, dp=2)),
+    (HYBRID | ISOLATED, case(4, cp=4, cp_comm="ulysses")),
+    (HYBRID | ISOLATED | AHEAD, case(2, pp=2, vpp=2, dp=2)),
+    (HYBRID | SELECTIVE, case(4, cp=2, cp_comm="ring", dp=2)),
+    (HYBRID | ISOLATED | EXPERTS, case(4, tp=2, sp=True, cp=2, ep=2)),
     (MINIMAX, case(8)),
     (MINIMAX | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     (MINIMAX | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=4)),
@@ -73,7 +93,7 @@ ranks, which tests/parity/layouts/test_options.py divides."""
 def family(changes: dict[str, Any]) -> str:
     """Names the family of a case."""
     if "model__attention_gate" in changes:
-        return "gated attention"
+        return "hybrid" if "model__delta_net" in changes else "gated attention"
     if "partial" in changes.get("model__rope", {}):
         return "minimax" if "model__experts" in changes else "llama, partial rotary"
     if "attention_temperature" in changes.get("model__rope", {}):
@@ -97,7 +117,6 @@ ROWS = [
 ]
 
 
-AHEAD = {"model__mtp_depths": 1}
 IN_A_PIPELINE = case(4, tp=2, sp=True, pp=2)
 SEEN_APART, WITH_EXPERTS = case(tp=2, sp=True, cp=2, cp_comm="ulysses"), case(tp=2, sp=True, cp=2, ep=2)
 DAY: list[tuple[str, dict[str, Any], Case]] = [
@@ -108,6 +127,9 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("llama, partial rotary", PARTIAL | ISOLATED, SEEN_APART),
     ("gated attention", GATED | ISOLATED, SEEN_APART),
     ("ministral", MINISTRAL | ISOLATED, SEEN_APART),
+    ("hybrid", HYBRID | ISOLATED, SEEN_APART),
+    ("hybrid", HYBRID | ISOLATED | EXPERTS | SELECTIVE, WITH_EXPERTS),
+    ("hybrid", HYBRID | ISOLATED | AHEAD, IN_A_PIPELINE),
     ("minimax", MINIMAX | ISOLATED | AHEAD, WITH_EXPERTS),
     ("gpt_oss", GPT_OSS | ISOLATED, WITH_EXPERTS),
     ("deepseek", DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | FULL, WITH_EXPERTS),

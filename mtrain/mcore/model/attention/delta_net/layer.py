@@ -1,0 +1,221 @@
+"""The gated delta net in the place of a layer's attention, on megatron-core's parallel linears.
+
+One projection gives the queries, keys and values of the delta rule, a gate of its output, and the two numbers of each
+value head from which a token's decay and step follow. Its rows are grouped by key head, so that ranks of TP divide
+whole groups: each has a contiguous part of every parameter, under any tp, and communicates no more than attention does.
+The gated norm alone is the same on all ranks; each sees its own heads, so the norm's gradients are summed.
+
+Sources: Gated Delta Networks, arXiv 2412.06464; transformers, models/qwen3_next/modeling_qwen3_next.py, for what
+Qwen3-Next makes of it; megatron-core's ssm/gated_delta_net.py for the names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    checkpoint,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore, Heads
+from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
+
+
+class GatedDeltaNet(MegatronModule):
+    """Replaces megatron-core's SelfAttention in a layer spec."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        delta_net: DeltaNetSection,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+        **options: Any,  # of newer versions
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group, self.heads = pg_collection.tp, heads_of_rank(delta_net, pg_collection.tp.size())
+        # megatron-core recomputes the core only inside its own SelfAttention
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        width = delta_net.value_width
+        rows = 2 * (delta_net.key_width + width + delta_net.num_value_heads)
+        # q, k, v, gate, step, decay
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            rows,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
+        channels = (2 * delta_net.key_width + width) // self.tp_group.size()
+        self.conv1d = Convolution(config, channels, delta_net.conv_kernel, self.tp_group)
+        self.dt_bias = divided_parameter(config, torch.ones(self.heads.value_heads))
+        # zeros until `init_weights` draws them or they are loaded
+        self.A_log = divided_parameter(config, torch.zeros(self.heads.value_heads))
+        self.core_attention = DeltaNetCore(self.heads, pg_collection.cp, cp_comm_type)
+        self.out_norm = GatedNorm(config, delta_net.value_head_dim, self.tp_group)
+        self.out_proj = RowParallelLinear(
+            width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
+    ) -> tuple[Tensor, None]:
+        """Reads tokens in their order, with a new state at each document.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
+            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
+            unused: Further arguments of megatron-core's protocol: angles, which a delta net has no use for, and None.
+
+        Returns:
+            Output in the shape of hidden_states; and no bias.
+        """
+        heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
+        projected, _ = self.in_proj(hidden_states)
+        # [seq_local, batch, key_heads, rows of one]
+        grouped = projected.unflatten(-1, (heads.key_heads, -1))
+        sizes = [heads.channels, shared * heads.value_dim, shared, shared]
+        mixed, gate, step, decay = torch.split(grouped, sizes, dim=-1)
+        arguments = (
+            mixed.flatten(2),
+            self.conv1d(),
+            self._log_decay(decay.flatten(2)),
+            step.flatten(2).sigmoid(),
+            attention_mask,
+        )
+        if self.recomputes_core and self.training:
+            # False: saved activations are not spread over TP
+            context = checkpoint(self.core_attention, False, *arguments)
+        else:
+            context = self.core_attention(*arguments)
+        by_head = context.unflatten(-1, (heads.value_heads, heads.value_dim))
+        output, _ = self.out_proj(self.out_norm(by_head, gate.reshape(by_head.shape)).flatten(2))
+        return output, None
+
+    def _log_decay(self, given: Tensor) -> Tensor:
+        """Returns the logarithm of each head's decay, below 0; at least float32, as a state is its product over many
+        tokens.
+
+        Args:
+            given: [seq_local, batch, value_heads].
+        """
+        wide = torch.promote_types(given.dtype, torch.float32)
+        return -self.A_log.to(wide).exp() * functional.softplus(given.to(wide) + self.dt_bias.to(wide))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the places of all parameters; those of value heads are divided over TP."""
+        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return places | own_places(self, {"A_log": 0, "dt_bias": 0}, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+def heads_of_rank(delta_net: DeltaNetSection, tp: int) -> Heads:
+    """Returns the heads that a rank of TP holds."""
+    return Heads(
+        delta_net.num_key_heads // tp,
+        delta_net.num_value_heads // tp,
+        delta_net.key_head_dim,
+        delta_net.value_head_dim,
+    )
+
+
+class Convolution(MegatronModule):
+    """Weights of a causal convolution, each channel by itself; a call returns them for the core, which convolves after
+    the exchange of context parallelism."""
+
+    def __init__(self, config: TransformerConfig, channels: int, kernel: int, tp: dist.ProcessGroup) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            channels: Number of channels of this rank.
+            kernel: Number of tokens that a channel sees.
+            tp: Ranks that hold the others.
+        """
+        super().__init__(config=config)
+        self.tp_group = tp
+        # with an axis of one input, as torch's Conv1d has it
+        self.weight = divided_parameter(config, torch.empty(channels, 1, kernel))
+
+    def forward(self) -> Tensor:
+        """Returns [channels, kernel].
+
+        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter, see
+        `KeyValueProjection`.
+        """
+        return self.weight.squeeze(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the place of the weights, whose channels are divided over TP."""
+        return own_places(self, {"weight": 0}, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head, with one weight for all of them, multiplied by silu of a gate."""
+
+    def __init__(self, config: TransformerConfig, size: int, tp: dist.ProcessGroup) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            size: Number of dimensions of a head.
+            tp: Ranks that hold the other heads.
+        """
+        super().__init__()
+        self.epsilon, self.tp = config.layernorm_epsilon, tp
+        # no mark of tensor parallelism, as all ranks have the same; ones whatever model.zero_centered_norm says
+        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device_of(config)))
+
+    def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Normalizes, then multiplies; one all-reduce over TP of the weight's gradient in backward.
+
+        Args:
+            heads: [seq, batch, heads_local, size].
+            gate: Gate of the same shape.
+
+        Returns:
+            Output of the same shape and dtype, rounded once more before the gate, as transformers does.
+        """
+        wide = torch.promote_types(heads.dtype, torch.float32)
+        # each rank has a part of the gradient, with sequence parallelism and without
+        weight = copy_to_tensor_model_parallel_region(self.weight.to(wide), group=self.tp)
+        given = heads.to(wide)
+        normed = given * torch.rsqrt(given.square().mean(-1, keepdim=True) + self.epsilon)
+        return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide))).to(heads.dtype)
+
+
+def device_of(config: TransformerConfig) -> str | int:
+    """Returns the device on which parameters are built."""
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def divided_parameter(config: TransformerConfig, values: Tensor) -> nn.Parameter:
+    """Returns this rank's part of a parameter whose first axis is divided over TP: the gradient norm counts those of
+    every rank."""
+    parameter = nn.Parameter(values.to(dtype=config.params_dtype, device=device_of(config)))
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
