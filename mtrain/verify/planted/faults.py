@@ -32,6 +32,7 @@ from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
 from mtrain.mcore.model.adapters.adapter import Adapter
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
+from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
 from mtrain.mcore.model.attention.mla import LatentCore
 from mtrain.mcore.model.norm import Norm
@@ -323,6 +324,34 @@ def _full_width_norm_by_rank(chunks: Sequence[nn.Module]) -> None:
         become(norm, _NormOfRank)
 
 
+class _OneDocument(DeltaNetCore):
+    def forward(
+        self, mixed: Tensor, weight: Tensor, log_decay: Tensor, beta: Tensor, document_starts: Tensor | None
+    ) -> Tensor:
+        return super().forward(mixed, weight, log_decay, beta, None)
+
+
+class _HalfDecay(DeltaNetCore):
+    def forward(
+        self, mixed: Tensor, weight: Tensor, log_decay: Tensor, beta: Tensor, document_starts: Tensor | None
+    ) -> Tensor:
+        rounded = log_decay.bfloat16().to(log_decay.dtype)
+        return super().forward(mixed, weight, rounded, beta, document_starts)
+
+
+class _StateDropped(DeltaNetCore):
+    def _states_before(self, maps: Tensor) -> Tensor:
+        return torch.zeros_like(super()._states_before(maps))
+
+
+def _delta_nets_become(kind: type[DeltaNetCore]) -> Callable[[Sequence[nn.Module]], None]:
+    def change(chunks: Sequence[nn.Module]) -> None:
+        for core in modules(chunks, DeltaNetCore):
+            become(core, kind)
+
+    return change
+
+
 class _SharedOut(RouterBalance):
     def watching(
         self, accumulator: PairAccumulator, factors: Factors, num_sequences: int
@@ -399,6 +428,9 @@ PLANTS: dict[str, Collaborators] = {
     "norms-decayed": Collaborators(config=configured("optimizer", lambda section: {"decay_norms_and_biases": True})),
     "norms-counted-per-tp-rank": _norm_parameters(tensor_model_parallel=True),
     "full-width-norm-by-tp-rank": Collaborators(change_model=_full_width_norm_by_rank),
+    "state-across-documents": Collaborators(change_model=_delta_nets_become(_OneDocument)),
+    "state-dropped-at-parts": Collaborators(change_model=_delta_nets_become(_StateDropped)),
+    "decay-in-half-precision": Collaborators(change_model=_delta_nets_become(_HalfDecay)),
     "router-losses-shared-out": Collaborators(step=step_of(routers=_SharedOut)),
     "expert-loads-per-rank": Collaborators(step=step_of(routers=_LoadsOfRank)),
     "experts-left-out-of-norm": Collaborators(optimizer=_ExpertsLeftOut),

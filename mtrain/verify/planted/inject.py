@@ -94,6 +94,27 @@ LAYOUT_FAULTS = (
         "model.qk_norm_width=full",
     ),
     Fault(
+        "state-across-documents",
+        "lets delta nets carry their state over the documents of a row, and their convolution see those before",
+        None,
+        lambda config: config.model.delta_net is not None and config.data.isolate_documents,
+        "model.delta_net, and data.isolate_documents=true or data.packing",
+    ),
+    Fault(
+        "state-dropped-at-parts",
+        "begins the part of a row that a context-parallel rank holds with an empty state",
+        "cp",
+        lambda config: config.model.delta_net is not None,
+        "model.delta_net",
+    ),
+    Fault(
+        "decay-in-half-precision",
+        "rounds the decays of delta nets to bfloat16",
+        None,
+        lambda config: config.model.delta_net is not None,
+        "model.delta_net",
+    ),
+    Fault(
         "router-losses-shared-out",
         "divides losses of routers by tp x cp, as Megatron-Core does",
         "cp",

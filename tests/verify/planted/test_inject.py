@@ -45,6 +45,9 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "norms-decayed": (MICRO, "every layout", "update", "decoder.layers.0.input_layernorm.weight", None),
     "norms-counted-per-tp-rank": (TP, "tp", "grad_norm", "grad_norm", None),
     "full-width-norm-by-tp-rank": (TP, "tp", "loss", "main", ATTENTION),
+    "state-across-documents": (MICRO, "every layout", "loss", "main", ATTENTION),
+    "state-dropped-at-parts": (CP, "cp", "loss", "main", ATTENTION),
+    "decay-in-half-precision": (MICRO, "every layout", "gradient", FINAL_NORM, ATTENTION),
     "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
     "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
     "experts-left-out-of-norm": (f"{DP},dp2ep2mbs4", "ep", "grad_norm", "grad_norm", None),
@@ -55,6 +58,11 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
 """Fault -> layouts in addition to one process; axis, kind and name of the first deviation, first module."""
 FULL_WIDTH = {"model__qk_norm": True, "model__qk_norm_width": "full"}
 ONE_DOCUMENT: dict[str, Any] = {"data__isolate_documents": False, "model__sliding_window": None}
+DELTA_NET: dict[str, Any] = {
+    "model__delta_net": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8},
+    "model__sliding_window": None,
+}
+OF_DELTA_NETS = ("state-across-documents", "state-dropped-at-parts", "decay-in-half-precision")
 OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
 
@@ -63,6 +71,7 @@ OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left
 def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     layouts, axis, kind, quantity, module = EXPECTED[name]
     alone: dict[str, dict[str, Any]] = {"full-width-norm-by-tp-rank": FULL_WIDTH, "hops-left-out": ONE_DOCUMENT}
+    alone |= dict.fromkeys(OF_DELTA_NETS, DELTA_NET)
     changes: dict[str, Any] = {"optimizer__kind": "muon"} if name in OF_MUON else alone.get(name, {})
     user = expert_config(model__num_layers=2) if name in OF_EXPERTS else rich_config(**changes)
     report = check(pool, user, layouts, name, num_steps=1)
@@ -120,6 +129,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
         ("depths-divided-by-main", {}, [], "model.mtp_depths"),
         ("matrices-fused", {}, [], "optimizer.kind=muon"),
         ("full-width-norm-by-tp-rank", {}, ["tp"], "model.qk_norm_width=full"),
+        ("state-across-documents", {}, [], "model.delta_net"),
     ],
 )
 def test_a_fault_that_cannot_show_is_refused(name: str, changes: dict[str, object], axes: list[str], fact: str) -> None:
