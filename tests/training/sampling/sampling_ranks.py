@@ -64,9 +64,9 @@ def without_cache(groups: Groups, config: Config, sequences: Prompts) -> list[An
 
 
 def _loaded(config: Config, groups: Groups) -> list[Any]:
-    chunks = build_model(config, groups)
-    assert config.model.hf is not None
-    load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
+    chunks = build_model(config, groups)  # with initial weights
+    if config.model.hf is not None:
+        load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
     return chunks
 
 

@@ -16,7 +16,9 @@ from mtrain.config.load import load_config
 from mtrain.plan.layout import Layout
 from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
 from mtrain.training.sampling.sampler import Completion
+from tests.config.samples import config as small
 from tests.hf.folders import save
+from tests.parity.families import HYBRID
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 
@@ -150,6 +152,34 @@ def test_sampled_answers_are_those_without_a_cache(
         tokens, likely = choose(behind, [TokenPlace(number, token) for token in range(NEW)], WARM)
         assert tokens.tolist() == ours.token_ids
         np.testing.assert_allclose(ours.log_probs, likely, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "slots"),
+    [
+        ({}, 1, 64),
+        ({"tp": 2, "sp": True, "pp": 2}, 4, 2),
+        pytest.param({"cp": 2}, 2, 64, marks=pytest.mark.nightly),  # replicas of cp, as above
+    ],
+    ids=["alone", "tp2-sp-pp2", "cp2"],
+)
+def test_states_of_a_hybrid_give_the_answers_without_a_cache(
+    pool: Pool, layout: dict[str, Any], ranks: int, slots: int
+) -> None:
+    """A delta net keeps a state in the place of keys: it is that of each sequence, whatever was read together, and in
+    whatever place."""
+    model = HYBRID | {"model__init_std": 0.3, "model__num_layers": 4, "train__precision": "fp32"}
+    config = small(**model, **{f"layout__{key}": value for key, value in layout.items()})
+    found = pool.run(sampling_ranks.answers, Layout.from_config(config, ranks), [config], PROMPTS, [WARM], slots)
+    assert all(each == found[0] for each in found)
+    ((ours,),) = found[0]
+    sequences = [[*prompt, *each.token_ids] for prompt, each in zip(PROMPTS, ours, strict=True)]
+    (logits,) = pool.run(sampling_ranks.without_cache, Layout(), small(**model), sequences)
+    for number, (prompt, answer, rows) in enumerate(zip(PROMPTS, ours, logits, strict=True)):
+        after = torch.from_numpy(rows[len(prompt) - 1 : -1])
+        tokens, likely = choose(after, [TokenPlace(number, token) for token in range(NEW)], WARM)
+        assert tokens.tolist() == answer.token_ids
+        np.testing.assert_allclose(answer.log_probs, likely, rtol=0, atol=2e-5)
 
 
 def test_a_stop_token_ends_an_answer_and_belongs_to_it(
