@@ -58,3 +58,6 @@ picture=$(mtrain plot "$work/pretrain" "$work/finetune" --output "$work/losses.p
 printf '\nrun folders   %s\n              %s\nchat model    %s (Hugging Face)\nloss curves   %s\n' \
   "$PWD/$work/pretrain" "$PWD/$work/finetune" "$PWD/$work/chat" "$PWD/$picture"
 echo "took $((SECONDS - started)) s without the installation"
+if [[ -f examples/real_model/run.sh ]]; then
+  echo "next: a real model learns something new on this machine, in minutes: bash examples/real_model/run.sh"
+fi

@@ -21,8 +21,11 @@ class Sections(Section):
     layout: LayoutSection = LayoutSection()
     train: TrainSection
     optimizer: AnyOptimizer
+    """Optimizer, and the learning rate as a function of the step."""
     loss: LossSection = LossSection()
     data: AnyData
+    """Samples to train and to validate on. indexed: Megatron's .bin/.idx corpora; sft: records such as conversations;
+    mock: arithmetic, for trials."""
     valid: ValidSection = ValidSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -1,0 +1,194 @@
+"""Every key of a configuration, as its schema states it: type, default, unit and meaning.
+
+The reference in docs/reference/configuration.md is written from it.
+"""
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import Tag
+from pydantic.fields import FieldInfo
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.root import Config
+from mtrain.config.schema.section import Section, sections_in
+
+_UNIT_OF_BOUND = (
+    (bounds.POSITIONS, "tokens"),
+    (bounds.STEPS, "steps"),
+    (bounds.SAMPLES, "samples"),
+    (bounds.SECONDS, "seconds"),
+    (bounds.LAYERS, "layers"),
+    (bounds.EXPERTS, "experts"),
+    (bounds.PATH, "path"),
+    (bounds.BATCH, "samples"),
+    (bounds.BATCHES_AHEAD, "global batches"),
+)
+"""Bound of a field, found by identity, and what it counts."""
+_UNIT_OF_SUFFIX = {
+    "_s": "seconds",
+    "_steps": "steps",
+    "_tokens": "tokens",
+    "_percent": "percent",
+    "_layers": "layers",
+}
+_PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key, or one section of keys."""
+
+    name: str
+    """Path from the root, such as `train.num_steps`; `[]` stands for an element of a list, NAME for a name of the
+    user's own."""
+    type: str
+    """Values that it takes, in words."""
+    default: Any
+    """Value where it is not given; meaningless where it is required."""
+    is_required: bool
+    unit: str
+    """What a number counts, or `path`; empty where there is none."""
+    text: str
+    """Meaning, from the schema."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of its section that have it; empty: all."""
+    is_section: bool = False
+    """Whether it holds further keys."""
+    field: FieldInfo | None = None
+    """Field of the schema, which judges values."""
+
+
+def described_keys() -> list[Key]:
+    """Lists all keys in the schema's order; a key that several kinds of a section share is listed once."""
+    found: dict[str, Key] = {}
+    for key in _keys_of(Config, "", ()):
+        seen = found.get(key.name)
+        if seen is None:
+            found[key.name] = key
+        elif key.kinds != seen.kinds:
+            found[key.name] = replace(_merged(seen, key), kinds=(*seen.kinds, *key.kinds))
+    return [_without_all_kinds(key, found) for key in found.values()]
+
+
+def _merged(one: Key, other: Key) -> Key:
+    """Joins the values of `kind`, which each kind of a section names for itself."""
+    if one.name.endswith(".kind"):
+        return replace(one, type=f"{one.type} | {other.type}", is_required=one.is_required and other.is_required)
+    return one
+
+
+def _without_all_kinds(key: Key, found: Mapping[str, Key]) -> Key:
+    """Leaves the kinds away where a key belongs to all of them."""
+    kind = found.get(f"{key.name.partition('.')[0]}.kind")
+    return replace(key, kinds=()) if kind is not None and len(kind.kinds) == len(key.kinds) else key
+
+
+def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Iterator[Key]:
+    texts = _texts(section)
+    for name, info in section.model_fields.items():
+        inner = sections_in(info.annotation)
+        text = texts.get(name) or (inspect.getdoc(inner[0]) if inner else None) or ""
+        yield Key(
+            prefix + name,
+            _type(info.annotation, info.metadata) if not inner else _type_of_sections(info.annotation),
+            None if info.is_required() else info.get_default(call_default_factory=True),
+            info.is_required(),
+            _unit(name, info),
+            " ".join(text.split()),
+            kinds,
+            bool(inner),
+            info,
+        )
+        for each in inner:
+            of_kind = (_kind(each),) if len(inner) > 1 and "kind" in each.model_fields else ()
+            yield from _keys_of(each, f"{prefix}{name}{_separator(info.annotation)}", of_kind or kinds)
+
+
+def _texts(section: type[Section]) -> dict[str, str]:
+    """Returns the docstring below each field, of the class and of those that it extends."""
+    texts = {}
+    for owner in reversed(section.__mro__):
+        if issubclass(owner, Section) and owner is not Section:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, after in zip(tree.body, tree.body[1:]):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    texts[ast.unparse(field.target)] = str(ast.literal_eval(after.value))
+    return texts
+
+
+def _kind(section: type[Section]) -> str:
+    (kind,) = get_args(section.model_fields["kind"].annotation)
+    return str(kind)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, else the annotation alone; names and notes of types are left away."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(each for argument in get_args(annotation) for each in _alternatives(argument))
+    return (annotation,)
+
+
+def _separator(annotation: Any) -> str:
+    """Returns what stands between a section's name and a key of it."""
+    origins = {get_origin(each) for each in _alternatives(annotation)}
+    if tuple in origins:
+        return "[]."
+    return ".NAME." if dict in origins else "."
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    """Describes an annotation: the values of a choice, or a plain type with its limits."""
+    parts = []
+    for each in _alternatives(annotation):
+        origin = get_origin(each)
+        if origin is Literal:
+            parts += [str(value) for value in get_args(each)]
+        elif origin in (tuple, list):
+            parts.append(f"list of {_type(get_args(each)[0], [])}")
+        elif origin is dict:
+            parts.append("mapping")
+        else:
+            parts.append(_PLAIN.get(each, "any value") + (_limits(metadata) if each in (int, float) else ""))
+    return " | ".join(dict.fromkeys(parts))
+
+
+def _limits(metadata: list[Any]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [
+        f"{sign} {getattr(each, name):g}"
+        for each in metadata
+        for name, sign in signs.items()
+        if isinstance(each, annotated_types.BaseMetadata) and hasattr(each, name)
+    ]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _type_of_sections(annotation: Any) -> str:
+    parts = []
+    for each in _alternatives(annotation):
+        origin = get_origin(each)
+        if origin in (tuple, list):
+            parts.append("list of sections")
+        elif origin is dict:
+            parts.append("sections by name")
+        else:
+            parts.append("null" if each is type(None) else "section")
+    return " | ".join(dict.fromkeys(parts))
+
+
+def _unit(name: str, info: FieldInfo) -> str:
+    marks = [mark for mark in info.metadata if not isinstance(mark, Tag)]
+    for bound, unit in _UNIT_OF_BOUND:
+        if any(mark is bound for mark in marks):
+            return unit
+    return next((unit for suffix, unit in _UNIT_OF_SUFFIX.items() if name.endswith(suffix)), "")

@@ -1,0 +1,67 @@
+"""The documentation in a real browser: it needs no network, its search finds things, nothing is cut."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.browser import Browser
+from tests.paths import ROOT
+
+SHOWN = ("index", "start/install", "start/finetune", "reference/configuration", "reference/cli", "faults", "lora")
+"""Pages that are looked at: prose, code, wide tables."""
+SOUGHT = {
+    "flash attention": "how-do-i",
+    "gradient accumulation": "how-do-i",
+    "epochs": "how-do-i",
+    "wandb": "how-do-i",
+    "train.num_steps": "configuration",
+}
+"""Words that people look for -> page that has to be among the answers."""
+TOO_WIDE = """
+[...document.querySelectorAll('.md-content pre, .md-content h1, .md-content h3')]
+  .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent.slice(0, 60))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the site once."""
+    folder = tmp_path_factory.mktemp("site")
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def answers(chromium: Browser, page: Path, words: str) -> str:
+    """Types into the search box of a page; returns the addresses of what it finds."""
+    chromium.open(page)
+    box = "document.querySelector('.md-search__input')"
+    assert chromium.evaluate(f"{box}.getBoundingClientRect().width > 100"), "the search box is not visible"
+    chromium.evaluate(f"{box}.focus(), {box}.value = '{words}', {box}.dispatchEvent(new Event('input')), 1")
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(each => each.href).join(' ')"
+    deadline = time.monotonic() + 300  # the index is read by the first search
+    while not (links := str(chromium.evaluate(found))):
+        assert time.monotonic() < deadline, f"nothing is found for {words}"
+        time.sleep(0.1)
+    return links
+
+
+def test_pages_open_from_files_on_a_desk_and_a_phone(site: Path, chromium: Browser) -> None:
+    for name in SHOWN:
+        for width in (1280, 390):
+            visit = chromium.open(site / f"{name}.html", width)
+            assert visit.complaints == []
+            assert [url for url in visit.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+            assert chromium.evaluate(TOO_WIDE) == [], (name, width)
+            assert chromium.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+
+
+@pytest.mark.parametrize("words", SOUGHT)
+def test_the_search_finds(site: Path, chromium: Browser, words: str) -> None:
+    assert f"/{SOUGHT[words]}.html" in answers(chromium, site / "index.html", words)
