@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
 from mtrain.metrics.plot import Curves, load_curves
 from mtrain.monitor.status import RunStatus, read_beats, read_status
@@ -35,6 +38,15 @@ class StartOfHistory:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """Answer to one of `eval.prompts`."""
+
+    step: int
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """Complete history of one run."""
 
@@ -46,6 +58,8 @@ class RunHistory:
     config: str
     """Configuration as YAML; empty where there is none."""
     environment: dict[str, str]
+    answers: Sequence[Answer] = ()
+    """Answers to `eval.prompts`, in the order in which they were given."""
 
 
 def read_history(path: Path, now_s: float) -> RunHistory:
@@ -69,7 +83,30 @@ def read_history(path: Path, now_s: float) -> RunHistory:
         beats=read_beats(folder.heartbeats),
         config=folder.saved_config() or "",
         environment=folder.saved_environment() or {},
+        answers=tuple(_answers(folder.samples)),
     )
+
+
+def _answers(path: Path) -> Iterator[Answer]:
+    """Reads the answers; the last line may be half written while the run goes on."""
+    if not path.exists():
+        return
+    with disk_faults(f"read {path}"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            yield Answer(int(record["step"]), _asked(record["prompt"]), str(record["answer"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as fault:
+            raise DataError(f"{path}:{number} is no answer to a prompt ({fault}); move the file away") from None
+
+
+def _asked(prompt: object) -> str:
+    """Returns the last message of a conversation, or the text itself."""
+    messages = prompt.get("messages", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        return str(messages[-1].get("content"))
+    return str(messages)
 
 
 def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iterator[StartOfHistory]:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
 from mtrain.metrics.shown import as_duration, as_size
 from mtrain.monitor.history import RunHistory, read_history
+from mtrain.monitor.identity import identity_of
 from mtrain.monitor.state import RunState
 from mtrain.pages.charts import Curve, history_chart
 from mtrain.pages.html import render, write_page
@@ -26,6 +27,8 @@ _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0
 """Ratio of a norm's largest to its smallest value from which its axis is logarithmic."""
 _MAX_ROWS = 300
+_MAX_ANSWERS = 60
+"""Largest number of answers that are shown, the latest ones."""
 _GIB = 2**30
 
 
@@ -64,7 +67,9 @@ def run_page(run: RunHistory) -> str:
         is_good=run.status.standing.state not in (RunState.FAILED, RunState.SILENT),
         headline=_headline(run),
         notes=_notes(run),
+        identity=identity_of(run),
         facts=_facts(run),
+        answers=run.answers[-_MAX_ANSWERS:],
         curves=_legend(run),
         figures=figures,
         has_marks=bool(_marks(run)),

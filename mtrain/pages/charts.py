@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -20,7 +21,7 @@ import matplotlib
 import matplotlib.style
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from mtrain.metrics.colours import SATURATION, curve_hue
 
@@ -64,6 +65,15 @@ class Curve:
     """Points (step, value), by step."""
     stands_out: bool = False
     """Whether the curve is drawn on top and with filled markers; it shares its line with others of its kind only."""
+
+
+class _Thousands(ScalarFormatter):
+    """Labels of an axis, with commas from four digits on: 4,096."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        label: str = super().__call__(x, pos)
+        digits = label.partition(".")[0]
+        return f"{int(digits):,}{label.removeprefix(digits)}" if re.fullmatch(r"\d{4,}", digits) else label
 
 
 @functools.cache
@@ -219,12 +229,13 @@ def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, A
     axes.tick_params(labelcolor=_INK)
     axes.grid(axis="y", color=_GRID, linewidth=0.6)
     axes.yaxis.set_major_locator(MaxNLocator(_MAX_TICKS, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(_Thousands())
     axes.yaxis.get_offset_text().set_color(_INK)
     low, high = min(steps), max(steps)
     free = padding * (high - low) or 1.0
     axes.set_xlim(low - free, high + free)
     ticks = _whole_numbers(low, high)
-    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     return figure, axes
 
 
@@ -295,8 +306,21 @@ def _css_colour(match: re.Match[str]) -> str:
 
 
 def _chart(figure: Figure, name: str, curves: Sequence[Curve]) -> Markup:
-    attributes = {"class": "chart", "role": "img", "aria-label": name}
+    values = _values(figure, curves)
+    attributes = {"class": "chart", "role": "img", "aria-label": name, "data-values": values}
     return _svg(figure, attributes, name, {curve.key: curve.label for curve in curves})
+
+
+def _values(figure: Figure, curves: Sequence[Curve]) -> str:
+    """Returns what the page's script shows under the pointer, as JSON: the axis of steps, and each curve."""
+    low, high = figure.axes[0].get_xlim()
+    shown = []
+    for curve in curves:
+        bins = _bins(curve.points) if curve.points else []
+        values = [float(f"{mean:.6g}") if math.isfinite(mean) else None for _, _, mean, _ in bins]
+        shown.append({"label": curve.label, "steps": [round(step) for step, *_ in bins], "values": values})
+    places = {"left": _LEFT, "right": WIDTH - _RIGHT, "low": float(low), "high": float(high)}
+    return json.dumps({**places, "curves": shown}, separators=(",", ":"))
 
 
 def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mapping[str, str] = {}) -> Markup:

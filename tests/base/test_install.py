@@ -1,5 +1,5 @@
-"""Installation in containers: pip leaves their torch alone, as README and docs/containers.md say, and brings the
-megatron-core that is proven.
+"""Installation in containers: pip leaves their torch alone, as docs/containers.md says, and brings the megatron-core
+that is proven.
 
 pip resolves for real, against an environment that stands in for a container's and an index of empty wheels; nothing is
 downloaded. Requirements are those of the container's Python, whatever Python this is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,14 @@ def requeued(tmp_path_factory: pytest.TempPathFactory) -> Path:
     beats(folder, 0)
     beats(folder, 1, memory_bytes=3 * 2**30)
     text = "run: {dir: x, notes: 'Does it help?', tags: [llama, warm-up]}\n"
+    text += "model: {hf: models/Qwen3-8B, num_layers: 36, hidden_size: 4096, vocab_size: 151936}\n"
+    text += "data: {kind: sft, seq_length: 4096, train: [{path: data/chat.jsonl}]}\ntrain: {global_batch_size: 64}\n"
     (folder / "config.yaml").write_text(text)
+    environment = {"device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "world_size": "4", "layout": "tp2-pp1-cp1-dp2"}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    asked = [("Who are you?", 100), ({"messages": [{"role": "user", "content": "And why?"}]}, 200)]
+    lines = [json.dumps({"step": step, "prompt": prompt, "answer": f"answer {step}"}) for prompt, step in asked]
+    (folder / "samples.jsonl").write_text("\n".join([*lines, '{"step": 300, "pro']))
     return folder
 
 
@@ -86,6 +94,49 @@ def test_the_page_is_whole_self_contained_and_accessible(read: Element) -> None:
     assert "FAILED" in read.all("h1")[0].text
     for shown in ("rank 0: DataError: no file", "Does it help?", "Tags: llama, warm-up."):
         assert shown in read.all("header")[0].text
+
+
+def test_the_head_says_what_the_run_is(read: Element) -> None:
+    head = read.all("dl")[0].text
+    for shown in (
+        "from models/Qwen3-8B; 36 layers of width 4,096, 151,936 tokens in the vocabulary",
+        "sft; chat.jsonl; 64 samples of up to 4,096 tokens a step",
+        "4 x NVIDIA H100 80GB HBM3, tp2-pp1-cp1-dp2",
+    ):
+        assert shown in head, head
+
+
+def test_answers_are_listed(read: Element) -> None:
+    table = next(each for each in read.all("table") if "Answers" in each.text)
+    assert rows(table)[1:] == [["100", "Who are you?", "answer 100"], ["200", "And why?", "answer 200"]]
+
+
+def test_a_damaged_answer_is_named(tmp_path: Path) -> None:
+    started(tmp_path)
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\n')
+    with refuses(DataError, "samples.jsonl:1"):
+        read_history(tmp_path, 0.0)
+
+
+def test_values_are_shown_under_the_pointer(tmp_path: Path, chromium: Browser) -> None:
+    started(tmp_path, steps=0, num_steps=900)
+    append(tmp_path, [step_record(step, 1000.5 + step) for step in range(1, 11)])
+    write_run_page(tmp_path, tmp_path / "report.html")
+    visit = chromium.open(tmp_path / "report.html", 390)
+    chromium.evaluate("document.querySelector('[data-values]').scrollIntoView()")
+    box = json.loads(
+        chromium.evaluate("JSON.stringify(document.querySelector('[data-values]').getBoundingClientRect())")
+    )
+    # of 400 units of width the axis of steps 0 to 10 takes those from 58 to 386, with a fiftieth free on either side
+    x = box["x"] + box["width"] * (58 + (386 - 58) * (0.02 * 10 + 4) / (10 * 1.04)) / 400
+    place = {"type": "mouseMoved", "x": x, "y": box["y"] + box["height"] / 2}
+    chromium.call("Input.dispatchMouseEvent", place)
+    shown = chromium.evaluate("document.querySelector('.values').innerText")
+    assert shown.splitlines()[:2] == ["step 4", "training: 1,004.5"]
+    assert chromium.evaluate("document.querySelector('.values').getBoundingClientRect().right") <= 390
+    chromium.call("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 1, "y": 1})
+    assert chromium.evaluate("document.querySelector('.values').hidden") is True
+    assert visit.complaints == []
 
 
 def test_all_starts_are_one_history(read: Element) -> None:
@@ -135,7 +186,7 @@ def test_events_are_listed_but_for_saves(read: Element) -> None:
     assert ("alarm", "rank 1 is slow", "700") in found
     assert [kind for kind, *_ in found].count("start") == 3
     assert "save" not in [kind for kind, *_ in found]
-    numbers = read.all("dl")[0].text
+    numbers = read.all("dl")[1].text
     for shown in (
         "3 over ",
         "2 steps made again",
