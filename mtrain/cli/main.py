@@ -39,6 +39,9 @@ VERBS = {
         "verify": Verb("verify:verify_app", "Checks the promise on your own configuration."),
         "show-batch": Verb("show_batch:show_batch", "Shows the samples of a step: what is trained."),
     },
+    "From elsewhere": {
+        "from": Verb("migrate:from_app", "Translates configurations of other programs into one of mtrain."),
+    },
     "Text": {
         "stdlib-corpus": Verb("text:stdlib_corpus", "Builds a small corpus, to try training on."),
         "train-tokenizer": Verb("text:train_tokenizer", "Trains a tokenizer that spells every text."),

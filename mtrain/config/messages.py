@@ -7,6 +7,7 @@ from typing import get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
+from mtrain.config.foreign.keys import OURS
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
@@ -80,7 +81,9 @@ def _required(location: Location) -> str:
     """Lists the keys that a section at `location` cannot do without; empty where there is a value."""
     written, section = _resolved(location)
     fields = section.model_fields.items() if section else ()
-    return ", ".join(dotted((*written, name)) for name, field in fields if field.is_required())
+    asked_for = () if section is None else section.asked_for
+    needed = [name for name, field in fields if field.is_required() or name in asked_for]
+    return ", ".join(dotted((*written, name)) for name in needed)
 
 
 def _shown(value: object) -> str:
@@ -107,8 +110,11 @@ def _kinds_with(place: Location, name: str) -> list[str]:
 
 
 def _nearest(place: Location, section: type[Section] | None, name: str) -> str:
-    """Suggests the nearest valid key of the same section, else of any section, else lists the section's keys."""
+    """Suggests the key that other programs call so, else the nearest key of the same section, else of any section, else
+    lists the section's keys."""
     keys = list(section.model_fields) if section else []
+    if ours := OURS.get(name):
+        return f"it is {ours} here"
     if near := difflib.get_close_matches(name, keys, n=1):
         return f"did you mean {dotted((*place, near[0]))}?"
     elsewhere = {key: dotted((top, key)) for top in Config.model_fields for key in _keys_of(top)}

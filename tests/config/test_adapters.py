@@ -108,5 +108,7 @@ def test_targets_have_the_names_of_other_programs() -> None:
 
     assert parts("linear_qkv") == parts("qkv") >= {"q_proj", "k_proj", "v_proj"}
     assert parts("o_proj", "linear_fc1", "down_proj") == {"proj", "gate_proj", "up_proj", "fc2"}
+    assert parts("all-linear") == parts("qkv", "proj", "fc1", "fc2")
+    assert config(adapter={"targets": "all-linear"}).adapter == config(adapter={}).adapter
     assert parts("kv_a_proj_with_mqa", "linear_q_up_proj", **MLA) == {"kv_a_proj", "q_b_proj"}
     assert parts("embed_tokens", "lm_head") == {"embedding", "output"}

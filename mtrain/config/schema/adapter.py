@@ -66,6 +66,8 @@ SYNONYMS: Mapping[str, Target] = {
     "output_layer": "output",
 }
 """Names of PEFT (modules of Llama and DeepSeek) and of Megatron-Bridge -> ours."""
+ALL_LINEAR = "all-linear"
+"""Value of PEFT's target_modules that means every linear layer but the output layer."""
 
 
 class AdapterSection(Section):
@@ -83,7 +85,8 @@ class AdapterSection(Section):
     scaling: Literal["standard", "rslora"] = "standard"
     """Rule of the scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
-    """Modules that get adapters: docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
+    """Modules that get adapters, or all-linear, the default: docs/lora.md says what each name means in PEFT and in
+    Megatron-Bridge."""
 
     base_dtype: Literal["bf16"] | None = None
     """Precision of frozen weights. bf16: frozen projections and tables are held in bfloat16 in a run in float32, half
@@ -98,6 +101,8 @@ class AdapterSection(Section):
     @classmethod
     def other_programs_names_are_understood(cls, value: object) -> object:
         """Replaces names of PEFT and Megatron-Bridge by ours; a text that is no name stays, to be refused."""
+        if value in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)):
+            return ("qkv", "proj", "fc1", "fc2")
         if not isinstance(value, list | tuple):
             return value
         named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]

@@ -1,7 +1,7 @@
 """The base class of every configuration section, and the rules that sections keep."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -40,6 +40,8 @@ class Section(BaseModel):
     """A frozen group of keys; unknown keys are refused and all broken rules are reported together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    asked_for: ClassVar[tuple[str, ...]] = ()
+    """Keys that a message asks for where the section is missing, though another key may take their place."""
 
     @field_validator("*", mode="wrap")
     @classmethod

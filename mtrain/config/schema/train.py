@@ -51,6 +51,8 @@ class SpikeSection(Section):
 class TrainSection(Section):
     """The run's length, batch, precision and schedule options."""
 
+    asked_for = ("num_steps",)
+
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
     """Number of samples in one optimizer step, over all data-parallel ranks; packed rows with
     data.packing.batch=rows."""

@@ -1,0 +1,78 @@
+"""`mtrain from`: configurations of other programs, translated."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain.cli.messages import one_message
+
+if TYPE_CHECKING:
+    from mtrain.config.foreign.translation import Translation
+
+from_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Translates configurations of other programs; says what could not be carried over.",
+)
+_OfOthers = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_Output = Annotated[
+    Path | None,
+    typer.Option(help="File to write, which must not exist; by default it is printed.", show_default=False),
+]
+_Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
+_File = Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)]
+
+
+@from_app.command("megatron-lm", context_settings=_OfOthers)
+def megatron_lm(arguments: _Arguments, output: _Output = None) -> None:
+    """Translates the arguments of Megatron-LM's pretrain_gpt.py: each is mapped, not carried over, or named as without
+    effect; defaults that differ are written out. --output comes before them."""
+    from mtrain.config.foreign.megatron_lm import from_megatron_lm
+
+    _write(lambda: from_megatron_lm(arguments), output)
+
+
+@from_app.command("ms-swift", context_settings=_OfOthers)
+def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
+    """Translates the arguments of ms-swift's `megatron sft`. --output comes before them."""
+    from mtrain.config.foreign.trainers import from_ms_swift
+
+    _write(lambda: from_ms_swift(arguments), output)
+
+
+@from_app.command("axolotl")
+def axolotl(file: _File, output: _Output = None) -> None:
+    """Translates a file of axolotl."""
+    from mtrain.config.foreign.trainers import from_axolotl
+
+    _write(lambda: from_axolotl(file), output)
+
+
+@from_app.command("verl")
+def verl(file: _File, output: _Output = None) -> None:
+    """Translates a file of verl's SFT trainer."""
+    from mtrain.config.foreign.trainers import from_verl
+
+    _write(lambda: from_verl(file), output)
+
+
+def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:
+    with one_message():
+        from mtrain.base.errors import ConfigError
+        from mtrain.base.files import disk_faults, write_atomically
+
+        if output is not None and output.exists():
+            raise ConfigError(f"{output} exists, and nothing is overwritten; name another file")
+        found = translate()
+        text = "".join(f"{line}\n" for line in found.lines())
+        if output is None:
+            typer.echo(text, nl=False)
+            return
+        with disk_faults(f"write {output}"):
+            write_atomically(output, text)
+    for line in (*found.lost, *found.notes):
+        print(f"note: {line}", file=sys.stderr)
+    print(f"wrote {output}; look at it, and then: mtrain check {output} --world-size N", flush=True)

@@ -1,0 +1,1 @@
+"""Configurations of other programs, translated into ours (`mtrain from`)."""

@@ -1,0 +1,495 @@
+"""Arguments of Megatron-LM's `pretrain_gpt.py` as a configuration."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.megatron_arguments import REFUSED, TRANSLATED, WITHOUT_EFFECT
+from mtrain.config.foreign.translation import Translation, scalar, shares
+
+_SIMPLE = {
+    "num-layers": "model.num_layers",
+    "hidden-size": "model.hidden_size",
+    "num-attention-heads": "model.num_attention_heads",
+    "kv-channels": "model.head_dim",
+    "vocab-size": "model.vocab_size",
+    "no-rope-freq": "model.megatron.no_rope_freq",
+    "tensor-model-parallel-size": "layout.tp",
+    "pipeline-model-parallel-size": "layout.pp",
+    "context-parallel-size": "layout.cp",
+    "expert-model-parallel-size": "layout.ep",
+    "num-virtual-stages-per-pipeline-rank": "layout.vpp",
+    "decoder-first-pipeline-num-layers": "layout.first_stage_layers",
+    "decoder-last-pipeline-num-layers": "layout.last_stage_layers",
+    "micro-batch-size": "train.micro_batch_size",
+    "global-batch-size": "train.global_batch_size",
+    "train-iters": "train.num_steps",
+    "cpu-offloading-num-layers": "train.offload_layers",
+    "lr": "optimizer.lr",
+    "lr-decay-iters": "optimizer.decay_steps",
+    "lr-warmup-iters": "optimizer.warmup_steps",
+    "seq-length": "data.seq_length",
+    "tokenizer-model": "data.tokenizer",
+    "eval-interval": "valid.interval_steps",
+    "save": "run.dir",
+    "save-retain-interval": "checkpoint.keep_every_steps",
+    "tensorboard-dir": "",
+    "wandb-exp-name": "run.name",
+    "mtp-num-layers": "model.mtp_depths",
+}
+"""Argument -> key with the same value."""
+_WITH_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "seed": ("train.seed", 1234),
+    "norm-epsilon": ("model.norm_epsilon", 1e-5),
+    "init-method-std": ("model.init_std", 0.02),
+    "make-vocab-size-divisible-by": ("model.vocab_multiple", 128),
+    "hidden-dropout": ("model.hidden_dropout", 0.1),
+    "attention-dropout": ("model.attention_dropout", 0.1),
+    "min-lr": ("optimizer.min_lr", 0.0),
+    "weight-decay": ("optimizer.weight_decay", 0.01),
+    "clip-grad": ("optimizer.clip_grad", 1.0),
+    "adam-beta1": ("optimizer.beta1", 0.9),
+    "adam-beta2": ("optimizer.beta2", 0.999),
+    "adam-eps": ("optimizer.epsilon", 1e-8),
+    "log-interval": ("metrics.console_interval_steps", 100),
+}
+"""Argument -> key, and the value that Megatron-LM takes where it is not given."""
+_SWITCHES = {
+    "qk-layernorm": "model.qk_norm",
+    "add-qkv-bias": "model.qkv_bias",
+    "apply-layernorm-1p": "model.zero_centered_norm",
+    "attention-output-gate": "model.attention_gate",
+    "rotary-interleaved": "model.rope.interleaved",
+    "sequence-parallel": "layout.sp",
+    "overlap-grad-reduce": "train.overlap_grad_reduce",
+    "overlap-param-gather": "train.overlap_param_gather",
+    "deterministic-mode": "train.deterministic",
+    "optimizer-cpu-offload": "train.offload_optimizer",
+}
+"""Argument without a value -> key that it sets to true."""
+_MLA = {
+    "q-lora-rank": ("model.mla.q_lora_rank", None),
+    "kv-lora-rank": ("model.mla.kv_lora_rank", 32),
+    "qk-head-dim": ("model.mla.qk_nope_head_dim", 128),
+    "qk-pos-emb-head-dim": ("model.mla.qk_rope_head_dim", 64),
+    "v-head-dim": ("model.mla.v_head_dim", 128),
+}
+_DELTA_NET = {
+    "linear-num-key-heads": ("model.delta_net.num_key_heads", 16),
+    "linear-num-value-heads": ("model.delta_net.num_value_heads", 32),
+    "linear-key-head-dim": ("model.delta_net.key_head_dim", 128),
+    "linear-value-head-dim": ("model.delta_net.value_head_dim", 128),
+    "linear-conv-kernel-dim": ("model.delta_net.conv_kernel", 4),
+    "linear-attention-freq": ("model.delta_net.full_attention_every", None),
+}
+_EXPERTS = {
+    "num-experts": ("model.experts.num_experts", None),
+    "moe-router-topk": ("model.experts.top_k", 2),
+    "moe-shared-expert-intermediate-size": ("model.experts.shared_ffn_hidden_size", None),
+    "moe-router-score-function": ("model.experts.score", "softmax"),
+    "moe-router-num-groups": ("model.experts.num_groups", None),
+    "moe-router-group-topk": ("model.experts.group_top_k", None),
+    "moe-router-topk-scaling-factor": ("model.experts.scaling_factor", None),
+    "moe-expert-capacity-factor": ("model.experts.capacity_factor", None),
+    "moe-z-loss-coeff": ("loss.router.z_coefficient", None),
+}
+_BALANCE = {
+    "aux_loss": "loss.router.microbatch_balance_coefficient",
+    "seq_aux_loss": "loss.router.sequence_balance_coefficient",
+    "global_aux_loss": "loss.router.global_balance_coefficient",
+}
+_ROPE = ("rope", "yarn")
+_KNOWN_BY_THEIR_FILES = {"HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "NullTokenizer"}
+_RECOMPUTED = {"core_attn", "mlp", "moe", "shared_experts"}
+
+
+def from_megatron_lm(arguments: Sequence[str]) -> Translation:
+    """Translates the arguments of a start of Megatron-LM.
+
+    Args:
+        arguments: Arguments as a shell passes them; what stands before the first argument of Megatron-LM, such as
+            `torchrun ... pretrain_gpt.py`, is left out.
+
+    Raises:
+        ConfigError: Something is no argument of Megatron-LM, or has no value.
+    """
+    given = _given(arguments)
+    found = Translation("Megatron-LM")
+    found.without_effect += [f"--{name}" for name in given if name in WITHOUT_EFFECT]
+    found.lost += [
+        f"{' '.join([f'--{name}', *given[name]])}: it changes what is trained, and nothing here corresponds"
+        for name in given
+        if name in REFUSED
+    ]
+    _Megatron(given, found).translate()
+    return found
+
+
+def _given(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the values of each argument; those without a value have none."""
+    scripts = [number for number, text in enumerate(arguments) if text.endswith(".py")]
+    given: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for text in arguments[scripts[-1] + 1 if scripts else 0 :]:
+        if text.startswith("--"):
+            name, separator, value = text[2:].partition("=")
+            values = given[_known(name)] = [value] if separator else []
+        elif values is None:
+            raise ConfigError(f"{text}: an argument of Megatron-LM begins with --; remove what comes before it")
+        else:
+            values.append(text)
+    return given
+
+
+def _known(name: str) -> str:
+    every = TRANSLATED | REFUSED | WITHOUT_EFFECT
+    if name in every:
+        return name
+    near = difflib.get_close_matches(name.replace("_", "-"), sorted(every), n=1)
+    hint = f"did you mean --{near[0]}?" if near else "remove it"
+    raise ConfigError(f"--{name} is no argument of Megatron-LM (August 2026); {hint}")
+
+
+class _Megatron:
+    """Arguments that were given, and the translation they become."""
+
+    def __init__(self, given: Mapping[str, list[str]], found: Translation) -> None:
+        self._given, self._found = given, found
+
+    def translate(self) -> None:
+        """Puts every argument under its key, and the defaults of Megatron-LM that differ from ours."""
+        self._simple()
+        self._model()
+        self._rope()
+        self._experts()
+        self._layout()
+        self._steps()
+        self._schedule()
+        self._precision()
+        self._recomputation()
+        self._data()
+        self._places()
+        if "calculate-per-token-loss" not in self._given:
+            self._found.notes.append(
+                "Megatron-LM averages the means of microbatches and data-parallel ranks unless it has "
+                "--calculate-per-token-loss; loss.aggregation=token-mean is that mean, under every layout"
+            )
+
+    def _text(self, name: str) -> str | None:
+        values = self._given.get(name)
+        if values is not None and len(values) != 1:
+            raise ConfigError(f"--{name} needs one value, but has {len(values)}; fix it")
+        return None if values is None else values[0]
+
+    def _value(self, name: str, default: Any = None) -> Any:
+        text = self._text(name)
+        return default if text is None else scalar(text)
+
+    def _number(self, name: str, default: int | None = None) -> int | None:
+        value = self._value(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"--{name} needs a whole number, but has {value!r}; fix it")
+        return value
+
+    def _is_on(self, name: str) -> bool:
+        return name in self._given
+
+    def _put(self, name: str, key: str, default: Any = None) -> None:
+        """Puts a value that is given, else the default of Megatron-LM, which is None where ours is the same."""
+        origin = f"--{name}" if name in self._given else f"Megatron-LM's default of --{name}"
+        self._found.put(key, self._value(name, default), origin)
+
+    def _lost(self, name: str, why: str) -> None:
+        self._found.lost.append(f"--{name} {' '.join(self._given.get(name, []))}: {why}")
+
+    def _simple(self) -> None:
+        for name, key in _SIMPLE.items():
+            if key:
+                self._put(name, key)
+        for name, (key, default) in _WITH_DEFAULTS.items():
+            self._put(name, key, default)
+        for name, key in _SWITCHES.items():
+            if self._is_on(name):
+                self._found.put(key, True, f"--{name}")
+
+    def _model(self) -> None:
+        put, hidden = self._found.put, self._number("hidden-size")
+        gated = self._is_on("swiglu")
+        if self._is_on("ffn-hidden-size"):
+            self._put("ffn-hidden-size", "model.ffn_hidden_size")
+        elif hidden is not None:
+            size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+            put("model.ffn_hidden_size", size, "Megatron-LM's default of --ffn-hidden-size")
+        if self._is_on("group-query-attention"):
+            self._put("num-query-groups", "model.num_query_groups", 1)
+        norm = self._value("normalization", "LayerNorm")
+        put("model.norm", str(norm).lower(), "--normalization, LayerNorm where it is not given")
+        bias = not self._is_on("disable-bias-linear")
+        put("model.linear_bias", bias, "true in Megatron-LM without --disable-bias-linear")
+        fused = bias and not self._is_on("no-bias-gelu-fusion")
+        plain = "gelu_tanh" if fused or self._is_on("openai-gelu") else "gelu"
+        put(
+            "model.activation", "swiglu" if gated else plain, "--swiglu" if gated else "GELU, fused with its bias: tanh"
+        )
+        tied = not self._is_on("untie-embeddings-and-output-weights")
+        put("model.tied_embeddings", tied, "true in Megatron-LM without --untie-embeddings-and-output-weights")
+        if self._value("softmax-type", "vanilla") == "learnable":
+            put("model.attention_sinks", True, "--softmax-type learnable")
+        elif self._is_on("softmax-type") and self._value("softmax-type") != "vanilla":
+            self._lost("softmax-type", "attention has its softmax, or learned sinks")
+        self._window()
+        if self._is_on("multi-latent-attention"):
+            for name, (key, default) in _MLA.items():
+                self._put(name, key, default)
+        if self._value("experimental-attention-variant") == "gated_delta_net":
+            for name, (key, default) in _DELTA_NET.items():
+                self._put(name, key, default)
+        elif self._is_on("experimental-attention-variant"):
+            self._lost("experimental-attention-variant", "only gated_delta_net is known here")
+        if self._value("transformer-impl") == "local":
+            put("model.backend", "torch", "--transformer-impl local")
+        self._put("mtp-loss-scaling-factor", "loss.mtp_coefficient")
+
+    def _window(self) -> None:
+        given = self._text("window-size")
+        sides = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", given or "")
+        if given is None:
+            return
+        if sides is None or int(sides[2]) != 0 or int(sides[1]) < 0:
+            self._lost("window-size", "a window has so many tokens to the left and 0 to the right")
+            return
+        self._found.put("model.sliding_window", int(sides[1]) + 1, "--window-size, and the token itself")
+        every = self._value("window-attn-skip-freq")
+        if isinstance(every, int):
+            self._put("window-attn-skip-freq", "model.global_attention_every")
+        elif every is not None:
+            self._lost("window-attn-skip-freq", "model.global_attention_every is a number")
+
+    def _rope(self) -> None:
+        kind = self._value("position-embedding-type", "learned_absolute")
+        if self._is_on("use-rotary-position-embeddings"):
+            kind = "rope"
+        is_rotary = kind in _ROPE or self._is_on("multi-latent-attention")
+        if self._is_on("max-position-embeddings") and is_rotary:
+            self._found.without_effect.append("--max-position-embeddings")
+        if not is_rotary:
+            self._found.lost.append(
+                f"--position-embedding-type {kind}, Megatron-LM's default: positions are rotary here"
+            )
+        self._put("rotary-base", "model.rope.base")
+        self._put("rotary-percent", "model.rope.partial")
+        if self._is_on("use-rope-scaling"):
+            self._found.put("model.rope.scaling", "llama3", "--use-rope-scaling")
+            self._put("rope-scaling-factor", "model.rope.factor", 8.0)
+        elif self._is_on("rotary-seq-len-interpolation-factor"):
+            self._found.put("model.rope.scaling", "linear", "--rotary-seq-len-interpolation-factor")
+            self._put("rotary-seq-len-interpolation-factor", "model.rope.factor")
+        elif kind == "yarn" or self._value("rotary-scaling-factor", 1.0) != 1.0:
+            self._found.put("model.rope.scaling", "yarn", f"--position-embedding-type {kind}")
+            self._put("rotary-scaling-factor", "model.rope.factor")
+            self._put("yarn-original-max-position-embeddings", "model.rope.original_max_positions")
+            self._put("yarn-beta-fast", "model.rope.beta_fast")
+            self._put("yarn-beta-slow", "model.rope.beta_slow")
+            self._put("mscale", "model.rope.mscale")
+            self._put("mscale-all-dim", "model.rope.mscale_all_dim")
+
+    def _experts(self) -> None:
+        if not self._is_on("num-experts"):
+            return
+        for name, (key, default) in _EXPERTS.items():
+            self._put(name, key, default)
+        put, ffn = self._found.put, self._found.content.get("model", {}).get("ffn_hidden_size")
+        self._put("moe-ffn-hidden-size", "model.experts.ffn_hidden_size", ffn)
+        for name, key in (("moe-shared-expert-gate", "shared_gate"), ("moe-router-pre-softmax", "pre_softmax")):
+            if self._is_on(name):
+                put(f"model.experts.{key}", True, f"--{name}")
+        if self._is_on("moe-router-enable-expert-bias"):
+            put("model.experts.expert_bias", True, "--moe-router-enable-expert-bias")
+            self._put("moe-router-bias-update-rate", "model.experts.bias_update_rate", 1e-3)
+        dispatcher = self._value("moe-token-dispatcher-type", "allgather")
+        name = "alltoall" if dispatcher == "flex" else dispatcher
+        put("model.experts.dispatcher", name, "--moe-token-dispatcher-type, allgather where it is not given")
+        self._layers_with_experts()
+        self._balance()
+
+    def _layers_with_experts(self) -> None:
+        given = self._text("moe-layer-freq")
+        pattern = re.fullmatch(r"\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", (given or "").replace(" ", ""))
+        if given is not None and given.isdigit():
+            self._put("moe-layer-freq", "model.experts.every")
+        elif pattern is not None:
+            self._found.put("model.experts.first_dense_layers", int(pattern[1]), "--moe-layer-freq")
+        elif given is not None:
+            self._lost("moe-layer-freq", "layers with experts are every so many, or all after the first so many")
+
+    def _balance(self) -> None:
+        kinds = self._given.get("moe-router-load-balancing-type", ["aux_loss"])
+        coefficients = [scalar(text) for text in self._given.get("moe-aux-loss-coeff", [])]
+        for kind, coefficient in zip(kinds, coefficients):
+            if kind in _BALANCE and coefficient:
+                self._found.put(_BALANCE[kind], coefficient, f"--moe-aux-loss-coeff of {kind}")
+                if kind != "seq_aux_loss":
+                    self._found.put("loss.allow_layout_dependent", True, f"{kind} depends on the layout by definition")
+        if any(kind not in (*_BALANCE, "none") for kind in kinds):
+            self._lost("moe-router-load-balancing-type", f"known are {', '.join(_BALANCE)} and none")
+
+    def _layout(self) -> None:
+        put, tp = self._found.put, self._number("tensor-model-parallel-size", 1) or 1
+        if self._is_on("num-experts") and (tp > 1 or self._is_on("expert-tensor-parallel-size")):
+            self._put("expert-tensor-parallel-size", "layout.etp", tp)
+        each, layers = self._number("num-layers-per-virtual-pipeline-stage"), self._number("num-layers")
+        if each is not None and layers is not None:
+            stages = layers // (self._number("pipeline-model-parallel-size", 1) or 1)
+            put("layout.vpp", stages // each, "--num-layers-per-virtual-pipeline-stage")
+        if (self._number("context-parallel-size", 1) or 1) > 1:
+            ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
+            kinds = set(self._given.get("cp-comm-type", ["p2p"]))
+            if len(kinds) == 1 and kinds <= ways.keys():
+                put("layout.cp_comm", ways[kinds.pop()], "--cp-comm-type, p2p where it is not given")
+            else:
+                self._lost("cp-comm-type", f"one of {', '.join(ways)} for all layers is known")
+
+    def _steps(self) -> None:
+        size = self._number("global-batch-size")
+        for name, key in (
+            ("train-samples", "train.num_steps"),
+            ("lr-decay-samples", "optimizer.decay_steps"),
+            ("lr-warmup-samples", "optimizer.warmup_steps"),
+        ):
+            samples = self._number(name)
+            if samples is not None and size:
+                self._found.put(key, -(-samples // size), f"--{name} / --global-batch-size")
+
+    def _schedule(self) -> None:
+        put, style = self._found.put, str(self._value("lr-decay-style", "linear"))
+        known = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+        if style in known:
+            put("optimizer.schedule", known[style], "--lr-decay-style, linear where it is not given")
+        else:
+            self._lost("lr-decay-style", f"known are {', '.join(known)}")
+        if style == "WSD":
+            self._found.content["optimizer"].pop("decay_steps", None)  # where all decay ends is the end of the run here
+            samples, size = self._number("lr-wsd-decay-samples"), self._number("global-batch-size")
+            self._put("lr-wsd-decay-iters", "optimizer.decay_steps")
+            if samples is not None and size:
+                put("optimizer.decay_steps", -(-samples // size), "--lr-wsd-decay-samples / --global-batch-size")
+            if self._value("lr-wsd-decay-style", "exponential") != "linear":
+                self._found.lost.append(
+                    "--lr-wsd-decay-style exponential, Megatron-LM's default: wsd falls linearly here"
+                )
+        fraction = self._value("lr-warmup-fraction")
+        if fraction is not None:
+            steps = self._found.content["optimizer"].get("decay_steps") if style != "WSD" else None
+            if steps is None:
+                put("optimizer.warmup_ratio", fraction, "--lr-warmup-fraction")
+            else:
+                put("optimizer.warmup_steps", math.ceil(Fraction(str(fraction)) * steps), "--lr-warmup-fraction")
+        kind = self._value("optimizer", "adam")
+        if kind != "adam":
+            self._lost("optimizer", "only adam, which is AdamW, is translated; optimizer.kind=muon has keys of its own")
+
+    def _precision(self) -> None:
+        put = self._found.put
+        chosen = next((name for name in ("bf16", "fp16") if self._is_on(name)), None)
+        put("train.precision", chosen or "fp32", f"--{chosen}" if chosen else "neither --bf16 nor --fp16")
+        if chosen == "fp16":
+            self._put("initial-loss-scale", "train.initial_loss_scale", 2.0**32)
+        self._put("fp8-format", "train.fp8")
+        if self._is_on("fp8-format") and self._value("fp8-recipe", "delayed") == "delayed":
+            self._found.lost.append("--fp8-recipe delayed, Megatron-LM's default: its scales are in no checkpoint here")
+        elif self._is_on("fp8-format"):
+            self._put("fp8-recipe", "train.fp8_recipe")
+        put(
+            "train.distributed_optimizer",
+            self._is_on("use-distributed-optimizer"),
+            "whether --use-distributed-optimizer is given",
+        )
+        minutes = self._number("distributed-timeout-minutes")
+        put(
+            "train.process_group_timeout_s",
+            None if minutes is None else 60 * minutes,
+            "--distributed-timeout-minutes",
+        )
+
+    def _recomputation(self) -> None:
+        put, kind = self._found.put, self._value("recompute-granularity")
+        if self._is_on("recompute-activations"):
+            kind = "selective"
+        put("train.recompute", kind, "--recompute-granularity")
+        if kind == "full" and self._value("recompute-method") == "block":
+            self._put("recompute-num-layers", "train.recompute_layers")
+        modules = self._given.get("recompute-modules")
+        if kind == "selective" and modules is not None:
+            put("train.recompute_modules", [each for each in modules if each in _RECOMPUTED], "--recompute-modules")
+            if others := [each for each in modules if each not in _RECOMPUTED]:
+                self._found.lost.append(f"--recompute-modules {' '.join(others)}: not recomputed here; memory only")
+
+    def _data(self) -> None:
+        put, sources = self._found.put, self._found.content.setdefault("data", {})
+        if self._is_on("tokenizer-type") and self._value("tokenizer-type") in _KNOWN_BY_THEIR_FILES:
+            self._found.without_effect.append("--tokenizer-type")
+        elif self._is_on("tokenizer-type"):
+            self._lost(
+                "tokenizer-type", "data.tokenizer is a sentencepiece .model, a tokenizer.json or a folder with one"
+            )
+        if self._is_on("mock-data"):
+            put("data.kind", "mock", "--mock-data")
+            return
+        put(
+            "data.kind",
+            "sft" if self._is_on("sft") else "indexed",
+            "--sft" if self._is_on("sft") else ".bin/.idx pairs",
+        )
+        names = {"data-path": "train", "train-data-path": "train", "valid-data-path": "valid", "test-data-path": "test"}
+        for name, part in names.items():
+            if self._is_on(name):
+                put(f"data.{part}", _blend(self._given[name]), f"--{name}")
+        if self._is_on("data-path") and not sources.get("valid"):
+            put("data.split", shares(str(self._text("split") or "969,30,1")), "--split, 969,30,1 where it is not given")
+        reset = [self._is_on(f"reset-{name}") for name in ("position-ids", "attention-mask")]
+        if all(reset):
+            put("data.isolate_documents", True, "--reset-position-ids and --reset-attention-mask")
+        elif any(reset):
+            self._found.lost.append("one of --reset-position-ids and --reset-attention-mask alone: documents have both")
+        count, size = self._number("eval-iters", 100), self._number("global-batch-size")
+        if count and size and self._is_on("eval-interval"):
+            put("valid.max_samples", count * size, "--eval-iters x --global-batch-size")
+        elif self._is_on("eval-interval"):
+            put("valid.interval_steps", 0, "--eval-iters 0")
+
+    def _places(self) -> None:
+        put, load = self._found.put, self._text("load")
+        origin = self._text("pretrained-checkpoint") or (load if load != self._text("save") else None)
+        put("checkpoint.initialize_from", origin, "--pretrained-checkpoint, or --load of another folder")
+        if origin is not None and not self._is_on("finetune"):
+            self._found.notes.append(
+                f"a run folder goes on by itself; {origin} gives the weights alone, without optimizer and step"
+            )
+        name = "persistent-save-interval" if self._is_on("persistent-save-interval") else "save-interval"
+        self._put(name, "checkpoint.interval_steps")
+        if self._is_on(name) and not self._is_on("save-retain-interval"):
+            self._put(name, "checkpoint.keep_every_steps")
+            self._found.origins["checkpoint.keep_every_steps"] = "Megatron-LM keeps every checkpoint"
+        put("checkpoint.async_save", self._is_on("async-save"), "whether --async-save is given")
+        put("metrics.tensorboard", self._is_on("tensorboard-dir"), "whether --tensorboard-dir is given")
+        if self._is_on("wandb-project"):
+            put("metrics.trackers", ["wandb"], "--wandb-project")
+            self._put("wandb-project", "metrics.project")
+        if self._is_on("profile"):
+            steps = [self._number(f"profile-step-{name}", default) for name, default in (("start", 10), ("end", 12))]
+            put("metrics.profile_steps", steps, "--profile-step-start, --profile-step-end")
+            ranks = [int(each) for each in self._given.get("profile-ranks", [])]
+            put("metrics.profile_ranks", ranks or None, "--profile-ranks")
+
+
+def _blend(words: Sequence[str]) -> list[dict[str, Any]]:
+    """Reads `[WEIGHT PATH]...` or `PATH...`."""
+    if len(words) > 1 and len(words) % 2 == 0 and all(isinstance(scalar(each), int | float) for each in words[::2]):
+        return [{"path": path, "weight": float(weight)} for weight, path in zip(words[::2], words[1::2])]
+    return [{"path": path} for path in words]

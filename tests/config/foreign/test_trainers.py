@@ -1,0 +1,136 @@
+"""Files of axolotl and verl and arguments of ms-swift become configurations that load."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.keys import OURS
+from mtrain.config.foreign.trainers import from_axolotl, from_ms_swift, from_verl
+from mtrain.config.foreign.translation import Translation
+from mtrain.config.load import load_config
+from mtrain.config.messages import sections_at
+from tests.cli.command_line import call
+from tests.config.samples import content
+from tests.config.yaml_files import write
+from tests.messages import refuses
+
+AXOLOTL = {
+    "base_model": "models/llama",
+    "datasets": [{"path": "data/a.jsonl", "type": "chat_template", "field_messages": "messages", "roles": ["x"]}],
+    "val_set_size": 0.05,
+    "sequence_len": 4096,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 3,
+    "learning_rate": "2e-4",
+    "lr_scheduler": "cosine",
+    "warmup_ratio": 0.03,
+    "optimizer": "adamw_torch_fused",
+    "bf16": "auto",
+    "adapter": "lora",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_linear": True,
+    "gradient_checkpointing": True,
+    "flash_attention": True,
+    "output_dir": "runs/a",
+    "neftune_noise_alpha": 5,
+    "load_in_8bit": False,
+}
+VERL = {
+    "model": {"partial_pretrain": "models/qwen", "lora_rank": 0, "lora_alpha": 16},
+    "data": {
+        "train_files": ["a.parquet"],
+        "val_files": "b.parquet",
+        "messages_key": "chat",
+        "train_batch_size": 64,
+        "micro_batch_size_per_gpu": 4,
+        "max_length": 2048,
+        "truncation": "error",
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": 8192,
+    },
+    "ulysses_sequence_parallel_size": 2,
+    "optim": {"lr": 1e-5, "betas": [0.9, 0.95], "lr_warmup_steps_ratio": 0.1, "clip_grad": 1.0},
+    "trainer": {"total_epochs": 4, "save_freq": -1, "default_local_dir": "runs/v", "logger": ["console", "wandb"]},
+}
+SWIFT = (
+    "megatron sft --model Qwen/Qwen3-8B --dataset a.jsonl b.jsonl --split_dataset_ratio 0.01 --max_length 8192 "
+    "--truncation_strategy delete --packing true --global_batch_size 16 --micro_batch_size 1 --num_train_epochs 2 "
+    "--tensor_model_parallel_size 2 --sequence_parallel true --recompute_granularity full --lr 1e-5 --min_lr 1e-6 "
+    "--lr_warmup_fraction 0.05 --finetune true --save runs/s --tuner_type full --lora_rank 8 --unheard_of 3"
+)
+
+
+def section(found: Translation, name: str) -> dict[str, Any]:
+    """Reads a section back from the file that is written."""
+    read: dict[str, dict[str, Any]] = yaml.safe_load("\n".join(found.lines()))
+    return read[name]
+
+
+def test_a_file_of_axolotl(tmp_path: Path) -> None:
+    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL)))
+    assert section(found, "adapter") == {"kind": "lora", "rank": 16, "alpha": 32.0, "targets": "all-linear"}
+    assert section(found, "train") == {
+        "micro_batch_size": 2,
+        "num_epochs": 3,
+        "precision": "bf16",
+        "recompute": "full",
+        "global_batch_size": 8,
+    }
+    assert section(found, "optimizer") == {"lr": 2e-4, "schedule": "cosine", "warmup_ratio": 0.03}
+    data = section(found, "data")
+    assert data["train"] == [{"path": "data/a.jsonl"}]
+    assert (data["format"], data["packing"], data["split"]) == ("messages", {"batch": "rows"}, [0.95, 0.05, 0.0])
+    assert [line.split("=")[0] for line in found.lost] == ["datasets: roles", "neftune_noise_alpha"]
+    assert set(found.without_effect) == {"gradient_accumulation_steps", "flash_attention"}
+
+
+def test_a_file_of_verl(tmp_path: Path) -> None:
+    found = from_verl(Path(write(tmp_path / "v.yaml", VERL)))
+    assert "adapter" not in found.content
+    assert section(found, "layout") == {"cp": 2, "cp_comm": "ulysses"}
+    assert section(found, "data")["columns"] == {"chat": "messages"}
+    assert section(found, "train")["tokens_per_micro_batch"] == 8192
+    assert section(found, "metrics") == {"trackers": ["wandb"]}
+    assert found.lost == []
+
+
+def test_arguments_of_ms_swift() -> None:
+    found = from_ms_swift(SWIFT.split())
+    assert section(found, "layout") == {"tp": 2, "sp": True}
+    assert section(found, "data")["train"] == [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    assert "adapter" not in found.content
+    assert found.lost == ["unheard_of=3: no key here corresponds"]
+    with refuses(ConfigError, "--"):
+        from_ms_swift(["megatron", "sft"])
+
+
+def test_the_verb_writes_a_file_once(tmp_path: Path) -> None:
+    code, text = call("from", "axolotl", write(tmp_path / "a.yml", AXOLOTL), "--output", tmp_path / "ours.yaml")
+    assert code == 0, text
+    assert "note: neftune_noise_alpha=5: no key here corresponds" in text
+    assert yaml.safe_load((tmp_path / "ours.yaml").read_text())["run"] == {"dir": "runs/a"}
+    code, text = call("from", "megatron-lm", "--output", tmp_path / "ours.yaml", "--num-layers", "2")
+    assert code == 2
+    assert "exists" in text
+    code, text = call("from", "ms-swift", "--lr", "1e-5")
+    assert code == 0
+    assert "  lr: 1e-05  # lr" in text
+
+
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "max_grad_norm", "num_train_epochs", "num_moe_experts"])
+def test_a_key_of_another_program_names_ours(name: str, tmp_path: Path) -> None:
+    with refuses(ConfigError, f"it is {OURS[name]} here"):
+        load_config([write(tmp_path / "config.yaml", content(**{f"train__{name}": 2}))])
+
+
+def test_keys_of_other_programs_are_none_of_ours_in_their_sections() -> None:
+    """Each names a key that there is."""
+    for name, key in OURS.items():
+        *place, last = key.split(".")
+        assert any(last in each.model_fields for each in sections_at(tuple(place))), (name, key)
