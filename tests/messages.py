@@ -69,8 +69,9 @@ def check_message(text: str, *facts: str) -> None:
 
 
 _OF_A_RUN = re.compile(
-    r"(?<=-)[0-9a-f]{8}\b|(?<=[-[ ])(?=\d*[a-f])[0-9a-f]{16}\b|\b[0-9a-f]{32}(?:[0-9a-f]{32})?\b"
-    r"|(?<=/)tmp[a-z0-9_]{8}\b|\b0x[0-9a-f]{12}\b|(?<=\bprocess )\d+ on [\w.-]+|(?<=at byte )\d+"
+    r"(?<=-)[0-9a-f]{8}\b|(?<=[-[ ])(?=\d*[a-f])[0-9a-f]{16}\b|(?<=\bbackend-)[0-9a-f]{16}\b"
+    r"|\b[0-9a-f]{32}(?:[0-9a-f]{32})?\b|(?<=/)tmp[a-z0-9_]{8}\b|\b0x[0-9a-f]{12}\b"
+    r"|(?<=\bprocess )\d+ on [\w.-]+|(?<=at byte )\d+"
 )
 """Random names, digests, addresses of objects, processes and places in pickles, which differ with the run or torch."""
 _OF_PYDANTIC = re.compile(r" \[type=.*\](\n +For further information visit .*)?")

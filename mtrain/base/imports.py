@@ -165,8 +165,7 @@ def _is_certified() -> bool:
     with suppress(MachineError):  # without a home folder there are none
         return any(
             all(each.machine.get(name) == here.get(name) for name in names)
-            and "te" in each.candidates
-            and each.candidates["te"].passed
+            and any(name.startswith("te") and found.passed for name, found in each.candidates.items())
             for each in certificates(certificate_folder())
         )
     return False

@@ -13,6 +13,7 @@ from typing import Any, assert_never, get_args
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.layout import CpComm
 from mtrain.config.schema.loss import own_functions
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 
 CLIP_EPSILON = 1e-6
@@ -191,6 +192,25 @@ def beyond_transformer_engine(config: Sections) -> Iterator[str]:
         )
 
 
+def sizes_of_attention(model: ModelSection, tp: int) -> dict[str, int]:
+    """Returns the sizes on a rank of attention's projections."""
+    num_heads, latent = model.num_attention_heads // tp, model.mla
+    if latent is None:
+        columns = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
+        return {
+            "columns of queries, keys and values / layout.tp": columns // tp,
+            "model.num_attention_heads x head size / layout.tp": model.num_attention_heads * model.head_size // tp,
+        }
+    return {
+        "model.mla.q_lora_rank": latent.q_lora_rank or 0,
+        "model.mla.kv_lora_rank": latent.kv_lora_rank,
+        "model.mla.kv_lora_rank + qk_rope_head_dim": latent.kv_lora_rank + latent.qk_rope_head_dim,
+        "columns of queries / layout.tp": num_heads * latent.query_head_dim,
+        "columns of keys and values / layout.tp": num_heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+        "model.num_attention_heads x model.mla.v_head_dim / layout.tp": num_heads * latent.v_head_dim,
+    }
+
+
 def context_kinds(config: Sections) -> tuple[CpComm, ...]:
     """Returns the kinds of context parallelism that the model and its rows allow; whether heads divide depends on the
     layout."""
@@ -237,6 +257,11 @@ def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
             yield f"model.backend=te does not support {reason}; use model.backend=auto"
+    if config.model.has_transformer_engine_experts and config.model.backend == "torch":
+        yield (
+            "model.experts.implementation=te needs TransformerEngine's layers, but model.backend=torch; set "
+            "model.backend=auto, or model.experts.implementation=auto"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, assert_never
 
 from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
+from mtrain.config.known_issues import sizes_of_attention
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.loss import (
@@ -62,6 +63,11 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
         yield "eval.prompts are texts, but data.tokenizer is not set; name the tokenizer, or remove the prompts"
     if model.backend == "te":
         yield "eval.prompts need layers that generate, but model.backend=te; set model.backend=torch"
+    if model.has_transformer_engine_experts:
+        yield (
+            "eval.prompts need layers that generate, but model.experts.implementation=te needs TransformerEngine's; "
+            "remove one of the two"
+        )
     if model.experts is not None and model.experts.capacity_factor is not None:
         yield (
             f"eval.prompts cannot be answered with model.experts.capacity_factor={model.experts.capacity_factor}, "
@@ -397,13 +403,14 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
     """Yields a message for each size on a rank that a product in 8 bits cannot have."""
     model, layout, train = config.model, config.layout, config.train
     columns, rows = _multiples(train.fp8_recipe or "tensorwise")
-    heads = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
     sizes = {
         "model.hidden_size": model.hidden_size,
-        "columns of queries, keys and values / layout.tp": heads // layout.tp,
-        "model.num_attention_heads x head size / layout.tp": model.num_attention_heads * model.head_size // layout.tp,
+        **sizes_of_attention(model, layout.tp),
         "model.ffn_hidden_size / layout.tp": model.ffn_hidden_size // layout.tp,
     }
+    if model.experts is not None:
+        sizes["model.experts.ffn_hidden_size / layout.etp"] = model.experts.ffn_hidden_size // layout.etp
+        sizes["model.experts.shared_ffn_hidden_size / layout.tp"] = model.experts.shared_ffn_hidden_size // layout.tp
     for name, size in sizes.items():
         if size % columns:
             yield (

@@ -43,7 +43,7 @@ from mtrain.mcore.distributed.init import (
 )
 from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.health.replicas import ReplicaCheck
-from mtrain.mcore.model.certified import finding, machine_of
+from mtrain.mcore.model.certified import candidate_of, finding, machine_of
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
@@ -230,7 +230,7 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
 
 def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
     """Names the certificate of `mtrain verify backend` by which layers are chosen; nothing where there is none."""
-    found = finding(config, device, "te")
+    found = finding(config, device, candidate_of(config))
     return {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
 
 

@@ -149,6 +149,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"layout": {"cp": 2, "cp_comm": "ring"}, "model__attention_dropout": 0.1},
         "layout.cp_comm=ring",
     ),
+    (
+        {"model__experts": {**EXPERTS, "implementation": "te"}, "model__backend": "torch"},
+        "model.experts.implementation=te",
+    ),
+    (
+        {"train__fp8": "e4m3", "model__experts": {**EXPERTS, "implementation": "te", "ffn_hidden_size": 24}},
+        "train.fp8=e4m3",
+    ),
+    (
+        {"train__fp8": "e4m3", **LATENT, "model__num_query_groups": None},
+        "train.fp8=e4m3",
+    ),
     ({"train__fp8_recipe": "mxfp8"}, "train.fp8_recipe=mxfp8"),
     (
         {"train__fp8": "hybrid", "train__fp8_recipe": "delayed"},

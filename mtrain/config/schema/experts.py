@@ -52,9 +52,9 @@ class ExpertsSection(Section):
     """Whether there is a bias for the choice at all; with bias_update_rate=0 it stays as it was loaded."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """Way in which tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
-    implementation: Literal["auto", "grouped", "sequential"] = "auto"
+    implementation: Literal["auto", "grouped", "sequential", "te"] = "auto"
     """Computation of a rank's experts: in one grouped product or one after the other; auto: grouped where the device
-    has it."""
+    has it. te: by TransformerEngine, with a certificate of `mtrain verify backend` alone."""
     capacity_factor: float | None = Field(None, gt=0)
     """Multiple of an even load beyond which an expert's tokens are dropped; null: none are dropped. Which are dropped
     depends on the layout: needs loss.allow_layout_dependent."""

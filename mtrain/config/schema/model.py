@@ -342,6 +342,11 @@ class ModelSection(Section):
         """Says whether layer `layer`, counted from 0, has experts."""
         return self.experts is not None and self.experts.has_experts(layer)
 
+    @property
+    def has_transformer_engine_experts(self) -> bool:
+        """Says whether TransformerEngine is to compute the experts."""
+        return self.experts is not None and self.experts.implementation == "te"
+
     @rule
     def heads_divide_the_hidden_size(self) -> str | None:
         has_own_heads = self.head_dim is not None or self.mla is not None

@@ -25,7 +25,7 @@ from mtrain.mcore.model.compiled import compile_layers
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.language_model import LanguageModel, of_text
 from mtrain.mcore.model.layer_parts import Backend
-from mtrain.mcore.model.layer_spec import chosen_backend
+from mtrain.mcore.model.layer_spec import chosen_backend, only_by_transformer_engine
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.model.swiglu import use_own_swiglu
 from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
@@ -108,10 +108,11 @@ def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
     """
     if config.model.backend != "auto" or groups.device.type != "cuda" or not any_rank(backend != "te", groups.device):
         return backend
-    if backend == "te" and config.train.fp8 is not None:
+    asked = only_by_transformer_engine(config)
+    if backend == "te" and asked:
         raise ConfigError(
-            f"train.fp8={config.train.fp8} needs TransformerEngine's layers on all ranks, but another rank cannot take "
-            "them; give all nodes the same packages and certificates (MTRAIN_CERTIFICATES), or remove train.fp8"
+            f"{asked} needs TransformerEngine's layers on all ranks, but another rank cannot take them; give all nodes "
+            f"the same packages and certificates (MTRAIN_CERTIFICATES), or remove {asked.split('=')[0]}"
         )
     return "torch"
 

@@ -67,12 +67,19 @@ def _differences(certificate: Certificate, here: Mapping[str, str]) -> list[str]
     ]
 
 
+def candidate_of(config: Sections) -> str:
+    """Returns the candidate whose comparison decides whether a run takes TransformerEngine's layers."""
+    return "te-experts" if config.model.has_transformer_engine_experts else "te"
+
+
 def layers_of(config: Sections) -> dict[str, Any]:
-    """Returns the part of a configuration that one layer depends on, in the form of JSON.
+    """Returns the part of a configuration that one layer depends on, in the form of JSON, but for the candidate.
 
     Tensor, expert and pipeline parallelism cut layers that stay the same; context parallelism changes their attention.
     """
     model = config.model.model_dump(mode="json", exclude=_NOT_OF_LAYERS)
+    if config.model.has_transformer_engine_experts:
+        model["experts"]["implementation"] = "auto"  # another candidate for the same layers
     adapter = None if config.adapter is None else config.adapter.model_dump(mode="json", exclude={"path"})
     return {
         "model": model,

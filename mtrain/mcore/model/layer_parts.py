@@ -117,11 +117,16 @@ def _attention_temperature(draft: LayerDraft, model: ModelSection) -> None:
 
 
 def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
-    latent = {"latent": model.mla, "rope": model.rope}
-    draft.attention = ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal, **latent})
+    draft.attention = latent_attention_spec(model, LatentAttention)
     # TransformerEngine has nothing to fuse the input norm into, as two projections read it
     draft.checkpoint_names.pop("input_layernorm.", None)
-    draft.checkpoint_names |= _LATENT_NORM_NAMES
+    draft.checkpoint_names |= LATENT_NORM_NAMES
+
+
+def latent_attention_spec(model: ModelSection, module: type[LatentAttention]) -> ModuleSpec:
+    """Builds the spec of latent attention by one of its classes."""
+    latent = {"latent": model.mla, "rope": model.rope}
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal, **latent})
 
 
 def _latent_fields(model: ModelSection) -> dict[str, Any]:
@@ -166,11 +171,11 @@ _INPUT_NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-_LATENT_NORM_NAMES = {
+LATENT_NORM_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **OUTPUT_NORM_NAMES, **_LATENT_NORM_NAMES}
+FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **OUTPUT_NORM_NAMES, **LATENT_NORM_NAMES}
 """Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection after them,
 and Megatron-Bridge's, where they belong to the projection before them."""
 

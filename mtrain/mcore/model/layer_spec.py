@@ -16,8 +16,14 @@ from mtrain.base.imports import faulty_gpu_packages, release_beyond_bounds
 from mtrain.config.known_issues import beyond_transformer_engine
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
-from mtrain.mcore.model.certified import Finding, finding
-from mtrain.mcore.model.layer_parts import FUSED_NAMES, Backend, layer_spec
+from mtrain.mcore.model.certified import Finding, candidate_of, finding
+from mtrain.mcore.model.layer_parts import (
+    FUSED_NAMES,
+    LATENT_NORM_NAMES,
+    Backend,
+    latent_attention_spec,
+    layer_spec,
+)
 from mtrain.mcore.model.moe.layer import experts_spec
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan.features import FEATURES
@@ -81,13 +87,15 @@ def unbuildable(config: Sections) -> list[str]:
     parallelism it cuts every document for itself, ours are rows that are cut.
     """
     documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
+    is_in_8_bits = config.train.fp8 is not None and config.model.experts is not None
     reasons = {
         f"{documents} under layout.cp={config.layout.cp}": config.data.isolate_documents and config.layout.cp > 1,
         "adapter needs the torch backend": config.adapter is not None,
         # our experts would multiply in the run's precision
-        "model.experts needs the torch backend under train.fp8": (
-            config.model.experts is not None and config.train.fp8 is not None
+        "model.experts needs model.experts.implementation=te under train.fp8": (
+            is_in_8_bits and not config.model.has_transformer_engine_experts
         ),
+        "eval.prompts need torch layers, which generate": config.eval.is_on,
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
     ours = (feature.needs_torch_layers(config.model) for feature in FEATURES)
@@ -116,14 +124,14 @@ def choose(config: Sections, device: torch.device) -> Choice:
     faster; without a certificate, where it has always been taken.
 
     Raises:
-        ConfigError: `te`, or fp8, was asked for where it cannot run.
+        ConfigError: `te`, or what its layers alone can do, was asked for where they cannot run.
     """
     backend = config.model.backend
     if backend == "torch":
         return Choice("torch")
-    lacking, opened = absent(device), uncertified(config)
+    lacking, opened, asked = absent(device), uncertified(config), only_by_transformer_engine(config)
     unmet = lacking + unbuildable(config)
-    found = Finding(None, "", "") if unmet else finding(config, device, "te")
+    found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
     is_wrong = found.comparison is not None and not found.comparison.passed
     if found.comparison is None:
         unmet += opened
@@ -135,19 +143,25 @@ def choose(config: Sections, device: torch.device) -> Choice:
                 raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
             return Choice("te", found.certificate if opened else "")
         case "auto":
-            if unmet and config.train.fp8 is not None:
+            if unmet and asked:
                 raise ConfigError(
-                    f"train.fp8={config.train.fp8} needs TransformerEngine's layers, which cannot be used: "
-                    f"{'; '.join(unmet)}; remove train.fp8"
+                    f"{asked} needs TransformerEngine's layers, which cannot be used: {'; '.join(unmet)}; remove "
+                    f"{asked.split('=')[0]}"
                 )
             if found.comparison is None:
                 taken: Backend = "torch" if unmet else "te"
                 return Choice(taken, note="" if lacking else _without_certificate(found, unmet, taken, unmet == opened))
-            is_taken = not unmet and (found.comparison.is_faster or config.train.fp8 is not None)
-            taken = "te" if is_taken else "torch"
+            taken = "te" if not unmet and (found.comparison.is_faster or asked) else "torch"
             return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken))
         case _:
             assert_never(backend)
+
+
+def only_by_transformer_engine(config: Sections) -> str:
+    """Names a key that ours cannot follow, with its value; empty where there is none."""
+    if config.train.fp8 is not None:
+        return f"train.fp8={config.train.fp8}"
+    return "model.experts.implementation=te" if config.model.has_transformer_engine_experts else ""
 
 
 _LAYERS = {"te": "TransformerEngine's layers", "torch": "torch layers"}
@@ -189,7 +203,7 @@ def chosen_backend(config: Sections, device: torch.device) -> Backend:
     return choose(config, device).backend
 
 
-def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules:
     """Builds the spec of a stage's transformer block.
 
     Args:
@@ -199,7 +213,8 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
     """
     match backend:
         case "te":
-            return _transformer_engine_spec(model, layers)
+            layer_specs = [transformer_engine_layer(model, layer) for layer in layers]
+            return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=LayerNormImpl)
         case "torch":
             layer_specs = [layer_spec(model, layer) for layer in layers]
             return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=Norm)
@@ -207,15 +222,23 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
             assert_never(backend)
 
 
-def _transformer_engine_spec(model: ModelSection, layers: range) -> TransformerBlockSubmodules | ModuleSpec:
-    """Builds the spec of TransformerEngine's layers; experts, and the norm that router and experts read, are ours."""
+def transformer_engine_layer(model: ModelSection, layer: int) -> ModuleSpec:
+    """Builds the spec of layer `layer`, counted from 0, of TransformerEngine's modules.
+
+    The norm that router and experts read is ours, and that before latent attention; so are router and dispatcher.
+    """
     from mtrain.mcore.model.attention.te_documents import DocumentAttention  # a subclass of TransformerEngine's
+    from mtrain.mcore.model.attention.te_mla import TransformerEngineLatentAttention
 
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
-    spec.submodules.self_attention.submodules.core_attention = DocumentAttention
-    if model.experts is None:
-        return spec
-    modules = dataclasses.replace(spec.submodules, pre_mlp_layernorm=Norm, mlp=experts_spec(model.experts))
-    with_experts = dataclasses.replace(spec, submodules=modules)
-    layer_specs = [with_experts if model.has_experts(layer) else spec for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=LayerNormImpl)
+    modules = spec.submodules
+    if model.attention(layer) == "latent":
+        latent = latent_attention_spec(model, TransformerEngineLatentAttention)
+        names = {"sharded_state_dict_keys_map": dict(LATENT_NORM_NAMES)}
+        modules = dataclasses.replace(modules, input_layernorm=Norm, self_attention=latent, **names)
+    else:
+        modules.self_attention.submodules.core_attention = DocumentAttention
+    if model.has_experts(layer):
+        assert model.experts is not None
+        modules = dataclasses.replace(modules, pre_mlp_layernorm=Norm, mlp=experts_spec(model.experts))
+    return dataclasses.replace(spec, submodules=modules)

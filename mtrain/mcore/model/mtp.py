@@ -15,7 +15,6 @@ from typing import Any, assert_never
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.layer_parts import Backend, layer_spec
+from mtrain.mcore.model.layer_spec import transformer_engine_layer
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.own_parameters import ShardedOffsets
 
@@ -176,11 +176,7 @@ def _modules(model: ModelSection, backend: Backend) -> tuple[Any, Any, ModuleSpe
         case "te":
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-            return (
-                TENorm,
-                TEColumnParallelLinear,
-                get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm),
-            )
+            return TENorm, TEColumnParallelLinear, transformer_engine_layer(model, model.num_layers - 1)
         case "torch":
             return Norm, ColumnParallelLinear, layer_spec(model, model.num_layers - 1)
         case _:

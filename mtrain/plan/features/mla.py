@@ -17,7 +17,7 @@ class MultiHeadLatentAttention(LayerPart):
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "latent"
 
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
+    def needs_certificate(self, model: ModelSection) -> str | None:
         return None if model.mla is None else "model.mla"
 
     def parameters(self, model: ModelSection) -> Parameters:

@@ -141,7 +141,8 @@ def _for_generation(config: Config, world_size: int) -> Config:
     """Returns the configuration for generation: layers with a cache, no dropped tokens, no layout on one rank."""
     model: dict[str, Any] = {"backend": "torch"}
     if config.model.experts is not None:
-        model["experts"] = config.model.experts.model_copy(update={"capacity_factor": None})
+        of_ours = {"implementation": "auto"} if config.model.has_transformer_engine_experts else {}
+        model["experts"] = config.model.experts.model_copy(update={"capacity_factor": None, **of_ours})
     changes: dict[str, Any] = {"model": config.model.model_copy(update=model)}
     if world_size == 1:
         changes["layout"] = LayoutSection()

@@ -50,6 +50,24 @@ def _transformer_engine(place: Place) -> nn.Module:
     return build_with("te", place.config, place.groups)
 
 
+def _with_its_experts(place: Place) -> nn.Module:
+    return build_with("te", _with_implementation(place).config, place.groups)
+
+
+def _without_its_experts(place: Place) -> str | None:
+    if place.config.model.experts is None:
+        return "the model has no experts"
+    return _without_transformer_engine(_with_implementation(place))
+
+
+def _with_implementation(place: Place) -> Place:
+    config = place.config
+    assert config.model.experts is not None
+    experts = config.model.experts.model_copy(update={"implementation": "te"})
+    model = config.model.model_copy(update={"experts": experts})
+    return Place(config.model_copy(update={"model": model}), place.groups)
+
+
 def _without_transformer_engine(place: Place) -> str | None:
     return "; ".join((*absent(place.groups.device), *unbuildable(place.config))) or None
 
@@ -78,6 +96,7 @@ def _with_compilation(place: Place) -> Config:
 
 CANDIDATES = (
     Candidate("te", "TransformerEngine", _transformer_engine, _without_transformer_engine),
+    Candidate("te-experts", "TransformerEngine, experts as well", _with_its_experts, _without_its_experts),
     Candidate("compile", "torch.compile (train.compile=layers)", _compiled, _without_compiler),
 )
 NO_CANDIDATES = {

@@ -78,6 +78,9 @@ def few_layers(config: Sections, length: int) -> Config:
     """
     model = config.model
     num_layers = max(case.layer for case in cases_of(config)) + 1
+    experts = None if model.experts is None else model.experts.model_dump()
+    if experts is not None and model.has_transformer_engine_experts:
+        experts["implementation"] = "auto"  # a candidate of its own
     megatron = {name: value for name, value in model.megatron.items() if name != "gradient_accumulation_fusion"}
     if "no_rope_freq" in megatron:
         megatron["no_rope_freq"] = [int(not rotates(model, layer)) for layer in range(num_layers)]
@@ -94,6 +97,7 @@ def few_layers(config: Sections, length: int) -> Config:
             "hidden_dropout": 0.0,
             "sliding_window": None if model.sliding_window is None else min(model.sliding_window, max(2, length // 3)),
             "megatron": megatron,
+            "experts": experts,
         },
         "layout": {"cp": config.layout.cp, "cp_comm": config.layout.cp_comm},
         "train": {

@@ -86,6 +86,9 @@ def in_float32(model: ModelSection) -> dict[str, dict[str, Any]]:
     changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32", "fp8": None, "fp8_recipe": None}}
     if model.backend == "te":
         changed["model"] = {"backend": "auto"}
+    if model.experts is not None and model.has_transformer_engine_experts:
+        experts = model.experts.model_copy(update={"implementation": "auto"})
+        changed["model"] = {**changed.get("model", {}), "experts": experts.model_dump()}
     return changed
 
 

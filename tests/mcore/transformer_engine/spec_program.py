@@ -8,16 +8,18 @@ those for which te is refused, and the differences in parameters, buffers, place
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from mtrain.base.imports import faulty_gpu_packages, settle_gpu_packages
-from tests.mcore.transformer_engine import compiled_stand_in
+from tests.mcore.transformer_engine import compiled_stand_in, semantics
 from tests.paths import ROOT
 
 if __name__ == "__main__":
@@ -29,9 +31,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.fp8_utils import get_fp8_recipe
-from megatron.core.transformer.enums import AttnMaskType
-from torch import Tensor
-from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mtrain.base.errors import ConfigError
@@ -44,14 +43,23 @@ from mtrain.mcore.model.layer_spec import canonical_name, chosen_backend
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 from mtrain.mcore.model.transformer_config import transformer_config
 from mtrain.plan.layout import Layout
-from mtrain.verify.backend.cases import rows_like, starts_of
+from mtrain.verify.backend import candidates, worker
+from mtrain.verify.backend.cases import cases_of, few_layers
 
 WORLD_SIZE, RANK = 2, 1
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tp": 2, "sp": True}, {"pp": 2})
 Backend = Literal["torch", "te"]
-OPENED = ("qwen3_30b_a3b", "mixtral_8x7b")
+OPENED = ("qwen2_57b_a14b", "qwen3_30b_a3b", "mixtral_8x7b", "glm4.7_flash", "deepseek_v3")
 """Models that are refused without a certificate alone."""
-BACKENDS: tuple[Backend, ...] = ("torch", "te")
+DOCUMENTS = "data.isolate_documents=true"
+WINDOWS = ("model.sliding_window=9", "model.global_attention_every=2")
+VERIFIED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("qwen3_8b", (DOCUMENTS, *WINDOWS)),
+    ("mixtral_8x7b", ("model.linear_bias=true",)),
+    ("glm4.7_flash", (DOCUMENTS,)),
+    ("deepseek_v3", ()),
+)
+"""Models, with keys, whose layers are compared with the reference."""
 MARKS = {
     "tensor_model_parallel": False,
     "partition_dim": -1,
@@ -92,6 +100,13 @@ def small(path: Path, layout: dict[str, Any], *further: str) -> Config:
         "head_dim": 8,
         "vocab_size": 500,
     }
+    if configured(path).model.mla is not None:
+        del sizes["head_dim"]
+        latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+        sizes |= {"num_attention_heads": 4, **{f"mla.{key}": size for key, size in latent.items()}}
+    if configured(path).model.experts is not None:  # with some dense layers
+        sizes |= {f"experts.{key}": size for key, size in {"num_experts": 16, "ffn_hidden_size": 32}.items()}
+        sizes["experts.first_dense_layers"] = 1
     keys = {f"model.{key}": value for key, value in sizes.items()}
     keys |= {f"layout.{key}": str(value).lower() for key, value in layout.items()}
     return configured(path, [*(f"{key}={value}" for key, value in keys.items()), *further])
@@ -99,25 +114,52 @@ def small(path: Path, layout: dict[str, Any], *further: str) -> Config:
 
 def built(config: Config, groups: Groups, backend: Backend) -> Any:
     """Builds a chunk of the model with its initial weights."""
+    vars(build)["chosen_backend"] = lambda *given: backend
     with torch.no_grad():
-        try:
-            vars(build)["chosen_backend"] = lambda *given: backend
-            torch.cuda.is_available = lambda: backend == "te"  # its modules refuse to be made without one
+        with a_gpu() if backend == "te" else nullcontext():
             _, (chunk,) = build._build_chunks(config, groups)
-        finally:
-            torch.cuda.is_available = _is_available
         draw_weights(chunk, config, groups)
     return chunk
+
+
+@contextmanager
+def a_gpu() -> Iterator[None]:
+    """Lets a block make TransformerEngine's modules, which refuse that without a GPU."""
+    torch.cuda.is_available = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = _is_available
+
+
+def parameters(chunk: Any) -> dict[str, list[Any]]:
+    """Returns the parameters by name: of experts a tensor for each, whether or not they are stacked."""
+    found: dict[str, list[Any]] = {}
+    for name, parameter in chunk.named_parameters():
+        stack, parts = canonical_name(name), [parameter]
+        if ".mlp.experts." in name:
+            stack = stack.rstrip("0123456789")
+            if stack == canonical_name(name):
+                parts = list(parameter.detach().unbind())
+                for part in parts:
+                    vars(part).update(vars(parameter))
+                    part.requires_grad_(parameter.requires_grad)
+        found.setdefault(stack, []).extend(parts)
+    return found
 
 
 def described(chunk: Any, groups: Groups) -> dict[str, Any]:
     """Describes the contents of a chunk, by kind and name."""
     found: dict[str, Any] = {}
-    for name, parameter in chunk.named_parameters():
-        facts = {mark: getattr(parameter, mark, default) for mark, default in MARKS.items()}
-        facts |= {"shape": list(parameter.shape), "dtype": str(parameter.dtype), "learns": parameter.requires_grad}
-        found[f"parameter {canonical_name(name)}"] = facts
-        found[f"weights {canonical_name(name)}"] = parameter.detach().view(torch.uint8).numpy().tobytes().hex()
+    for name, parts in parameters(chunk).items():
+        first = parts[0]
+        for parameter in parts:
+            facts = {mark: getattr(parameter, mark, default) for mark, default in MARKS.items()}
+            facts |= {"shape": list(first.shape), "dtype": str(parameter.dtype), "learns": parameter.requires_grad}
+            assert found.setdefault(f"parameter {name}", facts) == facts
+        found[f"weights {name}"] = "".join(
+            part.detach().contiguous().view(torch.uint8).numpy().tobytes().hex() for part in parts
+        )
     for name, buffer in chunk.named_buffers():
         found[f"buffer {canonical_name(name)}"] = [list(buffer.shape), str(buffer.dtype)]
     for place in sharded_parameters([chunk], groups):
@@ -139,10 +181,10 @@ def described(chunk: Any, groups: Groups) -> dict[str, Any]:
 
 
 def compare(path: Path, layout: dict[str, Any], *further: str) -> list[str]:
-    """Lists the differences between both backends."""
-    config = small(path, layout, *further)
-    with opened_groups(Layout.from_config(config, WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
-        ours, theirs = (described(built(config, groups, backend), groups) for backend in BACKENDS)
+    """Lists the differences between both backends, of which TransformerEngine's has further keys."""
+    configs: dict[Backend, Config] = {"torch": small(path, layout), "te": small(path, layout, *further)}
+    with opened_groups(Layout.from_config(configs["te"], WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
+        ours, theirs = (described(built(config, groups, backend), groups) for backend, config in configs.items())
     assert {name.partition(" ")[0] for name in ours} >= {"parameter", "weights", "place"}
     return [
         f"{path.stem} {layout} {name}: {str(ours.get(name))[:200]} in ours, {str(theirs.get(name))[:200]} in theirs"
@@ -151,45 +193,45 @@ def compare(path: Path, layout: dict[str, Any], *further: str) -> list[str]:
     ]
 
 
-def by_cu_seqlens(attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any) -> Tensor:
-    """Attends as TransformerEngine documents its packed form, one document after the other, [tokens, heads, dim]."""
-    assert (mask, options["qkv_format"], options["attn_mask_type"]) == (None, "thd", "padding_causal")
-    ends = options["cu_seqlens_q"].tolist()
-    assert ends == options["cu_seqlens_kv"].tolist()
-    lengths = [end - start for start, end in pairwise(ends)]
-    assert max(lengths) == options["max_seqlen_q"] == options["max_seqlen_kv"]
-    left, right = attention.window_size
-    assert right == 0
-    found = []
-    for parts in zip(*(torch.split(part, lengths) for part in (query, key, value)), strict=True):
-        places = torch.arange(len(parts[0]))
-        distance = places[:, None] - places
-        seen = (distance >= 0) & ((distance <= left) | (left < 0))
-        queries, keys, values = (part.transpose(0, 1) for part in parts)
-        output = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
-        found.append(output.transpose(0, 1))
-    return torch.cat(found).flatten(1)
+def verified(path: Path, *further: str) -> dict[str, float]:
+    """Compares layers by TransformerEngine's documented semantics with the reference, as `mtrain verify backend` does.
 
-
-def document_error(path: Path) -> float:
-    """Returns the largest difference between both core attentions on rows of documents, with a window and without."""
-    from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
-
-    DotProductAttention.forward = by_cu_seqlens
-    config = small(path, {}, "model.sliding_window=9", "model.global_attention_every=2", "data.isolate_documents=true")
-    worst = 0.0
-    with opened_groups(Layout.from_config(config, WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
-        chunks = [built(config, groups, backend) for backend in BACKENDS]
-        starts = starts_of(rows_like(True, 2, 64, torch.device("cpu")))
-        for layers in zip(*(chunk.decoder.layers for chunk in chunks), strict=True):
-            ours, theirs = (layer.self_attention.core_attention for layer in layers)
-            generator = torch.Generator().manual_seed(0)
-            heads = config.model.num_attention_heads, config.model.query_groups, config.model.query_groups
-            given = [torch.randn(64, 2, number, config.model.head_size, generator=generator) for number in heads]
-            mask_type = AttnMaskType.causal
-            outputs = [core(*given, starts, attn_mask_type=mask_type) for core in (ours, theirs)]
-            worst = max(worst, float((outputs[0] - outputs[1]).abs().max()))
+    Returns:
+        Candidate and kind of layer -> error of its worst tensor, in units of the tolerance.
+    """
+    user, worst = small(path, {}, *further), {}
+    few, cases = few_layers(user, 64), cases_of(user)
+    vars(candidates)["absent"] = lambda device: []
+    with opened_groups(Layout(dp=WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
+        for each in candidates.CANDIDATES[:2]:
+            on_a_gpu = dataclasses.replace(each, build=partial(_built, each))
+            found = worker.compare(groups, worker.BackendJob(few, on_a_gpu, cases, (1, 64), 1))
+            for case, result in [] if isinstance(found, str) else zip(cases, found, strict=True):
+                name = f"{path.stem} {each.name} {case.name}"
+                worst[name] = max(error.candidate / error.tolerance for error in result.errors)
     return worst
+
+
+def _built(candidate: candidates.Candidate, place: candidates.Place) -> torch.nn.Module:
+    with torch.no_grad(), a_gpu():
+        return candidate.build(place)
+
+
+def padding_error(path: Path) -> float:
+    """Returns the largest difference between experts with and without the padding that products in 8 bits need."""
+    with opened_groups(Layout.from_config(small(path, {}), WORLD_SIZE), torch.device("cpu"), 1, 60) as groups:
+        chunk: Any = built(small(path, {}, "model.experts.implementation=te"), groups, "te")
+        experts = chunk.decoder.layers[-1].mlp.experts
+        counts = torch.tensor([3, 0, 16, 17, *[1] * (experts.num_local_experts - 4)])
+        generator = torch.Generator().manual_seed(0)
+        num_tokens = int(counts.sum())
+        tokens = torch.randn(num_tokens, chunk.config.hidden_size, generator=generator).to(torch.bfloat16)
+        given = tokens, counts, torch.rand(num_tokens, generator=generator)
+        outputs = []
+        for fp8 in (None, "hybrid"):
+            experts.config.fp8 = fp8
+            outputs.append(experts(*given)[0])
+    return float((outputs[0] - outputs[1]).abs().max())
 
 
 def recipes(path: Path) -> dict[str, str]:
@@ -208,15 +250,16 @@ def main() -> None:
     assert faulty_gpu_packages() == {}
     warnings.simplefilter("ignore")  # from TransformerEngine, and about timeouts, which a fake world does not have
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
+    semantics.install()
     paths = sorted((ROOT / "configs" / "model").glob("*.yaml"))
     refused = [path for path in paths if is_refused(configured(path))]
     compared = [path for path in paths if path not in refused and path.stem in (sys.argv[2:] or [path.stem])]
     differences = [line for path in compared for layout in LAYOUTS for line in compare(path, layout)]
     differences += compare(compared[0], {}, "train.fp8=hybrid")
     for path in paths:
-        if path.stem in OPENED:  # with some dense layers
-            keys = ("model.experts.ffn_hidden_size=32", "model.experts.first_dense_layers=1")
-            differences += [line for layout in (*LAYOUTS, {"ep": 2}) for line in compare(path, layout, *keys)]
+        if path.stem in OPENED:
+            for keys in ((), ("model.experts.implementation=te",)):
+                differences += [line for layout in (*LAYOUTS, {"ep": 2}) for line in compare(path, layout, *keys)]
     names = {kind: [path.stem for path in found] for kind, found in (("compared", compared), ("refused", refused))}
     print(
         json.dumps(
@@ -224,7 +267,12 @@ def main() -> None:
                 **names,
                 "differences": differences,
                 "recipes": recipes(compared[0]),
-                "documents": document_error(compared[0]),
+                "verified": {
+                    name: error
+                    for stem, keys in VERIFIED
+                    for name, error in verified(ROOT / "configs" / "model" / f"{stem}.yaml", *keys).items()
+                },
+                "padding": padding_error(ROOT / "configs" / "model" / "mixtral_8x7b.yaml"),
             }
         )
     )

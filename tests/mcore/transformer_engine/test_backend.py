@@ -1,5 +1,10 @@
 """The layers that a run gets, as if there were a GPU and TransformerEngine."""
 
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +14,15 @@ import torch
 
 from mtrain.base.certificate import Certificate, Comparison
 from mtrain.base.errors import ConfigError
+from mtrain.config.known_issues import beyond_transformer_engine
 from mtrain.mcore.model import build, certified, layer_spec
 from mtrain.mcore.model.certified import layers_of
 from mtrain.mcore.model.layer_spec import choose, chosen_backend
+from mtrain.plan.features import FEATURES
 from mtrain.training import trainer
 from tests.config.samples import config
 from tests.messages import refuses
+from tests.paths import ROOT
 
 CUDA = torch.device("cuda")
 IN_8_BITS: dict[str, Any] = {"train__fp8": "hybrid"}
@@ -67,17 +75,26 @@ def test_without_transformer_engine_auto_takes_torch_and_te_is_refused(monkeypat
 
 EXPERTS: dict[str, Any] = {"model__experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}}
 DOCUMENTS: dict[str, Any] = {"data__isolate_documents": True}
+LATENT: dict[str, Any] = {
+    "model__mla": {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    "model__num_query_groups": None,
+}
+ITS_EXPERTS: dict[str, Any] = {"model__experts": {**EXPERTS["model__experts"], "implementation": "te"}}
 
 
-def certify(folder: Path, changes: dict[str, Any], machine: dict[str, str] = MACHINE, **found: Any) -> str:
+def certify(
+    folder: Path, changes: dict[str, Any], machine: dict[str, str] = MACHINE, candidate: str = "te", **found: Any
+) -> str:
     """Writes a certificate of TransformerEngine's layers, which are right and twice as fast unless `found` differs."""
     comparison = Comparison(**{"passed": True, "ms": 1.0, "own_ms": 2.0, **found})
     layers = layers_of(config(**changes))
-    return Certificate("now", machine, layers, {"te": comparison}).save(folder).name
+    return Certificate("now", machine, layers, {candidate: comparison}).save(folder).name
 
 
 @pytest.mark.usefixtures("_with_transformer_engine")
-@pytest.mark.parametrize("changes", [{}, DOCUMENTS, EXPERTS], ids=["plain", "documents", "experts"])
+@pytest.mark.parametrize(
+    "changes", [{}, DOCUMENTS, EXPERTS, LATENT], ids=["plain", "documents", "experts", "latent attention"]
+)
 @pytest.mark.parametrize(
     ("found", "expected"), [({}, "te"), ({"own_ms": 0.5}, "torch"), ({"passed": False}, "torch")], ids=str
 )
@@ -117,6 +134,7 @@ def test_what_certificates_cannot_open_stays_with_torch(tmp_path: Path) -> None:
         {"adapter": {"kind": "lora", "rank": 2, "targets": ["qkv"]}},
         {**DOCUMENTS, "layout": {"cp": 2}},
         {"model__attention_sinks": True},
+        {"eval__prompts": ["a"], "eval__interval_steps": 1, "data__tokenizer": "x"},
     ):
         certify(tmp_path, changes)
         chosen = choose(config(**changes), CUDA)
@@ -151,11 +169,29 @@ def test_layers_that_failed_are_refused_by_name_and_under_fp8(tmp_path: Path) ->
     certify(tmp_path, IN_8_BITS, own_ms=0.5)
     assert chosen_backend(config(**IN_8_BITS), CUDA) == "te", "ours have no fp8"
     certify(tmp_path, IN_8_BITS | EXPERTS)
-    with refuses(ConfigError, "train.fp8=hybrid", "model.experts"):
+    with refuses(ConfigError, "train.fp8=hybrid", "model.experts.implementation=te"):
         chosen_backend(config(**IN_8_BITS, **EXPERTS), CUDA)
     name = certify(tmp_path, IN_8_BITS, passed=False)
     with refuses(ConfigError, "train.fp8=hybrid", name):
         chosen_backend(config(**IN_8_BITS), CUDA)
+
+
+@pytest.mark.usefixtures("_with_transformer_engine")
+def test_its_experts_are_taken_by_name_with_a_certificate_of_their_own(tmp_path: Path) -> None:
+    assert layers_of(config(**ITS_EXPERTS)) == layers_of(config(**EXPERTS))
+    certify(tmp_path, EXPERTS)
+    with refuses(ConfigError, "model.experts.implementation=te", "certificate"):
+        choose(config(**ITS_EXPERTS), CUDA)
+    name = certify(tmp_path, EXPERTS, candidate="te-experts", own_ms=0.5)
+    chosen = choose(config(**ITS_EXPERTS), CUDA)
+    assert (chosen.backend, chosen.certificate) == ("te", name), "slower is not wrong, and they were asked for"
+    certify(tmp_path, EXPERTS | IN_8_BITS, candidate="te-experts")
+    assert chosen_backend(config(**ITS_EXPERTS, **IN_8_BITS), CUDA) == "te"
+    certify(tmp_path, EXPERTS, candidate="te-experts", passed=False)
+    with refuses(ConfigError, "model.experts.implementation=te", name):
+        choose(config(**ITS_EXPERTS), CUDA)
+    with refuses(ConfigError, "model.experts.implementation=te", "there is no GPU"):
+        choose(config(**ITS_EXPERTS), torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("_with_transformer_engine")
@@ -187,3 +223,20 @@ def test_a_run_folder_names_the_certificate(tmp_path: Path, monkeypatch: pytest.
     name = certify(tmp_path, {}, certified.machine_of(cpu))
     assert trainer._certificate(config(), cpu) == {"certificate": name}
     assert trainer._certificate(config(model__backend="torch"), cpu) == {}
+
+
+def named_keys(function: Any) -> Iterator[str]:
+    """Yields the keys of a configuration in the texts of a function."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"(?:model|train|data|layout|eval)\.[\w.]*\w|^adapter", node.value)
+
+
+def test_the_page_of_packages_names_every_key_that_stands_in_the_way() -> None:
+    text = (ROOT / "docs" / "gpu-packages.md").read_text().partition("## What TransformerEngine's layers do")[2]
+    rows = [line for line in text.partition("**What is proved.**")[0].splitlines() if line.startswith("| ")]
+    asked = [ask for each in FEATURES for ask in (each.needs_torch_layers, each.needs_certificate)]
+    functions = (layer_spec.unbuildable, layer_spec.uncertified, beyond_transformer_engine, *asked)
+    keys = {key for function in functions for key in named_keys(function)}
+    assert {"adapter", "data.packing", "model.attention_sinks", "model.mla", "train.compile"} < keys
+    assert {key for key in keys if not any(f"`{key}" in row for row in rows)} == set()

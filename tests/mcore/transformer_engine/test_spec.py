@@ -43,6 +43,8 @@ REFUSED = [
     "qwen2_57b_a14b",
     "qwen3_30b_a3b",
 ]
+BY_EXPERTS = ("te", "te-experts")
+"""Candidates of models with experts."""
 
 
 @pytest.mark.parametrize(  # tied tables, biases, norms of heads; the others are of the same parts
@@ -60,7 +62,18 @@ def test_layers_of_transformer_engine_have_the_parameters_of_ours(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["differences"] == []
-    assert found["documents"] < 1e-6
+    assert max(found["verified"].values()) < 1, "errors from the reference, in units of the tolerance"
+    assert {name.split(maxsplit=1)[1] for name in found["verified"]} == {
+        "te layer 0, window 9, documents",
+        "te layer 1, documents",
+        *(f"{each} layer 0" for each in BY_EXPERTS),
+        *(f"{each} layer 1, experts" for each in BY_EXPERTS),
+        *(f"{each} layer 0, latent attention" for each in BY_EXPERTS),
+        *(f"{each} layer 1, latent attention, experts" for each in BY_EXPERTS),
+        *(f"{each} layer 0, latent attention, documents" for each in BY_EXPERTS),
+        *(f"{each} layer 1, latent attention, experts, documents" for each in BY_EXPERTS),
+    }
+    assert found["padding"] == 0
     assert found["recipes"] == {
         "tensorwise": "Float8CurrentScaling HYBRID",
         "blockwise": "Float8BlockScaling HYBRID",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -13,9 +13,7 @@ from torch.nn import functional
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, Adapter
 from mtrain.mcore.model.moe.experts import Stack
-from mtrain.mcore.model.moe.grouped_gemm import chosen_product
-
-Implementation = Literal["auto", "grouped", "sequential"]
+from mtrain.mcore.model.moe.grouped_gemm import Implementation, chosen_product
 
 
 class ExpertAdapter(Adapter):

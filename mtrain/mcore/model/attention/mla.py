@@ -13,6 +13,8 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
@@ -57,52 +59,60 @@ class LatentAttention(MegatronModule):
         self._build_queries()
         self._build_keys_and_values()
         scale = latent_softmax_scale(latent, rope)
-        self.core_attention = LatentCore(config, layer_number, latent, scale, cp_comm_type, pg_collection)
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * latent.v_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=self.tp,
-        )
+        self.core_attention = self._core(layer_number, scale, cp_comm_type, pg_collection)
+        self.linear_proj = self._output_projection(config.num_attention_heads * latent.v_head_dim)
 
     def _build_queries(self) -> None:
         num_rows = self.config.num_attention_heads * self.latent.query_head_dim
         if self.latent.q_lora_rank is None:
             self.linear_q_proj = self._divided(self.config.hidden_size, num_rows)
             return
-        self.linear_q_down_proj = ReplicatedLinear(self.config, self.config.hidden_size, self.latent.q_lora_rank)
+        self.linear_q_down_proj = self._replicated(self.config.hidden_size, self.latent.q_lora_rank)
         self.q_layernorm = self._norm(self.latent.q_lora_rank)
         self.linear_q_up_proj = self._divided(self.latent.q_lora_rank, num_rows)
 
     def _build_keys_and_values(self) -> None:
         latent, rank = self.latent, self.latent.kv_lora_rank
-        self.linear_kv_down_proj = ReplicatedLinear(
-            self.config, self.config.hidden_size, rank + latent.qk_rope_head_dim
-        )
+        self.linear_kv_down_proj = self._replicated(self.config.hidden_size, rank + latent.qk_rope_head_dim)
         self.kv_layernorm = self._norm(rank)
         num_rows = self.config.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        self.linear_kv_up_proj = self._divided(rank, num_rows, KeyValueProjection)
+        self.linear_kv_up_proj = self._of_keys_and_values(rank, num_rows)
 
-    def _divided(
-        self, num_columns: int, num_rows: int, kind: type[ColumnParallelLinear] = ColumnParallelLinear
-    ) -> ColumnParallelLinear:
-        return kind(
-            num_columns,
-            num_rows,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp,
-        )
+    def _replicated(self, num_columns: int, num_rows: int) -> nn.Module:
+        return ReplicatedLinear(self.config, num_columns, num_rows)
 
-    def _norm(self, size: int) -> Norm:
-        return Norm(self.config, size, self.latent.norm_epsilon or self.config.layernorm_epsilon)
+    def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
+        return ColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
+
+    def _of_keys_and_values(self, num_columns: int, num_rows: int) -> nn.Module:
+        return KeyValueProjection(num_columns, num_rows, **self._options(), gather_output=False)
+
+    def _output_projection(self, num_columns: int) -> nn.Module:
+        options = self._options() | {"init_method": self.config.output_layer_init_method, "skip_bias_add": True}
+        return RowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
+
+    def _options(self) -> dict[str, Any]:
+        """Returns the arguments of all projections that are divided over TP."""
+        return {
+            "config": self.config,
+            "init_method": self.config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp,
+        }
+
+    def _norm(self, size: int) -> nn.Module:
+        return Norm(self.config, size, self._epsilon)
+
+    @property
+    def _epsilon(self) -> float:
+        return self.latent.norm_epsilon or self.config.layernorm_epsilon
+
+    def _core(
+        self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
+    ) -> nn.Module:
+        return LatentCore(self.config, layer_number, self.latent, scale, cp_comm_type, groups)
 
     def forward(
         self,
@@ -137,17 +147,23 @@ class LatentAttention(MegatronModule):
         assert inference_context is None
         assert packed_seq_params is None
         assert rotary_pos_emb is not None
-        query = self._queries(hidden_states, rotary_pos_emb)
-        latent, rotary_key = self._latent_and_rotary_key(hidden_states, rotary_pos_emb)
+        output, _ = self.linear_proj(self._context(hidden_states, rotary_pos_emb, attention_mask))
+        return output, None
+
+    def _context(self, hidden_states: Tensor, angles: Tensor, document_starts: Tensor | None) -> Tensor:
+        """Returns [seq_local, batch, heads_local * v_head_dim]."""
+        query = self._queries(hidden_states, angles)
+        latent, rotary_key = self._latent_and_rotary_key(hidden_states, angles)
         # keys and values are made inside the core: where it is recomputed, only their latents are kept until backward
-        arguments = (query, latent, rotary_key, self.linear_kv_up_proj(), attention_mask)
+        return self._attended(query, latent, rotary_key, self.linear_kv_up_proj(), document_starts)
+
+    def _attended(self, *arguments: Tensor | None) -> Tensor:
         if self.recomputes_core and self.training:
             # False: saved activations are not spread over TP
-            context = checkpoint(self.core_attention, False, *arguments)
-        else:
-            context = self.core_attention(*arguments)
-        output, _ = self.linear_proj(context)
-        return output, None
+            recomputed: Tensor = checkpoint(self.core_attention, False, *arguments)
+            return recomputed
+        context: Tensor = self.core_attention(*arguments)
+        return context
 
     def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
         """Returns [seq_local, batch, heads_local, nope + rope]."""

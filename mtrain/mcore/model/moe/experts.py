@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from mtrain.mcore.model.moe.grouped_gemm import Product, chosen_product, sequential
+from mtrain.mcore.model.moe.grouped_gemm import Implementation, Product, chosen_product, sequential
 from mtrain.mcore.model.swiglu import is_swiglu, swiglu
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
@@ -67,11 +67,16 @@ class Stack(nn.Module):
 
 def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    parameter: Any = nn.Parameter(value.to(device=device, dtype=config.params_dtype))
+    return marked(nn.Parameter(value.to(device=device, dtype=config.params_dtype)))
+
+
+def marked(parameter: Any) -> nn.Parameter:
+    """Marks a parameter of experts, as megatron-core's optimizer and gradient norm read it."""
     parameter.allreduce = False  # its replicas are those of the expert, not of the dense layers
     parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
     parameter.partition_dim, parameter.partition_stride = 0, 1
-    return parameter
+    own: nn.Parameter = parameter
+    return own
 
 
 class Experts(MegatronModule):
@@ -82,7 +87,7 @@ class Experts(MegatronModule):
         num_local_experts: int,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
-        implementation: Literal["auto", "grouped", "sequential"],
+        implementation: Implementation | Literal["te"],
         name: str | None = None,
     ) -> None:
         """
@@ -90,7 +95,7 @@ class Experts(MegatronModule):
             num_local_experts: Number of experts on this rank.
             config: Configuration with sizes, activation and biases.
             pg_collection: Expert, expert-tensor and expert-data groups.
-            implementation: Implementation of the products.
+            implementation: Implementation of the products; `te` for a subclass that has its own.
             name: Name of the module in the model, which newer versions of megatron-core pass; not used.
         """
         super().__init__(config)
@@ -100,11 +105,16 @@ class Experts(MegatronModule):
         # etp has its own group: experts may be divided differently from the dense layers' tp
         ffn = config.moe_ffn_hidden_size // self._etp.size()
         fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
-        self.linear_fc1 = Stack(config, num_local_experts, fc1_rows, config.hidden_size)
-        self.linear_fc2 = Stack(config, num_local_experts, config.hidden_size, ffn)
-        self.implementation: Literal["auto", "grouped", "sequential"] = implementation
         self._row_sizes = (config.hidden_size, fc1_rows, ffn)
-        chosen_product(implementation, self._row_sizes, self.linear_fc1.weight)  # refuses now, not in the first step
+        self.implementation: Implementation = "auto" if implementation == "te" else implementation
+        self._build(pg_collection)
+
+    def _build(self, groups: ProcessGroupCollection) -> None:
+        hidden_size, fc1_rows, ffn = self._row_sizes
+        self.linear_fc1 = Stack(self.config, self.num_local_experts, fc1_rows, hidden_size)
+        self.linear_fc2 = Stack(self.config, self.num_local_experts, hidden_size, ffn)
+        # refuses now, not in the first step
+        chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Computes the weighted outputs of all experts; with etp > 1, this rank's part of their sum.
@@ -151,21 +161,28 @@ class Experts(MegatronModule):
     ) -> dict[str, ShardedTensorFactory]:
         """Returns each expert's tensors under one key with an axis of all experts, named like megatron-core's."""
         return {
-            f"{prefix}{linear}.{kind}": ShardedTensorFactory(
-                key=f"{prefix}experts.{linear}.{kind}",
+            f"{prefix}{linear}.{name}": ShardedTensorFactory(
+                key=f"{prefix}experts.{linear}.{_kind(name)}",
                 data=parameter,
-                build_fn=self._builder(linear, kind, sharded_offsets),
+                build_fn=self._builder(linear, name, sharded_offsets),
                 merge_fn=_unused,
                 # only ranks of expert data parallelism hold the same numbers, in whatever dense group they are
                 replica_id=(0, 0, self._edp.rank()),
             )
             for linear, stack in self.named_children()
-            for kind, parameter in stack.named_parameters()
+            for name, parameter in stack.named_parameters()
         }
 
-    def _builder(self, linear: str, kind: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
-        """Returns a function that cuts a stack into shards of the global tensor [outer axes, num_experts, ...]."""
-        first = self._ep.rank() * self.num_local_experts
+    def _builder(self, linear: str, name: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
+        """Returns a function that cuts a parameter into shards of the global tensor [outer axes, num_experts, ...].
+
+        Args:
+            linear: Name of the projection.
+            name: Name of the parameter: `weight` or `bias` of all experts, or with the number of the only one.
+            outer: Places of the layer along the outer axes.
+        """
+        kind = _kind(name)
+        first = self._ep.rank() * self.num_local_experts + int(name.removeprefix(kind) or 0)
         count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
         is_divided = kind == "weight" or linear == "linear_fc1"
         size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
@@ -184,11 +201,16 @@ class Experts(MegatronModule):
                     prepend_axis_num=depth,
                 )
                 # views: what is read into a shard is in the stack
-                for number, values in enumerate(stack.detach())
+                for number, values in enumerate(stack.detach() if name == kind else stack.detach().unsqueeze(0))
                 for index, part in enumerate(values.chunk(num_parts))
             ]
 
         return build
+
+
+def _kind(name: str) -> str:
+    """Returns `weight` or `bias`, the name of a parameter without the number of an expert."""
+    return name.rstrip("0123456789")
 
 
 def _unused(parts: object) -> Tensor:

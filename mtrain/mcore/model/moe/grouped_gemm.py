@@ -17,6 +17,8 @@ from torch.utils import deterministic
 from mtrain.base.errors import ConfigError
 from mtrain.mcore.model.products import widened_linear
 
+Implementation = Literal["auto", "grouped", "sequential"]
+"""Value of `model.experts.implementation` that names products of ours."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64) -> [count, out]."""
 
@@ -38,9 +40,7 @@ def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
 
-def chosen_product(
-    implementation: Literal["auto", "grouped", "sequential"], sizes: tuple[int, ...], weight: Tensor
-) -> Product:
+def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weight: Tensor) -> Product:
     """Returns the product for weights like `weight`.
 
     Args:

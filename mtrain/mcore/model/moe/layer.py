@@ -96,10 +96,14 @@ def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
 
     It is a class, since megatron-core 0.16.1 warns of each ModuleSpec whose class is not one of its own.
     """
-    shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    module, shared = Experts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if section.implementation == "te":
+        from mtrain.mcore.model.moe import te_experts  # there where TransformerEngine is
+
+        module, shared = te_experts.TransformerEngineExperts, te_experts.SHARED_EXPERTS
     submodules = MoESubmodules(
         router=partial(Router, section=section),
-        experts=ModuleSpec(module=Experts, params={"implementation": section.implementation}),
+        experts=ModuleSpec(module=module, params={"implementation": section.implementation}),
         shared_experts=ModuleSpec(module=SharedExperts, submodules=shared),
     )
     build = partialmethod(ExpertsLayer.__init__, submodules=submodules)
