@@ -150,10 +150,10 @@ def command_line() -> str:
         for name, command in commands():
             if name.split()[0] not in verbs:
                 continue
-            text = inspect.cleandoc(command.help or "")
+            text = linked(inspect.cleandoc(command.help or ""))
             lines += [f"\n### `mtrain {name}`\n", text, f"\n```sh\n{shown[name]}\n```\n"]
             rows = list(rows_of(command, name))
-            lines += ["| | |", "|---|---|", *rows] if rows else []
+            lines += ["| argument | meaning |", "|---|---|", *rows] if rows else []
     intro = """
 `mtrain VERB --help` says the same. CONFIG... are YAML files, merged left to right, then single values as
 [`section.key=value`](configuration.md). What a verb's end means: [exit codes](exit-codes.md).
