@@ -135,7 +135,7 @@ def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) ->
     chunk = min(chunk, seq)
     query, key, value, log_decay, beta = (_by_chunk(part, heads, chunk) for part in tokens)
     query, key = _unit(query) / math.sqrt(key_dim), _unit(key)
-    spans, from_start = _span_sums(log_decay), log_decay.cumsum(-1)
+    spans, from_start = _sums(log_decay)
     order = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
     if document_starts is not None:
         seen, sees_start = _inside_documents(document_starts.to(key.device), seq, chunk)
@@ -178,15 +178,19 @@ def _unit(vectors: Tensor) -> Tensor:
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
 
 
-def _span_sums(log_decay: Tensor) -> Tensor:
-    """Returns [..., chunk, chunk]: sums of log decays after token j up to token i, 0 where i <= j.
+def _sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums log decays.
 
-    Not as differences of sums from the start, in which a strong decay earlier in the chunk takes the bits of the weak
-    ones after it, even where it belongs to another document.
+    Returns:
+        [..., chunk, chunk] of the tokens after j up to i, and [..., chunk] of those up to each.
     """
+    # A span is the difference of two sums. In float32 a strong decay earlier in the chunk would take the bits of the
+    # weak ones after it, even where it belongs to another document. A product, since torch refuses cumsum on a GPU in
+    # a deterministic run.
     size = log_decay.shape[-1]
-    below = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
-    return log_decay.unsqueeze(-1).masked_fill(~below, 0).cumsum(-2)
+    sums = log_decay.double() @ torch.ones(size, size, dtype=torch.float64, device=log_decay.device).triu()
+    spans = sums.unsqueeze(-1) - sums.unsqueeze(-2)
+    return spans.to(log_decay.dtype), sums.to(log_decay.dtype)
 
 
 def _inside_documents(document_starts: Tensor, seq: int, chunk: int) -> tuple[Tensor, Tensor]:
