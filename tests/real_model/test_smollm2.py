@@ -19,7 +19,8 @@ from tests.real_model.smollm2 import EXAMPLE, conversations, questions, real_mod
 from tests.warm import program_environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
-TRAINING = (str(EXAMPLE / "finetune.yaml"), "run.dir=run", "data.cache_dir=cache", "train.num_steps=2")
+_CONSTANT = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+TRAINING = (str(EXAMPLE / "finetune.yaml"), "run.dir=run", "data.cache_dir=cache", "train.num_steps=2", *_CONSTANT)
 
 
 def mtrain(folder: Path, *arguments: str) -> str:
@@ -74,7 +75,7 @@ def test_packed_rows_on_two_ranks_are_conversations_on_one(tmp_path: Path) -> No
 
 def test_first_steps_are_those_of_transformers(tmp_path: Path) -> None:
     """The padding token of this model ends messages, so its row of the embedding has a gradient."""
-    whole = ("adapter=null", "optimizer.lr=1e-5", "optimizer.warmup_steps=0", "train.global_batch_size=4")
+    whole = ("adapter=null", "optimizer.lr=1e-5", "train.global_batch_size=4")
     check = ("--hf", str(real_model()), "--steps", "2", "--layouts", "cp2", "--output", "report")
     assert "PASS" in mtrain(tmp_path, "verify", "hf", *settings(), *whole, *check).upper()
     assert json.loads((tmp_path / "report" / "hf.json").read_text())["passed"] is True
