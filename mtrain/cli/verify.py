@@ -181,6 +181,10 @@ def backend(
     inject: Annotated[
         str | None, typer.Option(metavar="NAME", help="Compares layers with a known fault, to see it found.")
     ] = None,
+    unless_certified: Annotated[
+        bool,
+        typer.Option("--unless-certified", help="Ends at once where a certificate is of these layers and machine."),
+    ] = False,
     list_injections: Annotated[
         bool,
         typer.Option(
@@ -192,13 +196,16 @@ def backend(
 
     def run(config: "Config") -> "Report":
         from mtrain.base.certificate import certificate_folder
-        from mtrain.verify.backend.run import BackendRequest, verify_backend  # loads torch
+        from mtrain.verify.backend.run import BackendRequest, known_certificate, verify_backend  # loads torch
 
+        folder = certificate_folder() if certificates is None else certificates
+        if unless_certified and (name := known_certificate(config, folder)):
+            _show(f"certificate: {folder / name} is of these layers on this machine")
+            sys.exit(0)
         request = BackendRequest(inject, " ".join(["mtrain", *sys.argv[1:]]))
         outcome = verify_backend(config, request, _show)
         if inject is None and outcome.certificate.candidates:
-            path = outcome.certificate.save(certificate_folder() if certificates is None else certificates)
-            _show(f"certificate: {path}")
+            _show(f"certificate: {outcome.certificate.save(folder)}")
         return outcome.report
 
     start = () if device is None else (f"train.device={device}",)

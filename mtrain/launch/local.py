@@ -47,8 +47,15 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Function looked up here, since a forked child must not wait for the loader's lock; None outside of Linux."""
 
 
-def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]) -> int:
+def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str], certifies: bool = False) -> int:
     """Trains with `num_ranks` ranks on this machine and returns the exit code.
+
+    Args:
+        num_ranks: Number of ranks.
+        paths: Files of the configuration.
+        overrides: Overrides of keys.
+        certifies: Whether `mtrain verify backend` runs first, where no certificate is of these layers and this machine.
+            Layers that fail there are not taken; where it cannot run, no rank starts.
 
     Raises:
         ConfigError: The configuration is wrong; no rank was started.
@@ -58,7 +65,12 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
         warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 reports them
         config = load_config(paths, overrides)
     Layout.from_config(config, num_ranks)
-    command = [sys.executable, "-m", "mtrain", "train", *map(str, paths), *overrides]
+    program, given = [sys.executable, "-m", "mtrain"], [*map(str, paths), *overrides]
+    if certifies:
+        checked = subprocess.run([*program, "verify", "backend", *given, "--unless-certified"], check=False)
+        if checked.returncode not in (0, 1):  # 1: a candidate is wrong, and its certificate says so
+            return checked.returncode if checked.returncode > 0 else 128 - checked.returncode
+    command = [*program, "train", *given]
     folder = Path(config.run.dir)
     # where there is a watchdog it reports first, as it knows more
     patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from mtrain.base.certificate import Certificate, Comparison
 from mtrain.base.signals import STOP_SIGNALS
 from mtrain.cli.main import app
+from mtrain.config.load import load_config
 from mtrain.launch.local import run_ranks
+from mtrain.mcore.model.certified import layers_of, machine_of
+from tests.config.samples import config
 from tests.fault_table import Notice
 
 LAUNCHER = """
@@ -341,3 +346,39 @@ def test_a_program_of_ones_own_runs_on_all_ranks(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in range(2)] == 2 * ["__main__ 2 layout.tp=2 more False"]
     missing = CliRunner().invoke(app, ["launch", "local", "-n", "2", str(tmp_path / "none.py")])
     assert missing.exit_code == 2
+
+
+def written(folder: Path) -> str:
+    """Writes the configuration of a run of one step."""
+    few = {
+        "model__num_layers": 1,
+        "train__num_steps": 1,
+        "train__global_batch_size": 2,
+        "run__dir": str(folder / "run"),
+    }
+    (folder / "run.yaml").write_text(config(**few).model_dump_json(exclude_unset=True))
+    return str(folder / "run.yaml")
+
+
+def test_no_rank_starts_where_layers_cannot_be_certified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = [written(tmp_path), f"run.dir={tmp_path / 'run'}", "train.device=cuda"]
+    assert CliRunner().invoke(app, ["launch", "local", "-n", "1", *run, "--certify"]).exit_code == 7
+    assert "train.device=cuda needs a GPU" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "logs").exists()
+    program = tmp_path / "own.py"
+    refused = CliRunner().invoke(app, ["launch", "local", "-n", "1", str(program), "--certify"])
+    assert refused.exit_code == 2
+    assert "--certify compares the layers of a configuration" in refused.output
+
+
+@pytest.mark.nightly
+def test_a_run_with_a_certificate_starts_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path))
+    path, machine = written(tmp_path), machine_of(torch.device("cpu"))
+    found = {"te": Comparison(True, 1.0, 2.0)}
+    name = Certificate("now", machine, layers_of(load_config([Path(path)])), found).save(tmp_path).name
+    assert CliRunner().invoke(app, ["launch", "local", "-n", "1", path, "--certify"]).exit_code == 0
+    assert f"{name} is of these layers on this machine" in capfd.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").exists()

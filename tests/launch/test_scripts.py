@@ -25,6 +25,7 @@ SCRIPTS = [
 
 SRUN = """#!/bin/bash
 printf '%s|' "$@" MASTER "$MASTER_ADDR" "$MASTER_PORT" > "$CALLS/arguments"
+printf '%s|' "$@" >> "$CALLS/steps"; echo >> "$CALLS/steps"
 [[ -z ${SHOW_ENVIRONMENT:-} ]] || env > "$CALLS/environment"
 [[ -n ${SRUN_TELLS:-} ]] && { sleep 0.05; printf '%s\n' "$SRUN_TELLS" > "$RUN_DIR/failure.txt"; }
 [[ -n ${SRUN_CODE:-} ]] && exit "$SRUN_CODE"
@@ -110,6 +111,20 @@ def test_arguments_reach_the_ranks_unchanged(tmp_path: Path) -> None:
         f"data.tokenizer={name}|run.dir={tmp_path}|MASTER|n3|22345|"
     )
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("code", ["0", "1"])
+def test_layers_are_certified_before_the_ranks_start(
+    tmp_path: Path, code: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (ROOT / "launch" / "slurm.sbatch").read_text().replace("certify=    ", "certify=yes ")
+    (tmp_path / "job.sbatch").write_text(script)
+    assert finish(start(tmp_path, str(tmp_path), "x.yaml", SRUN_CODE=code)) == int(code)
+    first, second = (tmp_path / "steps").read_text().splitlines()
+    assert "--nodes=1|--ntasks=1|--ntasks-per-node=1|python|-m|mtrain|verify|backend|x.yaml|" in first
+    assert first.endswith(f"run.dir={tmp_path}|--unless-certified|")
+    assert "mtrain|train|x.yaml" in second, "whatever the comparison has found"
+    assert ("verify backend ended with exit code 1" in capfd.readouterr().out) == (code == "1")
 
 
 def wait_for(path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from mtrain.base.errors import ConfigError
 from mtrain.base.ground import require_ground
 from mtrain.cli.arguments import ConfigArguments, SectionedCommand, split_arguments
 from mtrain.cli.launch.kubernetes import kubernetes, torchrun
@@ -23,6 +24,9 @@ launch_app.command()(torchrun)
 def local(
     arguments: ConfigArguments,
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks to start.", show_default=False)],
+    certify: Annotated[
+        bool, typer.Option("--certify", help="First mtrain verify backend, where no certificate is of these layers.")
+    ] = False,
 ) -> None:
     """Trains with several ranks on this machine; where the first argument is a .py file, runs that program instead."""
     with one_message():
@@ -30,7 +34,12 @@ def local(
         from mtrain.launch.local import launch_local, launch_program
 
         if arguments[0].endswith(".py"):
+            if certify:
+                raise ConfigError(
+                    f"--certify compares the layers of a configuration, but {arguments[0]} is a program; run `mtrain "
+                    "verify backend` with its YAML files first"
+                )
             code = launch_program(num_ranks, Path(arguments[0]), arguments[1:])
         else:
-            code = launch_local(num_ranks, *split_arguments(arguments))
+            code = launch_local(num_ranks, *split_arguments(arguments), certifies=certify)
     raise typer.Exit(code)

@@ -29,6 +29,9 @@ _EnvFile = Annotated[Path | None, _of(_RANKS, "NAME=VALUE lines for the ranks; m
 _Image = Annotated[str | None, _of(_IMAGE, "Image.")]
 _Runtime = Annotated[str, _of(_IMAGE, "pyxis or apptainer.")]
 _Mounts = Annotated[str | None, _of(_IMAGE, "HOST[:CONTAINER], by commas.")]
+_Certify = Annotated[
+    bool, _of(_RANKS, "First mtrain verify backend on a node, where no certificate is of these layers.")
+]
 _WithoutFiles = Annotated[
     bool, typer.Option("--without-files", help="Do not look at files and disks: this node does not see the job's.")
 ]
@@ -53,6 +56,7 @@ def slurm(
     container: _Image = None,
     container_runtime: _Runtime = "pyxis",
     mounts: _Mounts = None,
+    certify: _Certify = False,
     without_files: _WithoutFiles = False,
     dry_run: _DryRun = False,
 ) -> None:
@@ -64,7 +68,7 @@ def slurm(
         places = (partition, account, qos, time, name)
         image = (container, runtime_named(container_runtime), tuple(mounts.split(",")) if mounts else ())
         ranks = (gpus_per_node, gpus_per_task, ntasks_per_node, cpus_per_task)
-        options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()))
+        options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()), certify)
         options, notes = with_defaults(options, os.environ)
         typer.echo("".join(f"{note}\n" for note in notes), nl=False, err=True)
         paths, overrides = split_arguments(arguments)

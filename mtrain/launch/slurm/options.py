@@ -68,6 +68,8 @@ class SlurmOptions:
     """Number of times that a failed job is started again."""
     more: tuple[str, ...] = ()
     """Further options of sbatch, such as `reservation=weekend`."""
+    certifies: bool = False
+    """Whether the job first runs `mtrain verify backend` on a node, where no certificate is of its layers there."""
 
     def __post_init__(self) -> None:
         """Checks every value.

@@ -72,6 +72,7 @@ def render(job: SlurmJob) -> str:
         f"srun_options={_array([*_ranks(job.options), *in_container])}",
         f"env_file={env_file}",
         f"max_retries={job.options.max_retries}",
+        f"certify={'yes' if job.options.certifies else ''}",
     ]
     head = ["#!/usr/bin/env bash", "# Written by `mtrain launch slurm`; may be submitted again with sbatch."]
     lines = [*head, *(f"#SBATCH {directive}" for directive in directives), "", "# What this job runs.", *settings, ""]

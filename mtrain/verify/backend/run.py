@@ -7,13 +7,15 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mtrain.base.certificate import Certificate, Comparison
+from mtrain.base.certificate import Certificate, Comparison, certificates
 from mtrain.base.errors import ConfigError, MtrainError
 from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
 from mtrain.mcore.model.certified import layers_of, machine_of
 from mtrain.plan.layout import Layout
 from mtrain.verify.backend.candidates import CANDIDATES, NO_CANDIDATES, Candidate
@@ -105,6 +107,13 @@ def verify_backend(
     )
     candidates_found = {candidate.name: each for candidate, each in compared.items()}
     return Certified(report, Certificate(created, machine, layers_of(config), candidates_found))
+
+
+def known_certificate(config: Sections, folder: Path) -> str:
+    """Returns the file name of the certificate of these layers on this machine; empty where there is none."""
+    device, _ = device_for(config.train, max_ranks=1)
+    asked, here = layers_of(config), machine_of(torch.device(device))
+    return next((each.name for each in certificates(folder) if (each.layers, each.machine) == (asked, here)), "")
 
 
 def _planted(name: str) -> Candidate:
