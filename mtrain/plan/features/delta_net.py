@@ -49,15 +49,16 @@ class GatedDeltaNet(LayerPart):
         return convolved + 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names K the key heads, R the value heads of each, p the rows of a key head in the projection, u those that
-        the convolution reads, x the dimensions of a key head and y those of a value head."""
+        """Names K the key heads, r the value heads of each, p the rows of a key head in the projection, w those that
+        the convolution reads, i its tokens, x the dimensions of a key head and y those of a value head."""
         net = _section(model)
         rows = _rows_of_key_head(net)
         return {
             "K": net.num_key_heads,
-            "R": net.num_value_heads // net.num_key_heads,
+            "r": net.num_value_heads // net.num_key_heads,
             "p": sum(rows),
-            "u": rows[0],
+            "w": rows[0],
+            "i": net.conv_kernel,
             "x": net.key_head_dim,
             "y": net.value_head_dim,
         }
