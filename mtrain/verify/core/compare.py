@@ -15,7 +15,7 @@ from mtrain.verify.core.exact import Exact
 from mtrain.verify.core.inputs import Fields, rate_deviations, sample_deviations
 from mtrain.verify.core.layouts import Prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Tolerance
-from mtrain.verify.core.tolerances import update_tolerance
+from mtrain.verify.core.tolerances import amplified, update_tolerance
 from mtrain.verify.core.weights import TABLES, Arrays, Whole
 from mtrain.verify.core.worker import Outcome, disagreement
 from mtrain.verify.reference.adamw import Moments, Updated
@@ -114,8 +114,8 @@ class StepComparison:
             assert step.gradients is not None, "rank 0 holds what was gathered"
             assert step.weights is not None, "rank 0 holds what was gathered"
             yield from self._values(step.values, expected)
-            yield from self._gradients(step.values.step, step.gradients, expected.gradients)
-            yield self._norm(step.values, expected.values)
+            yield from self._gradients(step.values.step, step.gradients, expected)
+            yield self._norm(step.values, expected)
             updated = self._updated(before, step.gradients.tensors, step.values, expected.biases)
             yield from self._weights(step.values.step, step.weights, updated)
             before = step.weights.tensors
@@ -130,11 +130,11 @@ class StepComparison:
             deviation = relative(found.means[term], value)
             yield Deviation("loss", term, found.step, deviation, self._tolerance["loss"])
 
-    def _gradients(self, step: int, found: Whole, exact: Arrays) -> Iterator[Deviation]:
+    def _gradients(self, step: int, found: Whole, expected: Exact) -> Iterator[Deviation]:
         """Yields deviations of gradients in the order in which they are computed, from the loss backwards."""
+        exact, tolerance = expected.gradients, max(self._tolerance["gradient"], amplified(expected.rounding))
         for name in reversed([name for name in self._tensors if name in exact]):
-            value = self._tensor(name, found, exact[name])
-            yield Deviation("gradient", name, step, value, self._tolerance["gradient"])
+            yield Deviation("gradient", name, step, self._tensor(name, found, exact[name]), tolerance)
 
     def _tensor(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
         """Returns the largest difference, to the exact value or between ranks, over the largest exact element."""
@@ -146,9 +146,10 @@ class StepComparison:
         largest = float(np.abs(exact).max())
         return difference / largest if largest > 0 else (0.0 if difference == 0 else math.inf)
 
-    def _norm(self, found: StepValues, exact: StepValues) -> Deviation:
-        value = relative(found.grad_norm, exact.grad_norm)
-        return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
+    def _norm(self, found: StepValues, expected: Exact) -> Deviation:
+        value = relative(found.grad_norm, expected.values.grad_norm)
+        tolerance = max(self._tolerance["grad_norm"], amplified(expected.rounding))
+        return Deviation("grad_norm", "grad_norm", found.step, value, tolerance)
 
     def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
         """Applies the exact optimizer to the layout's gradients, and adds exact biases; an empty step is a no-op."""

@@ -17,6 +17,11 @@ u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
   gradients are compared with the largest element of their tensor and not element by element. This is a model and not a
   worst case: the worst case, u N, assumes that all errors have one sign and would be a thousand times too lax to see a
   fault.
+  Delta nets bring queries, keys and outputs to a length, which may be small before: a document's first output has the
+  factor k^T q, any number around 0. How much rounding that amplifies depends on the weights, so the reference measures
+  it: it computes the gradients in float32 too, and D is the largest distance between the two, over the largest element
+  of a tensor. Gradients of the step, and their norm, are then within s D where that is more: errors of another order
+  of the operations are as large, but others; measured: at most 3 D from exact.
 - update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
   that no error of a gradient is amplified by the division by sqrt(v). The roundings of a dozen operations on each
   element remain, and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k, relative to
@@ -73,12 +78,18 @@ class Sizes(NamedTuple):
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
     """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order."""
     sizes = Sizes.of(config)
-    return (*_inputs(), denominator_tolerance(sizes), *_values(sizes), _update(config.optimizer, num_steps))
+    values = _values(sizes, "" if config.model.delta_net is None else _OF_DELTA_NETS)
+    return (*_inputs(), denominator_tolerance(sizes), *values, _update(config.optimizer, num_steps))
 
 
 def update_tolerance(step: int) -> float:
     """Returns the tolerance of new weights in a step, counted from 1."""
     return UNIT_ROUNDOFF * (16 + 8 * step)
+
+
+def amplified(rounding: float) -> float:
+    """Returns the tolerance of gradients that one process in float32 has at this distance from the exact ones."""
+    return _CONFIDENCE * rounding
 
 
 def forward_tolerance(sizes: Sizes) -> float:
@@ -121,7 +132,13 @@ def denominator_tolerance(sizes: Sizes) -> Tolerance:
     )
 
 
-def _values(sizes: Sizes) -> tuple[Tolerance, ...]:
+_OF_DELTA_NETS = (
+    " In a model with delta nets within s D where that is more: D is how far the gradients of one process in float32 "
+    "are from the exact ones, in the same step."
+)
+
+
+def _values(sizes: Sizes, of_gradients: str) -> tuple[Tolerance, ...]:
     summands, parameters, tokens = sizes
     inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
     unit = _CONFIDENCE * UNIT_ROUNDOFF
@@ -140,7 +157,7 @@ def _values(sizes: Sizes) -> tuple[Tolerance, ...]:
             "s u sqrt(2 N + T)",
             inputs | {"T": float(tokens)},
             "Every gradient after its division, relative to the largest element of the exact one. The N summands of "
-            "the forward pass are doubled by the backward pass, and T tokens are added up.",
+            f"the forward pass are doubled by the backward pass, and T tokens are added up.{of_gradients}",
         ),
         Tolerance(
             "grad_norm",
@@ -148,7 +165,7 @@ def _values(sizes: Sizes) -> tuple[Tolerance, ...]:
             "s u sqrt(2 N + T + P)",
             inputs | {"T": float(tokens), "P": float(parameters)},
             "The global norm of all gradients before clipping, relative to the exact one: no element of a gradient may "
-            "be further off than above, and the squares of P parameters are added up.",
+            f"be further off than above, and the squares of P parameters are added up.{of_gradients}",
         ),
     )
 
