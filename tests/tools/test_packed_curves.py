@@ -1,19 +1,31 @@
-"""Checks that the page on packing agrees with the data of its picture."""
+"""Checks that the pages on packing and on hybrids agree with the data of their pictures."""
 
 import json
+
+import pytest
 
 from tests.paths import DOCS
 
 
-def test_packed_curves_are_those_without_packing() -> None:
-    measured = json.loads((DOCS / "pictures/packed_curves.json").read_text())
-    page = (DOCS / "packing.md").read_text()
-    alone, packed = measured["runs"].values()
-    for name, bound in (("loss", 1e-6), ("grad_norm", 1e-4)):
-        assert len(alone[name]) == len(packed[name]) >= 60
-        apart = max(abs(one - other) / one for one, other in zip(alone[name], packed[name], strict=True))
-        assert f"{apart:.1e}" == f"{measured['largest_difference'][name]:.1e}"
-        assert apart < bound
-        assert f"{apart:.1e}" in page
+@pytest.mark.parametrize(("picture", "page"), [("packed_curves", "packing"), ("hybrid_curves", "hybrids")])
+def test_packed_curves_are_those_without_packing(picture: str, page: str) -> None:
+    measured = json.loads((DOCS / f"pictures/{picture}.json").read_text())
+    text = (DOCS / f"{page}.md").read_text()
+    alone, *others = measured["runs"].values()
+    found = [
+        {
+            name: max(abs(one - value) / one for one, value in zip(alone[name], other[name], strict=True))
+            for name in alone
+        }
+        for other in others
+    ]
+    assert len(alone["loss"]) >= 60
     assert alone["loss"][-1] < alone["loss"][0] - 1, "it has learned"
-    assert measured["command"] in page
+    assert found[0]["loss"] < 1e-6
+    assert found[0]["grad_norm"] < 1e-4
+    assert all(faulty["grad_norm"] > 10 * found[0]["grad_norm"] for faulty in found[1:])
+    for apart, written in zip(found, measured["largest_difference"].values(), strict=True):
+        for name, value in apart.items():
+            assert f"{value:.1e}" == f"{written[name]:.1e}"
+            assert f"{value:.1e}" in text
+    assert measured["command"] in text
