@@ -14,23 +14,24 @@ from mtrain.cli.messages import one_message
 
 SHARED = Path(mtrain.__file__).parent / "_share"
 """Folder of the shipped files: in a checkout links to the originals, in a wheel the files themselves."""
-PARTS = ("configs", "launch")
+PARTS = ("configs", "launch", "examples")
 
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Created if it is missing.", show_default=False)],
 ) -> None:
-    """Copies the configurations and the launch scripts that mtrain ships with; overwrites nothing."""
+    """Copies the configurations, launch scripts and examples that mtrain ships with; overwrites nothing."""
     with one_message():
         _refuse_existing(folder)
         with disk_faults(f"write into {folder}"):
             _copy_into(folder)
     typer.echo(
-        f"{folder} holds configs/ and launch/ to start from; they are yours to change. Go there, and then:\n\n"
+        f"{folder} holds configs/, launch/ and examples/; they are yours to change. Go there, and then:\n\n"
         "  mtrain check configs/model/tiny.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml --world-size 2 "
         "--without-files\n"
         "                                           what a run would be; any of the files can be combined\n"
         "  bash launch/quickstart.sh                pretrains and finetunes a small model here, from nothing\n"
+        "  bash examples/real_model/run.sh          teaches a real chat model; pip install 'mtrain[example]'\n"
         "  bash launch/torchrun.sh CONFIG...        trains on the GPUs of this machine\n"
         "  sbatch launch/slurm.sbatch RUN_DIR CONFIG...   the same on a cluster"
     )
@@ -49,6 +50,6 @@ def _copy_into(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
         for part in PARTS:
-            shutil.copytree(SHARED / part, Path(staging, part))
+            shutil.copytree(SHARED / part, Path(staging, part), ignore=shutil.ignore_patterns("__pycache__"))
         for part in PARTS:
             Path(staging, part).rename(folder / part)

@@ -25,7 +25,7 @@ class Verb:
 
 VERBS = {
     "Runs": {
-        "init": Verb("init:init", "Copies the configurations and launch scripts that mtrain ships with."),
+        "init": Verb("init:init", "Copies the configurations, launch scripts and examples that mtrain ships with."),
         "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
         "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
         "train": Verb("train:train", "Trains as one rank: under torchrun, under srun, or alone."),

@@ -31,12 +31,15 @@ def test_it_copies_all_that_a_checkout_has(tmp_path: Path) -> None:
     made = files(tmp_path / "new" / "project")
     theirs = {f"configs/{name}": content for name, content in files(ROOT / "configs").items()}
     scripts = {f"launch/{name}": content for name, content in files(ROOT / "launch").items()}
+    examples = {f"examples/{name}": content for name, content in files(ROOT / "examples").items()}
+    theirs |= {name: content for name, content in examples.items() if "__pycache__" not in name}
     assert made == theirs | {name: scripts[name] for name in scripts if Path(name).name not in NEEDS_A_CHECKOUT}
     assert not any(path.is_symlink() for path in (tmp_path / "new").rglob("*"))
 
 
 def test_the_checkout_holds_each_file_once() -> None:
-    assert (SHARED / "configs").resolve() == ROOT / "configs"
+    for part in ("configs", "examples"):
+        assert (SHARED / part).resolve() == ROOT / part
     scripts = {name: (SHARED / "launch" / name).resolve() for name in os.listdir(SHARED / "launch")}
     assert scripts == {name: ROOT / "launch" / name for name in scripts}
 
@@ -47,7 +50,7 @@ def test_what_it_says_to_do_next_works(tmp_path: Path, monkeypatch: pytest.Monke
     (line,) = re.findall(r"^  mtrain (check .*)$", text, re.MULTILINE)
     code, plan = call(*line.split())
     assert (code, "2 ranks" in plan) == (0, True)
-    for script in re.findall(r"launch/[a-z.]+", text):
+    for script in re.findall(r"(?:launch|examples)/[a-z_/.]+\.(?:sh|sbatch)", text):
         assert (tmp_path / script).exists(), script
 
 

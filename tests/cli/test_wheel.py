@@ -18,7 +18,7 @@ import pytest
 from tests.hf.folders import save
 from tests.paths import ROOT
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "mtrain", "configs", "launch")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "mtrain", "configs", "launch", "examples")
 """Sources of a wheel."""
 RUN = """
 run: {dir: runs/first}

@@ -77,8 +77,7 @@ def test_first_steps_are_those_of_transformers(tmp_path: Path) -> None:
     """The padding token of this model ends messages, so its row of the embedding has a gradient."""
     whole = ("adapter=null", "optimizer.lr=1e-5", "train.global_batch_size=4")
     check = ("--hf", str(real_model()), "--steps", "2", "--layouts", "cp2", "--output", "report")
-    assert "PASS" in mtrain(tmp_path, "verify", "hf", *settings(), *whole, *check).upper()
-    assert json.loads((tmp_path / "report" / "hf.json").read_text())["passed"] is True
+    assert "PASS: " in mtrain(tmp_path, "verify", "hf", *settings(), *whole, *check)
 
 
 def test_it_goes_there_and_back_with_the_same_bits(tmp_path: Path) -> None:
