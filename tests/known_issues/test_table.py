@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,13 @@ def test_no_model_of_theirs_is_built() -> None:
     models = [name.name for node in of_models for name in node.names]
     assert "get_gpt_layer_with_transformer_engine_spec" in models
     assert [name for name in models if name.endswith("Model")] == []
+
+
+def test_megatron_fsdp_is_not_used() -> None:
+    """Looks for its name in the code that calls Megatron-Core."""
+    sources = {path: path.read_text() for path in (ROOT / "mtrain" / "mcore").rglob("*.py")}
+    assert any("DistributedDataParallel" in text for text in sources.values())
+    assert [path for path, text in sources.items() if re.search(r"fsdp|FullyShardedDataParallel", text)] == []
 
 
 LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}

@@ -81,4 +81,26 @@ ROWS = (
         ("tests/known_issues/test_table.py::test_no_model_of_theirs_is_built",),
         findings=(7,),
     ),
+    KnownIssue(
+        "layers of Megatron-FSDP's checkpoints numbered by stage",
+        "Its checkpoints name a layer by its number on its stage, so that a load with another pipeline size puts "
+        "layers in the places of others without an error.",
+        (
+            Place(
+                "distributed/fsdp/mcore_fsdp_adapter.py",
+                "FullyShardedDataParallel.__init__",
+                "self.state_dict_for_save_checkpoint = self.state_dict",
+            ),
+        ),
+        "Megatron-FSDP, which no configuration turns on",
+        lambda config, layout: False,
+        "absent",
+        "Megatron-FSDP is not used; layers have their numbers in the whole model in every checkpoint.",
+        ("mtrain/mcore/model/build.py", "mtrain/mcore/model/layer_spec.py"),
+        (
+            "tests/known_issues/test_table.py::test_megatron_fsdp_is_not_used",
+            "tests/mcore/state/test_save_and_load.py::test_another_layout_gets_the_same_bits_and_trains_alike",
+        ),
+        findings=(12,),
+    ),
 )

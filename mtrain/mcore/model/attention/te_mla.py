@@ -104,7 +104,7 @@ class ReplicatedTELinear(TELinear):
             skip_weight_param_allocation=False,
         )
         self._tp_group = tp  # for checkpoints; it may not be given
-        # marked as if it were cut: each copy would count in the gradient norm
+        # TransformerEngine 2.12 marks it as if it were cut: each copy would count in the gradient norm
         weight: Any = self.weight
         weight.tensor_model_parallel, weight.partition_dim = False, -1
 
