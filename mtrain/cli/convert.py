@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.ground import require_ground
 from mtrain.cli.messages import one_message
 
@@ -25,6 +25,13 @@ convert_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+class Form(StrEnum):
+    """Program that a checkpoint is written for."""
+
+    mtrain = "mtrain"
+    megatron_lm = "megatron-lm"
 
 
 class Dtype(StrEnum):
@@ -49,21 +56,43 @@ ThresholdOption = Annotated[float, typer.Option(help="Largest relative differenc
 
 @convert_app.command("import")
 def import_(
-    hf: HfOption,
-    out: OutOption,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[HF", help="The folder of --hf.", show_default=False)
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="OUT]", help="The folder of --out.", show_default=False)
+    ] = None,
+    hf: Annotated[
+        Path | None, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to make; must not exist.", show_default=False)] = None,
+    to: Annotated[
+        Form, typer.Option(help="Program that shall read it; megatron-lm: weights in torch_dist alone.")
+    ] = Form.mtrain,
     dtype: DtypeOption = Dtype.keep,
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
 ) -> None:
-    """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes."""
+    """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes, or one for Megatron-LM."""
     with one_message():
         require_ground()
+        hf, out = _named("HF", "--hf", folder, hf), _named("OUT", "--out", target, out)
         from mtrain.checkpoint.store.imported import MODEL_NAME
-        from mtrain.convert.importing import import_hf  # loads torch
+        from mtrain.convert.importing import import_for_megatron, import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
         from mtrain.hf.schema.description import notes_on_folder
 
+        if to is Form.megatron_lm:
+            if check_logits:
+                raise ConfigError("--check-logits loads checkpoints of mtrain; leave it out, or leave --to out")
+            proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
+            print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
+            print(
+                f"{out} is complete, without optimizer and random states; start Megatron-LM with: --load {out} "
+                "--finetune --no-load-optim --no-load-rng --dist-ckpt-strictness log_all"
+            )
+            return
         proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)
         for note in notes_on_folder(str(hf)):
             print(f"note: {note}")
@@ -80,6 +109,10 @@ def export(
     like: Annotated[
         Path | None, typer.Option(help="Folder whose config.json and tokenizer are taken; default: the origin's.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="File with the model of a checkpoint of Megatron-LM or Megatron-Bridge; default: --like's."),
+    ] = None,
     dtype: DtypeOption = Dtype.keep,
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
@@ -91,19 +124,28 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """A checkpoint -> Hugging Face, adapters merged. float32 takes the main weights of a run."""
+    """A checkpoint -> Hugging Face, adapters merged; also one of Megatron-LM or Megatron-Bridge (torch_dist). float32
+    takes the main weights of a run."""
     with one_message():
         require_ground()
+        from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
         from mtrain.convert.adapters import export_adapter
         from mtrain.convert.exporting import export_hf
         from mtrain.convert.target import DTYPE_NAMES
 
+        if like is not None and model is not None:
+            raise ConfigError(f"--like {like} and --model {model} both say what the model is; leave one out")
+        if check_logits and megatron_folder(checkpoint) is not None:
+            raise ConfigError(
+                f"--check-logits loads checkpoints of mtrain, and {checkpoint} is another program's; export without, "
+                "then import the folder with --check-logits"
+            )
         if adapter:
             proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
             print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
             print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
             return
-        proof = export_hf(checkpoint, out, like, DTYPE_NAMES.get(dtype), workers)
+        proof = export_hf(checkpoint, out, like or model, DTYPE_NAMES.get(dtype), workers)
         print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
         if check_logits:
             _check_logits(checkpoint, out, threshold)
@@ -140,6 +182,15 @@ def inspect(
         from mtrain.convert.inspecting import print_contents
 
         print_contents(path)
+
+
+def _named(name: str, option: str, positional: Path | None, given: Path | None) -> Path:
+    """Returns a folder that is given by its place or by an option."""
+    if positional is None and given is None:
+        raise ConfigError(f"{name} is not given; write mtrain convert import HF OUT, or {option} with a folder")
+    if positional is not None and given is not None:
+        raise ConfigError(f"{option}={given} and {positional} both give {name}; remove one of them")
+    return positional if positional is not None else given or Path()
 
 
 def _check_logits(checkpoint: Path, hf: Path, threshold: float) -> None:

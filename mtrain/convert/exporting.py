@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -47,22 +48,24 @@ def export_hf(
     """Converts a checkpoint and proves the result.
 
     Args:
-        path: Folder of a checkpoint, or of a run.
+        path: Folder of a checkpoint, of a run, or of checkpoints of Megatron-LM or Megatron-Bridge.
         out: Folder to write; must not exist.
-        like: Folder whose config.json and tokenizer are used; None uses those that the weights came with.
+        like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
+            another program; None uses those that the weights came with.
         dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
         num_workers: Number of threads that each write one file; 1 uses the caller's thread.
         check: Function that is called between two pieces of work, in any of the threads. An error that it raises ends
             the export; another call continues with the files that are complete.
 
     Raises:
-        ConfigError: `out` exists.
+        ConfigError: `out` exists, or a checkpoint of another program comes without a model.
         DataError: The checkpoint cannot be opened for this export (`open_target`), or the proof fails.
         MachineError: The disk refuses.
     """
     target = open_target(path, like, dtype)
     files = shards(target, dtype)
-    with reading(target.entry), working_folder(out, _conversion(target, files, dtype)) as folder:
+    kept = contextlib.nullcontext() if target.entry is None else reading(target.entry)
+    with kept, working_folder(out, _conversion(target, files, dtype)) as folder:
         target.verify(num_workers)
 
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
@@ -167,8 +170,8 @@ def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: 
     """Returns the facts by which a later call is recognized as the same conversion."""
     return {
         "program": mtrain.__version__,
-        "source": str(target.entry.path.resolve()),
-        "manifest": target.entry.manifest.model_dump(mode="json"),
+        "source": str(target.path.resolve()),
+        "manifest": None if target.entry is None else target.entry.manifest.model_dump(mode="json"),
         "files": {name: [one.name for one in shard.tensors] for name, shard in files.items()},
         "dtype": str(dtype),
         "main_weights": target.main_weights,
@@ -177,7 +180,7 @@ def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: 
 
 def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, OutgoingFile]) -> None:
     origin = target.origin
-    chats = put_side_files(folder, target.entry.path, origin, target.tokenizer)
+    chats = put_side_files(folder, target.path, origin, target.tokenizer)
     ending = put_ending(folder, origin) if chats and target.model.num_labels is None else None
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     config = _config(target, None if origin is None else read_json(origin / CONFIG_NAME), dtype)

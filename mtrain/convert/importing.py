@@ -24,6 +24,7 @@ from mtrain.checkpoint.format.training_state import TrainingState, write_state
 from mtrain.checkpoint.format.writer import METADATA_FILES, save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
+from mtrain.checkpoint.store.megatron_checkpoint import LATEST_NAME, RELEASE
 from mtrain.convert.carried import CARRIED_NAME, carried_in, write_carried
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
@@ -70,6 +71,40 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
         )
         with disk_faults(f"write {folder}"):
             _write_manifest(folder, known)
+    return proof
+
+
+def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
+    """Converts a folder into a checkpoint that Megatron-LM loads, weights alone, and proves the result.
+
+    The global tensors of Megatron-Core are ours; around them stand the folder `release` and the file that names it.
+
+    Args:
+        path: Folder with config.json and safetensors.
+        out: Folder to write; must not exist.
+        dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
+        num_workers: Number of threads that each write one file.
+
+    Raises:
+        ConfigError: `out` exists.
+        DataError: The folder is damaged, unknown, does not fit its config.json, or has parts that Megatron-LM lacks.
+        MachineError: The disk refuses.
+    """
+    source = open_source(path)
+    dtypes = _dtypes(source, dtype)
+    with working_folder(out, _conversion(source, dtype) | {"to": "megatron-lm"}) as folder:
+        release = folder / RELEASE
+        with disk_faults(f"write {release}"):
+            release.mkdir(exist_ok=True)
+            for moved in release.iterdir():  # by an earlier call that was interrupted at its end
+                moved.rename(folder / moved.name)
+        known = _write_tensors(folder, source, dtypes, num_workers)
+        written = CheckpointTensors(folder)
+        proof = prove(source.table, written, lambda key: key, source.weights, "checkpoint", num_workers)
+        with disk_faults(f"write {folder}"):
+            write_atomically(folder / LATEST_NAME, f"{RELEASE}\n")
+            for name in known:
+                (folder / name).rename(release / name)
     return proof
 
 

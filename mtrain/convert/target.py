@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, load_entry
 from mtrain.checkpoint.store.imported import imported_model
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
 from mtrain.convert.carried import CARRIED_NAME, Carried, carried_in
+from mtrain.convert.megatron import MegatronTensors, model_of
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
 from mtrain.hf.io.block_scaled import plain_config
@@ -35,8 +37,11 @@ DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": t
 class ExportTarget(NamedTuple):
     """Checkpoint and its form in the export."""
 
-    entry: CheckpointEntry
-    tensors: CheckpointTensors | MergedTensors
+    path: Path
+    """Folder of the checkpoint."""
+    entry: CheckpointEntry | None
+    """Checkpoint with its digests; None for one of another program, which has none."""
+    tensors: CheckpointTensors | MergedTensors | MegatronTensors
     family: Family
     model: ModelSection
     table: Table
@@ -59,6 +64,7 @@ class ExportTarget(NamedTuple):
 
     def files(self) -> set[str]:
         """Returns the files of the checkpoint that hold the weights."""
+        assert self.entry is not None, "asked of our own checkpoints"
         if isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
             return set(self.entry.manifest.files)
         return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
@@ -69,7 +75,8 @@ class ExportTarget(NamedTuple):
         Raises:
             DataError: A file is damaged.
         """
-        verify_files(self.entry, self.files(), num_workers)
+        if self.entry is not None:
+            verify_files(self.entry, self.files(), num_workers)
         if self.carried and self.origin is not None and (self.origin / CARRIED_NAME).exists():
             verify_files(load_entry(self.origin.parent), {f"{ORIGIN}/{CARRIED_NAME}"}, num_workers)
 
@@ -84,13 +91,19 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
 
     Args:
         path: Folder of a checkpoint, or of a run.
-        like: Folder whose config.json and tokenizer are used; None uses those that the weights came with.
+        like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
+            another program; None uses those that the weights came with.
         dtype: Dtype of the exported tensors; float32 uses main weights where the checkpoint has them.
 
     Raises:
+        ConfigError: A checkpoint of another program comes without a model.
         DataError: The path is no checkpoint, no family describes its model, `like` is of another family, or tensors are
             missing or have other shapes.
     """
+    if (theirs := megatron_folder(path)) is not None:
+        return _target_of_megatron(theirs, like)
+    if like is not None and like.is_file():
+        raise ConfigError(f"{path} says itself what model it holds; leave --model out")
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     source = source_of(entry.path)
@@ -109,6 +122,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     else:
         tensors = MergedTensors(open_adapter(entry.path, dtype), table)
     target = ExportTarget(
+        entry.path,
         entry,
         tensors,
         family,
@@ -123,6 +137,32 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     )
     _check_keys(target)
     return target
+
+
+def _target_of_megatron(folder: Path, described: Path | None) -> ExportTarget:
+    """Opens a checkpoint of Megatron-LM or Megatron-Bridge; its weights are those that computed."""
+    model = model_of(folder, described)
+    like = None if described is None or described.is_file() else described
+    family = exported_family(model, like)
+    if family.tower is not None or (model.tied_embeddings and model.num_labels is None):
+        names = [name for file in files_there(like).values() for name in file["tensors"]]
+        family = family.as_stored(names, for_all_versions=True)
+    table = family.table(model)
+    tensors = MegatronTensors(folder, model, table)
+    return ExportTarget(
+        folder,
+        None,
+        tensors,
+        family,
+        model,
+        table,
+        like,
+        context_tokens=None,
+        tokenizer=None,
+        main_weights=False,
+        is_import=False,
+        carried=carried_in(like, family),
+    )
 
 
 def files_there(origin: Path | None) -> dict[str, Any]:
@@ -178,7 +218,7 @@ def _check_keys(target: ExportTarget) -> None:
     if faults:
         more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise DataError(
-            f"{target.entry.path} does not hold a {target.family.model_type} model: {'; '.join(faults[:8])}{more}"
+            f"{target.path} does not hold a {target.family.model_type} model: {'; '.join(faults[:8])}{more}"
         )
 
 

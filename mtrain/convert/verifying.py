@@ -49,7 +49,7 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
         raise DataError(f"{hf} holds another model than {checkpoint} ({shown}); name another folder")
     target.verify(num_workers)
-    origin = source_of(target.entry.path).origin
+    origin = None if target.entry is None else source_of(target.path).origin
     carried = {} if origin is None else carried_in(origin, family_of(read_json(origin / CONFIG_NAME)))
     # a run that began without images may have them from --like
     if carried and (other := sorted(target.carried.keys() - carried.keys())):

@@ -22,7 +22,8 @@ from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_yaml, read_plain_fi
 from mtrain.checkpoint.store.manifest import MANIFEST_NAME
 from mtrain.config.schema.model import ModelSection
 
-_LIST, _LATEST, _RUN_CONFIG = ".metadata", "latest_checkpointed_iteration.txt", "run_config.yaml"
+LATEST_NAME, RELEASE = "latest_checkpointed_iteration.txt", "release"
+_LIST, _RUN_CONFIG = ".metadata", "run_config.yaml"
 _MOST_BYTES = 1 << 20
 """Largest size of a text file next to the tensors."""
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
@@ -44,14 +45,16 @@ def megatron_folder(path: Path) -> Path | None:
             return None
         if (path / _LIST).exists():
             return path
-        if (path / _LATEST).exists():
-            return _checked(path, _text(path / _LATEST))
+        if (path / LATEST_NAME).exists():
+            return _checked(path, _text(path / LATEST_NAME))
         if any((path / name).exists() for name in _LEGACY):
             raise _legacy(path)
         iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{_LIST}"))
     if iterations:
         # not the highest number: an interrupted save leaves a folder as well
-        raise DataError(f"{path} has no {_LATEST} to say which is the latest; name a folder such as {iterations[-1]}")
+        raise DataError(
+            f"{path} has no {LATEST_NAME} to say which is the latest; name a folder such as {iterations[-1]}"
+        )
     return None
 
 
@@ -68,18 +71,18 @@ def _text(path: Path) -> str:
 
 def _checked(path: Path, latest: str) -> Path:
     # checked before it becomes part of a path: the text comes from outside
-    if latest != "release" and not re.fullmatch(r"\d{1,9}", latest):
+    if latest != RELEASE and not re.fullmatch(r"\d{1,9}", latest):
         raise DataError(
-            f"{path / _LATEST} says {latest[:40]!r}, which is neither a number nor `release`; name the iteration's "
+            f"{path / LATEST_NAME} says {latest[:40]!r}, which is neither a number nor `release`; name the iteration's "
             "folder instead"
         )
     # int: Megatron-LM writes the number plain and pads the name of the folder
-    folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}")
+    folder = path / (latest if latest == RELEASE else f"iter_{int(latest):07d}")
     if (folder / _LIST).exists():
         return folder
     if any((folder / name).exists() for name in _LEGACY):
         raise _legacy(folder)
-    raise DataError(f"{path / _LATEST} names {folder.name}, which has no {_LIST}; name a whole iteration's folder")
+    raise DataError(f"{path / LATEST_NAME} names {folder.name}, which has no {_LIST}; name a whole iteration's folder")
 
 
 def _legacy(folder: Path) -> DataError:

@@ -259,13 +259,13 @@ def check_megatron_weights(folder: Path, config: Config) -> None:
     if table is None:
         return
     theirs = keys_by_our_names(saved)
-    shards = [in_their_words(shard, theirs) for shard in _shards(table, _padded(table, config))]
+    shards = [in_their_words(shard, theirs) for shard in shards_of(table, _padded(table, config))]
     wanted = {shard.key: shard.global_shape for shard in shards}
     check_keys(saved, wanted.keys(), lambda key: canonical(key) is None)
     check_shapes(saved, wanted, {shard.key for shard in shards if shard.may_be_padded}, config.model.vocab_size)
 
 
-def _shards(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
+def shards_of(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
     """Yields each layer and each expert separately; without data."""
     for filled in table.slices:
         axes = sum(pattern.search(filled.key) is not None for pattern in (STACKED_LAYERS, STACKED_EXPERTS))

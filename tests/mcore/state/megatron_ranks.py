@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
@@ -113,6 +113,17 @@ def _loss(model: GPTModel, config: Config) -> float:
         weights = batch.weights["main"].flatten()
         numerator, denominator = numerator + float((losses * weights).sum()), denominator + float(weights.sum())
     return numerator / denominator
+
+
+def tensors_by_megatron(groups: Groups, folder: Path) -> dict[str, torch.Tensor]:
+    """Returns every tensor of a checkpoint as megatron-core's own reader finds it."""
+    facts = dist_checkpointing.load_tensors_metadata(str(folder))
+    wanted = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(fact.global_shape, dtype=fact.dtype))
+        for key, fact in facts.items()
+    }
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    return {key: loaded[key] for key in facts}
 
 
 def foreign_weights(groups: Groups, config: Config, folder: Path) -> dict[str, torch.Tensor] | None:
