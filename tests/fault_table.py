@@ -45,6 +45,7 @@ AREAS = {
     "disk": "Disks",
     "input": "Configurations and data",
     "services": "Trackers",
+    "clients": "Clients of a training service",
     "folders": "Folders of Hugging Face and tokenizers",
 }
 """Area of a mark -> heading of the page."""

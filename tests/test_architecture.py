@@ -25,7 +25,7 @@ PACKAGES_BY_LAYER: tuple[frozenset[str], ...] = (
     frozenset({"checkpoint", "data", "hf.io", "metrics"}),  # do not import each other
     frozenset({"mcore"}),  # the only one that imports megatron-core
     frozenset({"convert", "pages", "preflight", "training"}),
-    frozenset({"compare", "monitor", "verify"}),
+    frozenset({"compare", "monitor", "serve", "verify"}),
     frozenset({"__main__", "cli", "tools"}),
 )
 """Packages (`a`, or `a.b` where a part of one is in another layer) from the bottom up. One imports from the layers

@@ -29,6 +29,7 @@ VERBS = {
         "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
         "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
         "train": Verb("train:train", "Trains as one rank: under torchrun, under srun, or alone."),
+        "serve": Verb("serve:serve", "Serves a model to clients that train it and sample from it."),
         "launch": Verb("launch.app:launch_app", "Starts the ranks of a run: here, on Slurm or on Kubernetes."),
         "status": Verb("status:status", "Shows how runs are doing while they go on."),
         "report": Verb("pages:report", "Writes one HTML file on a run."),

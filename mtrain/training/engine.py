@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,7 +25,19 @@ from mtrain.mcore.distributed.deterministic import deterministic
 from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
 from mtrain.mcore.distributed.party import purpose_of
+from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.mcore.model.adapters.adapter import adapters_off
+from mtrain.mcore.model.build import unwrap
+from mtrain.mcore.model.init_weights import draw_adapters
+from mtrain.mcore.state.held import (
+    clear_optimizer,
+    held_gradients,
+    held_optimizer,
+    held_weights,
+    put_back_gradients,
+    put_back_optimizer,
+    put_back_weights,
+)
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
@@ -32,6 +45,7 @@ from mtrain.training.batches import GlobalBatches
 from mtrain.training.build import Parts, build_parts
 from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.forward import forward_totals, token_scores
+from mtrain.training.held import Accumulated, Held
 from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.preferences.scoring_pass import sequence_scores
 from mtrain.training.results import EvalResult, ForwardResult, StepResult
@@ -107,6 +121,11 @@ class Engine:
     def world_size(self) -> int:
         """Returns the number of ranks."""
         return self._groups.layout.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of this rank."""
+        return self._groups.device
 
     def forward(self, batch: Sequence[Datum], entropy: bool = False, temperature: float | None = None) -> ForwardResult:
         """Returns the log-probability of each token under the current weights; no gradient, no dropout.
@@ -214,13 +233,15 @@ class Engine:
         self._open = step
         self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)
 
-    def optim_step(self, lr: float | None = None) -> StepResult:
+    def optim_step(self, lr: float | None = None, options: AdamOptions | None = None) -> StepResult:
         """Sums gradients over all ranks, divides them once by the global denominator, clips and updates.
 
         Args:
             lr: Learning rate; None: that of `optimizer.*` for this step.
+            options: Options of AdamW from this step on; None: as they are, at first those of `optimizer.*`.
 
         Raises:
+            ConfigError: Options are given, but the optimizer is Muon.
             NumericError: A loss, a denominator or the gradient norm is not finite or cannot be right. The gradients are
                 lost, the weights unchanged. On all ranks.
             RuntimeError: There was no `forward_backward` since the last step.
@@ -228,6 +249,8 @@ class Engine:
         training = self._built().training
         if self._open is None:
             raise RuntimeError("optim_step needs a forward_backward before it")
+        if options is not None:
+            self._built().model.optimizer.use(options)
         step, self._open = self._open, None
         tokens, self._tokens = self._tokens, 0
         totals = training.reduce(step)
@@ -385,6 +408,60 @@ class Engine:
         on_first_rank(lambda: need_group(group))
         planned = self._hf_tensors(content)
         return planned.send(bucket_bytes, group if self.rank == 0 else None)
+
+    def hold(self, weights_only: bool = False) -> Held:
+        """Copies what training has changed to the host's memory: with adapters the adapters alone.
+
+        Args:
+            weights_only: Whether to copy the weights that compute alone, which is enough to sample from them.
+        """
+        model = self._built().model
+        weights = held_weights(model)
+        if weights_only:
+            return Held(weights)
+        accumulated = None
+        if self._open is not None:
+            accumulated = Accumulated(self._open, held_gradients(model), self._tokens)
+        return Held(weights, held_optimizer(model), self.step, self._total_tokens, accumulated)
+
+    def put_back(self, held: Held) -> None:
+        """Makes what was held the engine's state again; after weights alone, only passes and answers may follow."""
+        model = self._built().model
+        put_back_weights(held.weights, model)
+        if held.optimizer is None:
+            return
+        put_back_optimizer(held.optimizer, model)
+        self.step, self._total_tokens = held.step, held.total_tokens
+        self._open, self._tokens = None, 0
+        if held.accumulated is not None:
+            put_back_gradients(held.accumulated.gradients, model)
+            self._open, self._tokens = held.accumulated.open_step, held.accumulated.tokens
+
+    def begin_anew(self, seed: int | None = None) -> None:
+        """Takes weights and optimizer back to step 0: new adapters, or the weights that the engine began with.
+
+        Args:
+            seed: Seed of the adapters; None: `train.seed`.
+        """
+        model = self._built().model
+        if self.config.adapter is None:
+            initialize(model)
+        else:
+            seed = self.config.train.seed if seed is None else seed
+            for chunk in model.chunks:
+                draw_adapters(unwrap(chunk), self.config.model, self._groups, seed)
+            model.optimizer.take_weights()
+        self.forget_optimizer()
+
+    def forget_optimizer(self) -> None:
+        """Sets moments, step and gradients back to 0; the weights stay."""
+        clear_optimizer(self._built().model)
+        self.drop_gradients()
+        self.step = self._total_tokens = 0
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients since the last step."""
+        self._open, self._tokens = None, 0
 
     def close(self) -> None:
         """Frees the model and closes what the engine has opened. May be called twice."""

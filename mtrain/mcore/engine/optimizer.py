@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, g
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from mtrain.base.errors import NonFiniteError, NumericError
+from mtrain.base.errors import ConfigError, NonFiniteError, NumericError
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.groups import Groups
@@ -38,6 +38,31 @@ class Update:
     """Global L2 norm of the normalized gradient, before clipping; NaN where fp16 overflowed."""
     overflowed: bool
     """Whether fp16 gradients were not finite: the loss scale went down and the weights stayed."""
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """What AdamW is told for one update, in the place of `optimizer.*`."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    clip_grad: float = 0.0
+    """Largest gradient norm; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a value is out of range."""
+        rules = {
+            "beta1 must be at least 0 and below 1": 0 <= self.beta1 < 1,
+            "beta2 must be at least 0 and below 1": 0 <= self.beta2 < 1,
+            "eps must be at least 0": 0 <= self.eps < math.inf,
+            "weight_decay must be at least 0": 0 <= self.weight_decay < math.inf,
+            "clip_grad must be at least 0": 0 <= self.clip_grad < math.inf,
+        }
+        broken = [f"{rule}, but is {getattr(self, rule.split()[0])}" for rule, holds in rules.items() if not holds]
+        if broken:
+            raise ValueError("; ".join(broken))
 
 
 class Skips:
@@ -125,6 +150,18 @@ class Optimizer:
                 return self.muon(config.optimizer, config.model, self.inner, self.chunks, groups)
             case _:
                 assert_never(config.optimizer)
+
+    def use(self, options: AdamOptions) -> None:
+        """Sets what AdamW does from the next update on.
+
+        Raises:
+            ConfigError: Matrices are updated by Muon, which has other options.
+        """
+        if self._muon is not None:
+            raise ConfigError("options of AdamW were given, but optimizer.name=muon; set optimizer.name=adamw")
+        self._clip_grad, self._weight_decay = options.clip_grad, options.weight_decay
+        for group in self.inner.param_groups:
+            group["betas"], group["eps"] = (options.beta1, options.beta2), options.eps
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies the loss by the fp16 loss scale; 1 in other precisions."""

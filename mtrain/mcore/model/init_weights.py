@@ -102,6 +102,29 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
 
 
+@torch.no_grad()
+def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, seed: int) -> None:
+    """Sets the adapters of a frozen model to their beginning, as `draw_weights` with another seed would.
+
+    Args:
+        module: An unwrapped model chunk.
+        model: Section of the architecture.
+        groups: The process groups.
+        seed: Seed that takes the place of train.seed.
+    """
+    num_threads = cores_of_rank(os.environ)
+    for shard in sharded_tensors(module, groups, lambda parameter: parameter if parameter.requires_grad else None):
+        axes = shard.prepend_axis_num
+        shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
+        name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        if name.endswith(_ZERO):
+            shard.data.zero_()
+            continue
+        host = torch.empty(shard.local_shape, dtype=shard.data.dtype)
+        draw(host, f"{seed}:{name}", tuple(shape), tuple(offset), _deviation(name, shape, model), num_threads)
+        shard.data.copy_(host)
+
+
 def _may_lack(name: str, model: ModelSection) -> bool:
     """Says whether files of a language model lack the parameter."""
     is_head = isinstance(model.output, HeadOutput) and name == "output_layer.weight"

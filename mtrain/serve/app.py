@@ -1,0 +1,492 @@
+"""The Tinker protocol over HTTP, as an ASGI application. On the first rank.
+
+Calls that take time answer at once with the name of a future, which `retrieve_future` waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mtrain.base.errors import DataError
+from mtrain.mcore.engine.optimizer import AdamOptions
+from mtrain.serve import bodies
+from mtrain.serve.desk import Desk, FullError, Request, Sessions
+from mtrain.serve.http import bytes_of, fault, read_body
+from mtrain.serve.protocol import read_batch
+from mtrain.serve.store import Described, Lora, Place, Store
+from mtrain.serve.work import (
+    CreateModel,
+    Done,
+    Failed,
+    KeepSampler,
+    LoadWeights,
+    OptimStep,
+    Sample,
+    Save,
+    Unload,
+)
+from mtrain.training.sampling.choice import SamplingParams
+
+_POLL_S = 25.0
+"""Time that a future is waited for in one request; the SDK gives up after 45 s."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that the service offers."""
+
+    name: str
+    seq_length: int
+    stop_token_ids: frozenset[int]
+    """Tokens that end an answer where a client does not say."""
+
+
+@dataclass
+class App:
+    """Handlers of the protocol, with the sessions and models that clients have made."""
+
+    base: BaseModel
+    desk: Desk
+    sessions: Sessions
+    store: Store
+    token: str | None
+    """Key that clients send; None: any."""
+    _loras: dict[str, Lora] = field(default_factory=dict)
+    _samplers: dict[str, str | None] = field(default_factory=dict)
+    """Path of each sampler's weights; None: of the base model, or of no path."""
+
+    def asgi(self) -> Starlette:
+        """Returns the application."""
+        posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.nothing,
+            "telemetry": self.telemetry,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "create_model": self.create_model,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "load_weights": self.load_weights,
+            "get_info": self.get_info,
+            "weights_info": self.weights_info,
+            "create_sampling_session": self.create_sampling_session,
+            "asample": self.asample,
+            "retrieve_future": self.retrieve_future,
+            "sessions/{session_id}/finish": self.finish_session,
+        }
+        gets = {
+            "healthz": self.healthz,
+            "get_server_capabilities": self.capabilities,
+            "samplers/{sampler_id}": self.get_sampler,
+            "training_runs": self.training_runs,
+            "training_runs/{model_id}": self.training_run,
+            "training_runs/{model_id}/checkpoints": self.checkpoints_of,
+            "checkpoints": self.checkpoints,
+        }
+        routes = [Route(f"/api/v1/{path}", self._guarded(each), methods=["POST"]) for path, each in posts.items()]
+        routes += [Route(f"/api/v1/{path}", self._guarded(each), methods=["GET"]) for path, each in gets.items()]
+        one = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
+        routes.append(Route(one, self._guarded(self.delete_checkpoint), methods=["DELETE"]))
+        methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+        routes.append(Route("/{path:path}", self._guarded(self.unknown), methods=methods))
+        return Starlette(routes=routes)
+
+    def _guarded(
+        self, handler: Callable[[HttpRequest], Awaitable[Response]]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def guarded(request: HttpRequest) -> Response:
+            try:
+                self._check_token(request)
+                return await handler(request)
+            except HTTPException as error:
+                return fault(error.status_code, error.detail)
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(map(str, first["loc"])) or "the body"
+                return fault(422, f"{where}: {first['msg']}")
+            except DataError as error:
+                return fault(400, str(error))
+            except FullError:
+                return fault(429, "too many requests wait; send this one again later")
+
+        return guarded
+
+    def _check_token(self, request: HttpRequest) -> None:
+        given = request.headers.get("x-api-key", "")
+        # as bytes: of texts compare_digest takes ASCII alone
+        if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
+
+    # what the service is
+
+    async def healthz(self, request: HttpRequest) -> Response:
+        """Says that the service is there."""
+        return JSONResponse({"status": "ok"})
+
+    async def nothing(self, request: HttpRequest) -> Response:
+        """Accepts what needs no answer."""
+        return JSONResponse({})
+
+    async def telemetry(self, request: HttpRequest) -> Response:
+        """Accepts what a client reports, and forgets it."""
+        await bytes_of(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def client_config(self, request: HttpRequest) -> Response:
+        """Tells a client what the service understands."""
+        return JSONResponse({"proto_compress_fwdbwd": True, "parallel_fwdbwd_chunks": True})
+
+    async def capabilities(self, request: HttpRequest) -> Response:
+        """Names the model."""
+        model = {"model_name": self.base.name, "max_context_length": self.base.seq_length}
+        return JSONResponse({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
+
+    async def unknown(self, request: HttpRequest) -> Response:
+        """Refuses a call that the service does not have."""
+        return fault(404, f"{request.url.path[:200]} is no call of this service; docs/serve.md lists those it has")
+
+    # sessions
+
+    async def create_session(self, request: HttpRequest) -> Response:
+        """Opens a session."""
+        await read_body(request, bodies.Nothing)
+        session_id = secrets.token_hex(16)
+        self.sessions.see(session_id)
+        return JSONResponse({"type": "create_session", "session_id": session_id})
+
+    async def heartbeat(self, request: HttpRequest) -> Response:
+        """Notes that a session's client is there."""
+        body = await read_body(request, bodies.OfSession)
+        self._check_session(body.session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: HttpRequest) -> Response:
+        """Closes a session with all its models."""
+        session_id = request.path_params["session_id"]
+        self._check_session(session_id)
+        self.sessions.end(session_id)
+        self.unload(session_id)
+        return JSONResponse({})
+
+    def unload(self, session_id: str) -> None:
+        """Frees the models and samplers of a session."""
+        models = tuple(each for each in self._loras if each.startswith(f"{session_id}:"))
+        samplers = tuple(each for each in self._samplers if each.startswith(f"{session_id}:"))
+        for each in models:
+            del self._loras[each]
+            self.desk.close_line(each)
+        for each in samplers:
+            del self._samplers[each]
+        if models or samplers:
+            self.desk.submit(Unload(models, samplers))
+
+    # training
+
+    async def create_model(self, request: HttpRequest) -> Response:
+        """Makes a model at its beginning."""
+        body = await read_body(request, bodies.CreateModelBody)
+        self._check_session(body.session_id)
+        if body.base_model != self.base.name:
+            raise DataError(f"base_model={body.base_model[:200]!r} is not served here; take {self.base.name}")
+        if body.optimizer_config.type != "adamw":
+            raise DataError(f"optimizer {body.optimizer_config.type[:80]!r} is not offered here; take adamw")
+        lora = Lora(0) if body.lora_config is None else Lora(**body.lora_config.model_dump())
+        if lora.rank and lora.seed is None:
+            lora = replace(lora, seed=secrets.randbits(48))
+        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        return self._began(model_id, CreateModel(model_id, lora))
+
+    async def load_weights(self, request: HttpRequest) -> Response:
+        """Goes on from a checkpoint, with a new model or with one that is there."""
+        body = await read_body(request, bodies.LoadBody)
+        source = Place.parsed(body.path)
+        described = await run_in_threadpool(self.store.described, source)
+        if body.model_id is not None and body.seq_id is not None:
+            return self._ordered(LoadWeights(body.model_id, source, body.optimizer), body.model_id, body.seq_id)
+        if body.session_id is None or body.model_seq_id is None:
+            raise DataError("load_weights needs model_id and seq_id, or session_id and model_seq_id; send one of both")
+        self._check_session(body.session_id)
+        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        return self._began(model_id, CreateModel(model_id, described.adapter, source, body.optimizer))
+
+    def _began(self, model_id: str, operation: CreateModel) -> Response:
+        request = self.desk.submit(operation, f"{model_id}:create")
+        self.desk.open_line(model_id)
+        self._loras.setdefault(model_id, operation.lora)
+        return _future(request, model_id)
+
+    async def forward_backward(self, request: HttpRequest) -> Response:
+        """Adds the gradient of a batch, or computes its outputs alone."""
+        body = await bytes_of(request)
+        sent = await run_in_threadpool(read_batch, body)
+        return self._ordered(sent, sent.model_id, sent.seq_id)
+
+    async def optim_step(self, request: HttpRequest) -> Response:
+        """Updates the weights."""
+        body = await read_body(request, bodies.OptimStepBody)
+        if body.adam_params is None:
+            raise DataError("optim_step needs adam_params; the optimizer of this service is AdamW")
+        given = body.adam_params
+        options = AdamOptions(given.beta1, given.beta2, given.eps, given.weight_decay, max(0.0, given.grad_clip_norm))
+        return self._ordered(OptimStep(body.model_id, given.learning_rate, options), body.model_id, body.seq_id)
+
+    async def save_weights(self, request: HttpRequest) -> Response:
+        """Saves weights and optimizer under a name."""
+        body = await read_body(request, bodies.SaveBody)
+        _refuse_lifetime(body)
+        place = Place.of(body.model_id, "weights", body.path or f"{body.seq_id:08d}")
+        return self._ordered(Save(place, body.overwrite, body.user_metadata), body.model_id, body.seq_id)
+
+    async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
+        """Saves weights to sample from: under a name, or for this session alone."""
+        body = await read_body(request, bodies.SaveBody)
+        _refuse_lifetime(body)
+        if body.kind == "inflight":
+            raise DataError("kind=inflight is not offered here; take snapshot, of which a client makes one per step")
+        if body.path is not None:
+            place = Place.of(body.model_id, "sampler_weights", body.path)
+            return self._ordered(Save(place, True, body.user_metadata), body.model_id, body.seq_id)
+        if body.sampling_session_seq_id is None:
+            raise DataError("save_weights_for_sampler needs path or sampling_session_seq_id; send one")
+        sampler_id = f"{body.model_id.partition(':')[0]}:sample:{body.sampling_session_seq_id}"
+        answer = self._ordered(KeepSampler(sampler_id, body.model_id), body.model_id, body.seq_id)
+        self._samplers[sampler_id] = None
+        return answer
+
+    async def get_info(self, request: HttpRequest) -> Response:
+        """Describes a model."""
+        body = await read_body(request, bodies.OfModel)
+        lora = self._loras.get(body.model_id)
+        if lora is None:
+            raise HTTPException(404, f"there is no model {body.model_id}; create one")
+        names = {"model_name": self.base.name, "tokenizer_id": self.base.name}
+        is_lora = {"is_lora": lora.rank > 0, "lora_rank": lora.rank or None}
+        return JSONResponse(
+            {"type": "get_info", "model_data": names, "model_id": body.model_id, "model_name": self.base.name} | is_lora
+        )
+
+    def _ordered(self, operation: Any, model_id: str, number: int) -> Response:
+        if not self.desk.has_line(model_id):
+            raise HTTPException(404, f"there is no model {model_id[:200]}; create one, or load a checkpoint")
+        if number < 1:
+            raise DataError(f"seq_id={number} is not offered: calls of a model are counted from 1")
+        try:
+            return _future(self.desk.submit_in_order(operation, model_id, number), model_id)
+        except KeyError:
+            raise HTTPException(410, f"call {number} of {model_id} is done and its result forgotten") from None
+
+    # sampling
+
+    async def create_sampling_session(self, request: HttpRequest) -> Response:
+        """Makes weights ready to sample from."""
+        body = await read_body(request, bodies.SamplingSessionBody)
+        self._check_session(body.session_id)
+        sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        source = None if body.model_path is None else Place.parsed(body.model_path)
+        if source is None and body.base_model != self.base.name:
+            raise DataError(f"base_model={body.base_model!r:.200} is not served here; take {self.base.name}")
+        made = self.desk.submit(KeepSampler(sampler_id, source=source), f"{sampler_id}:create")
+        result = await self._result_of(made, None)
+        if isinstance(result, Failed):
+            raise DataError(result.message)
+        self._samplers[sampler_id] = body.model_path
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+
+    async def get_sampler(self, request: HttpRequest) -> Response:
+        """Describes a sampling session."""
+        sampler_id = request.path_params["sampler_id"]
+        if sampler_id not in self._samplers:
+            raise HTTPException(404, f"there is no sampling session {sampler_id[:200]}; create one")
+        path = self._samplers[sampler_id]
+        return JSONResponse({"sampler_id": sampler_id, "base_model": self.base.name, "model_path": path})
+
+    async def asample(self, request: HttpRequest) -> Response:
+        """Draws answers to a prompt."""
+        body = await read_body(request, bodies.SampleBody)
+        if body.sampling_session_id not in self._samplers:
+            raise HTTPException(404, f"there is no sampling session {body.sampling_session_id}; create one")
+        asked = Sample(
+            body.sampling_session_id,
+            _prompt(body),
+            body.num_samples,
+            self._sampling(body),
+            bool(body.prompt_logprobs),
+            body.prompt_logprobs_last_n,
+        )
+        made = self.desk.submit(asked, f"{body.sampling_session_id}:{body.seq_id}")
+        ids = [f"{made.id}:{number}" for number in range(body.num_samples)]
+        return JSONResponse({"request_id": made.id, "sample_sequence_ids": ids})
+
+    def _sampling(self, body: bodies.SampleBody) -> SamplingParams:
+        given, length = body.sampling_params, sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+        room = self.base.seq_length - length
+        if room < 1 or length < 1:
+            raise DataError(f"the prompt has {length} tokens; send 1 to {self.base.seq_length - 1}")
+        stop = given.stop
+        if isinstance(stop, str) or (isinstance(stop, list) and any(isinstance(each, str) for each in stop)):
+            raise DataError("stop is a text; give ids of tokens, as the service knows no tokenizer")
+        stops = self.base.stop_token_ids if stop is None else frozenset(each for each in stop if isinstance(each, int))
+        most = room if given.max_tokens is None else min(given.max_tokens, room)
+        seed = secrets.randbits(48) if given.seed is None else given.seed
+        return SamplingParams(most, given.temperature, given.top_p, max(0, given.top_k), seed, stops)
+
+    # futures
+
+    async def retrieve_future(self, request: HttpRequest) -> Response:
+        """Waits for a result for a while."""
+        body = await read_body(request, bodies.RetrieveBody)
+        found = self.desk.find(body.request_id)
+        if found is None:
+            raise HTTPException(410, f"there is no request {body.request_id}; its result is forgotten, or never was")
+        result = await self._result_of(found, _POLL_S)
+        match result:
+            case None:
+                return JSONResponse({"type": "try_again", "request_id": found.id, "queue_state": "active"})
+            case Failed():
+                return JSONResponse({"error": result.message, "category": result.category})
+            case Done(content=bytes() as content):
+                return Response(content, media_type="application/x-protobuf")
+            case Done(content=content):
+                return JSONResponse(content)
+
+    async def _result_of(self, request: Request, timeout_s: float | None) -> Done | Failed | None:
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+        if self.desk.listen(request, lambda: loop.call_soon_threadsafe(there.set)):
+            try:
+                await asyncio.wait_for(there.wait(), timeout_s)
+            except TimeoutError:
+                return None
+        return request.result
+
+    # checkpoints
+
+    async def weights_info(self, request: HttpRequest) -> Response:
+        """Describes a checkpoint."""
+        body = await read_body(request, bodies.OfPath)
+        described = await run_in_threadpool(self.store.described, Place.parsed(body.tinker_path))
+        lora = described.adapter
+        trained = {key: value for key, value in vars(lora).items() if key.startswith("train_")} if lora.rank else {}
+        answer = {"base_model": described.base_model, "is_lora": lora.rank > 0, "lora_rank": lora.rank or None}
+        return JSONResponse(answer | trained)
+
+    async def checkpoints(self, request: HttpRequest) -> Response:
+        """Lists all checkpoints."""
+        found = [_shown(each) for each in await run_in_threadpool(self.store.all)]
+        page, cursor = _page(found, request)
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
+
+    async def checkpoints_of(self, request: HttpRequest) -> Response:
+        """Lists the checkpoints of a training run."""
+        found = await run_in_threadpool(self.store.all)
+        model_id = request.path_params["model_id"]
+        return JSONResponse({"checkpoints": [_shown(each) for each in found if each.model_id == model_id]})
+
+    async def training_runs(self, request: HttpRequest) -> Response:
+        """Lists the training runs that have checkpoints or are going on."""
+        runs = self._runs(await run_in_threadpool(self.store.all))
+        page, cursor = _page(list(runs.values()), request)
+        return JSONResponse({"training_runs": page, "cursor": cursor})
+
+    async def training_run(self, request: HttpRequest) -> Response:
+        """Describes one training run."""
+        model_id = request.path_params["model_id"]
+        found = self._runs(await run_in_threadpool(self.store.all)).get(model_id)
+        if found is None:
+            raise HTTPException(404, f"there is no training run {model_id[:200]}")
+        return JSONResponse(found)
+
+    def _runs(self, saved: list[Described]) -> dict[str, dict[str, Any]]:
+        runs: dict[str, dict[str, Any]] = {}
+        live = [(model_id, lora, None) for model_id, lora in self._loras.items()]
+        for model_id, lora, described in [*live, *((each.model_id, each.adapter, each) for each in saved)]:
+            run = runs.setdefault(
+                model_id,
+                {
+                    "training_run_id": model_id,
+                    "base_model": self.base.name,
+                    "model_owner": "local",
+                    "is_lora": lora.rank > 0,
+                    "lora_rank": lora.rank or None,
+                    "last_request_time": _time(0 if described is None else described.time),
+                },
+            )
+            if described is not None:
+                key = "last_checkpoint" if described.kind == "weights" else "last_sampler_checkpoint"
+                run.setdefault(key, _shown(described))  # the newest comes first
+        return runs
+
+    async def delete_checkpoint(self, request: HttpRequest) -> Response:
+        """Removes a checkpoint."""
+        parts = request.path_params
+        place = Place.parsed(f"tinker://{parts['model_id']}/{parts['kind']}/{parts['name']}")
+        await run_in_threadpool(self.store.remove, place)
+        return Response(status_code=204)
+
+    def _check_session(self, session_id: str) -> None:
+        if not self.sessions.has(session_id):
+            raise HTTPException(404, f"there is no session {session_id[:200]}; make a new ServiceClient")
+        self.sessions.see(session_id)
+
+
+def _prompt(body: bodies.SampleBody) -> list[int]:
+    if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+        raise DataError("the prompt has an image or a sound, which no model here reads; send tokens")
+    wanted = {
+        "topk_prompt_logprobs": body.topk_prompt_logprobs,
+        "topk_sample_logprobs": body.topk_sample_logprobs,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
+        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
+    }
+    if missing := [name for name, value in wanted.items() if value]:
+        raise DataError(f"{', '.join(missing)} is not offered here; take prompt_logprobs, or leave it out")
+    return [token for chunk in body.prompt.chunks for token in chunk.tokens]
+
+
+def _refuse_lifetime(body: bodies.SaveBody) -> None:
+    if body.ttl_seconds is not None:
+        raise DataError("ttl_seconds is not offered: checkpoints stay until they are deleted; leave it out")
+
+
+def _shown(described: Described) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{described.kind}/{described.name}",
+        "checkpoint_type": "training" if described.kind == "weights" else "sampler",
+        "time": _time(described.time),
+        "tinker_path": described.address,
+        "user_metadata": described.user_metadata,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _page(found: list[Any], request: HttpRequest) -> tuple[list[Any], dict[str, int]]:
+    numbers = {}
+    for name, default in (("offset", 0), ("limit", 100)):
+        text = request.query_params.get(name, str(default))
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise DataError(f"{name}={text[:40]!r} is no whole number")
+        numbers[name] = int(text)
+    offset, limit = numbers["offset"], numbers["limit"]
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
+
+
+def _future(request: Request, model_id: str) -> Response:
+    return JSONResponse({"request_id": request.id, "model_id": model_id})

@@ -1,0 +1,177 @@
+"""Requests of a service that take time: futures, their order, and their results. On the first rank.
+
+Calls of one model have numbers, and run in the order of these however they arrive. A call that is sent again, as
+clients do when they see no answer, is the same call.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mtrain.serve.work import Done, Failed, Operation
+
+_MOST_RESULTS = 4096
+"""Number of results that are kept, the oldest are forgotten first: clients ask again only for a short time."""
+_MOST_WAITING = 10_000
+"""Number of requests that may wait."""
+
+
+class FullError(Exception):
+    """There are too many requests; the client shall come again later."""
+
+
+@dataclass
+class Request:
+    """A request, from its arrival to its result."""
+
+    id: str
+    operation: Operation
+    result: Done | Failed | None = None
+    listeners: list[Callable[[], object]] = field(default_factory=list)
+    """Called once there is a result."""
+
+
+class _Line:
+    """Calls of one model in the order of their numbers."""
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+        self.waiting: list[tuple[int, Request]] = []
+
+
+class Desk:
+    """Takes requests from the threads of HTTP, and hands them to the thread of the engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._lines: dict[str, _Line] = {}
+        self._ready: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._num_open = 0
+
+    def open_line(self, model_id: str) -> None:
+        """Begins the numbers of a model's calls at 1."""
+        with self._lock:
+            self._lines.setdefault(model_id, _Line(1))
+
+    def close_line(self, model_id: str) -> None:
+        """Ends a model's calls; those that wait for a number that never came fail."""
+        with self._lock:
+            line = self._lines.pop(model_id, None)
+        for _, request in [] if line is None else line.waiting:
+            self.finish(request, Failed("the session was closed before an earlier call arrived", "user"))
+
+    def has_line(self, model_id: str) -> bool:
+        """Says whether the model exists here."""
+        with self._lock:
+            return model_id in self._lines
+
+    def submit(self, operation: Operation, request_id: str | None = None) -> Request:
+        """Queues a request without an order. The same `request_id` is the same request."""
+        with self._lock:
+            request, is_new = self._made(operation, request_id or f"request:{next(self._numbers)}")
+            if is_new:
+                self._ready.put(request)
+            return request
+
+    def submit_in_order(self, operation: Operation, model_id: str, number: int) -> Request:
+        """Queues a call of a model; it runs after those of smaller numbers."""
+        with self._lock:
+            line = self._lines[model_id]
+            request, is_new = self._made(operation, f"{model_id}:{number}")
+            if is_new:
+                if number < line.next:  # ran so long ago that its result was forgotten
+                    del self._requests[request.id]
+                    self._num_open -= 1
+                    raise KeyError(request.id)
+                heapq.heappush(line.waiting, (number, request))
+                while line.waiting and line.waiting[0][0] == line.next:
+                    self._ready.put(heapq.heappop(line.waiting)[1])
+                    line.next += 1
+            return request
+
+    def take(self, timeout_s: float) -> Request | None:
+        """Returns the next request for the engine; None if there was none for so long."""
+        try:
+            return self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def finish(self, request: Request, result: Done | Failed) -> None:
+        """Sets a result, and tells those who wait for it."""
+        with self._lock:
+            request.result, listeners = result, request.listeners
+            request.listeners = []
+            self._num_open -= 1
+            self._forget_old()
+        for listener in listeners:
+            listener()
+
+    def find(self, request_id: str) -> Request | None:
+        """Returns a request whose result is not forgotten."""
+        with self._lock:
+            return self._requests.get(request_id)
+
+    def listen(self, request: Request, listener: Callable[[], object]) -> bool:
+        """Calls `listener` once there is a result; returns False where there is one already."""
+        with self._lock:
+            if request.result is not None:
+                return False
+            request.listeners.append(listener)
+            return True
+
+    def _made(self, operation: Operation, request_id: str) -> tuple[Request, bool]:
+        known = self._requests.get(request_id)
+        if known is not None:
+            return known, False
+        if self._num_open >= _MOST_WAITING:
+            raise FullError
+        made = self._requests[request_id] = Request(request_id, operation)
+        self._num_open += 1
+        return made, True
+
+    def _forget_old(self) -> None:
+        for request_id in list(itertools.islice(self._requests, max(0, len(self._requests) - _MOST_RESULTS))):
+            if self._requests[request_id].result is not None:
+                del self._requests[request_id]
+
+
+class Sessions:
+    """Clients that are there, by their heartbeats."""
+
+    def __init__(self, lifetime_s: float) -> None:
+        self._lifetime_s = lifetime_s
+        self._lock = threading.Lock()
+        self._last: dict[str, float] = {}
+
+    def see(self, session_id: str) -> None:
+        """Notes that a client is there."""
+        with self._lock:
+            self._last[session_id] = time.monotonic()
+
+    def has(self, session_id: str) -> bool:
+        """Says whether a session is open."""
+        with self._lock:
+            return session_id in self._last
+
+    def end(self, session_id: str) -> None:
+        """Ends a session."""
+        with self._lock:
+            self._last.pop(session_id, None)
+
+    def lost(self) -> list[str]:
+        """Ends and returns the sessions that were silent for too long."""
+        limit = time.monotonic() - self._lifetime_s
+        with self._lock:
+            gone = [each for each, seen in self._last.items() if seen < limit]
+            for each in gone:
+                del self._last[each]
+        return gone

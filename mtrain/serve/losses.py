@@ -1,0 +1,223 @@
+"""Losses of the Tinker protocol: sums over tokens that are divided by nothing, and what each token of them was.
+
+All that a loss reads travels as extras, targets too, which need not be the next token. So a batch has dummy labels and
+weights of 1, and the sums are those of `loss.aggregation=sum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.config.extras import columns
+from mtrain.data.datum import Datum
+from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_extras, per_token, stacked_extra, weigh
+from mtrain.serve.protocol import MOST_COLUMNS, SentDatum
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo")
+"""Losses that the service has."""
+_OPTIONS = {"ppo": (0.8, 1.2), "cispo": (0.8, 1.2), "gspo": (0.8, 1.2)}
+"""Default thresholds of the ratio."""
+_POLICY = ("logprobs", "advantages")
+_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
+_TARGETS, _WEIGHTS, _PLACE, _PLACE_HIGH = "target_tokens", "weights", "place", "place_high"
+_PLACE_BASE = 2**20
+"""A float32 holds whole numbers up to 2^24: a place is two of them."""
+
+
+@dataclass
+class Batch:
+    """Data of one request as samples of the engine, with the outputs of their tokens after a pass."""
+
+    loss: str
+    data: list[Datum]
+    lengths: list[int]
+    """Number of tokens of each datum."""
+    width: int | None
+    """Number of targets per token; None: targets have no axis for it."""
+    names: tuple[str, ...]
+    """Extras that the loss reads."""
+    _found: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sent: Sequence[SentDatum], loss: str, options: Mapping[str, float | str], vocab_size: int) -> Batch:
+        """Checks what a client has sent and makes samples of it.
+
+        Raises:
+            DataError: The loss is not known, lacks an input, or an input cannot be read.
+        """
+        if loss not in LOSSES:
+            raise DataError(f"loss_fn={loss!r} is not offered here; take {', '.join(LOSSES)}, or a custom loss")
+        if not sent:
+            raise DataError("data is empty; send at least one datum")
+        thresholds = _thresholds(loss, options)
+        widths = {each.inputs[_TARGETS].shape[1:] for each in sent if _TARGETS in each.inputs}
+        if len(widths) > 1 or any(len(width) > 1 or not 1 <= width[0] <= MOST_COLUMNS for width in widths if width):
+            raise DataError(f"target_tokens have {sorted(widths)} targets a token; send one number of them, 1 to 1024")
+        width = max((size for each in widths for size in each), default=None)
+        if width is not None and loss != "cross_entropy":
+            raise DataError(
+                f"loss_fn={loss} reads one target a token, but {width} were sent; send target_tokens [tokens]"
+            )
+        data, lengths, start = [], [], 0
+        for number, each in enumerate(sent):
+            found = _extras(each, loss, thresholds, f"datum {number}", vocab_size)
+            length = len(each.tokens)
+            places = start + np.arange(length)
+            found[_PLACE] = (places % _PLACE_BASE).astype(np.float32)
+            found[_PLACE_HIGH] = (places // _PLACE_BASE).astype(np.float32)
+            data.append(Datum([*each.tokens, 0], extras={name: _given(found[name]) for name in found}))
+            lengths.append(length)
+            start += length
+        names = tuple(each for name in found for each in columns(name, width if found[name].ndim == 2 else None))
+        return cls(loss, data, lengths, width, names)
+
+    @property
+    def function(self) -> LossFunction:
+        """Returns the loss function; called with a microbatch, it keeps what its tokens were."""
+        computed = _FUNCTIONS[self.loss]
+
+        def loss(inputs: TermInputs) -> LossPair:
+            log_probs = _log_probs(inputs, self.width or 1)
+            losses = computed(log_probs, inputs, self.width or 1)
+            if inputs.logits.first_index == 0:  # other ranks of TP compute the same numbers
+                places = inputs.extras[_PLACE].long() + _PLACE_BASE * inputs.extras[_PLACE_HIGH].long()
+                kept = inputs.weights != 0
+                self._found.append((places[kept], log_probs.detach()[kept], losses.detach()[kept]))
+            return weigh(losses, inputs)
+
+        # the sequence's ratio needs all of its tokens at once
+        marked = loss if self.loss == "gspo" else per_token(loss)
+        return needs_extras(*self.names)(marked)
+
+    def outputs(self, device: torch.device) -> tuple[list[NDArray[np.float32]], float]:
+        """Returns the log-probabilities of each datum's targets, and the loss. One all-reduce over the world."""
+        total, width = sum(self.lengths), self.width or 1
+        found = torch.zeros(total, width + 1, dtype=torch.float64, device=device)
+        for places, log_probs, losses in self._found:
+            found[places, :width], found[places, width] = log_probs.double(), losses.double()
+        self._found.clear()
+        dist.all_reduce(found)
+        values = found.cpu().numpy()
+        parts = np.split(values[:, :width].astype(np.float32), np.cumsum(self.lengths)[:-1])
+        return [part if self.width is not None else part[:, 0] for part in parts], float(values[:, width].sum())
+
+
+def _given(values: NDArray[np.float32]) -> list[float]:
+    given: list[float] = values.tolist()
+    return given
+
+
+def _thresholds(loss: str, options: Mapping[str, float | str]) -> tuple[float, float] | None:
+    known = {_LOW, _HIGH} if loss in _OPTIONS else set()
+    wrong = [name for name, value in options.items() if name not in known or not isinstance(value, float | int)]
+    if wrong:
+        raise DataError(f"loss_fn_config has {', '.join(sorted(wrong))}, but {loss} reads {sorted(known) or 'none'}")
+    if not known:
+        return None
+    low, high = (float(options.get(name, default)) for name, default in zip((_LOW, _HIGH), _OPTIONS[loss], strict=True))
+    if not 0 <= low <= high < float("inf"):
+        raise DataError(f"{_LOW}={low} and {_HIGH}={high} bound no ratio; send 0 <= low <= high")
+    return low, high
+
+
+def _extras(
+    sent: SentDatum, loss: str, thresholds: tuple[float, float] | None, name: str, vocab_size: int
+) -> dict[str, NDArray[np.float32]]:
+    needed = (_TARGETS, _WEIGHTS) if loss == "cross_entropy" else (_TARGETS, *_POLICY)
+    optional = {_LOW, _HIGH} if thresholds else set()
+    inputs = dict(sent.inputs)
+    if loss == "cross_entropy" and _WEIGHTS not in inputs and _TARGETS in inputs:
+        inputs[_WEIGHTS] = np.ones(inputs[_TARGETS].shape, np.float32)
+    for key, bound in zip((_LOW, _HIGH), thresholds or (), strict=False):
+        inputs.setdefault(key, np.full(len(sent.tokens), bound, np.float32))
+    missing = [key for key in needed if key not in inputs]
+    unknown = [key for key in inputs if key not in {*needed, *optional}]
+    if missing or unknown:
+        raise DataError(
+            f"{name} has the loss_fn_inputs {', '.join(sorted(sent.inputs)) or 'none'}, but {loss} reads "
+            f"{', '.join(needed)}; send these"
+        )
+    if not sent.tokens:
+        raise DataError(f"{name} has no token; send at least one")
+    shape = inputs[_TARGETS].shape
+    for key, value in inputs.items():
+        wanted = shape if key in (_TARGETS, _WEIGHTS) else shape[:1]
+        if len(shape) not in (1, 2) or shape[0] != len(sent.tokens) or value.shape != wanted:
+            raise DataError(
+                f"{name} has {len(sent.tokens)} tokens, but {key} of shape {list(value.shape)}; send one for each token"
+            )
+        if not np.isfinite(value).all():
+            raise DataError(f"{name} has a number in {key} that is not finite; send finite numbers")
+    targets = inputs[_TARGETS]
+    if targets.dtype.kind != "i" or targets.min() < 0 or targets.max() >= vocab_size:
+        raise DataError(
+            f"{name} has target_tokens beyond the vocabulary; send whole numbers from 0 to {vocab_size - 1}"
+        )
+    return {key: np.asarray(inputs[key], np.float32) for key in (*needed, *sorted(optional))}
+
+
+def _log_probs(inputs: TermInputs, width: int) -> Tensor:
+    """Returns the log-probabilities of the targets, [batch, seq, width]."""
+    if _TARGETS in inputs.extras:
+        targets = inputs.extras[_TARGETS].unsqueeze(-1)
+    else:
+        targets = stacked_extra(inputs, _TARGETS, width)
+    # padding has target 0, which is a token, and weight 0
+    return torch.stack([-inputs.logits.cross_entropy(each) for each in targets.long().unbind(-1)], dim=-1)
+
+
+def _cross_entropy(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
+    if _WEIGHTS in inputs.extras:
+        return -log_probs[..., 0] * inputs.extras[_WEIGHTS]
+    return -(log_probs * stacked_extra(inputs, _WEIGHTS, width)).sum(-1)
+
+
+def _gap(log_probs: Tensor, inputs: TermInputs) -> Tensor:
+    # where: padding has no log-probability, and exp of what stands there could be inf
+    return torch.where(inputs.weights != 0, log_probs[..., 0] - inputs.extras["logprobs"], 0.0)
+
+
+def _importance_sampling(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
+    return -_gap(log_probs, inputs).exp() * inputs.extras["advantages"]
+
+
+def _clipped(ratio: Tensor, inputs: TermInputs) -> Tensor:
+    bounded = torch.minimum(torch.maximum(ratio, inputs.extras[_LOW]), inputs.extras[_HIGH])
+    return -torch.minimum(ratio * inputs.extras["advantages"], bounded * inputs.extras["advantages"])
+
+
+def _ppo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
+    return _clipped(_gap(log_probs, inputs).exp(), inputs)
+
+
+def _cispo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
+    ratio = _gap(log_probs, inputs).detach().exp()
+    bounded = torch.minimum(torch.maximum(ratio, inputs.extras[_LOW]), inputs.extras[_HIGH])
+    return -bounded * log_probs[..., 0] * inputs.extras["advantages"]
+
+
+def _gspo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
+    """The ratio of a sequence is the geometric mean over its tokens that have an advantage."""
+    gap = _gap(log_probs, inputs)
+    counts = (inputs.extras["advantages"] != 0).to(gap.dtype)
+    total = inputs.sum_over_sequence((gap * counts).detach())
+    count = inputs.sum_over_sequence(counts.detach())
+    mean = torch.where(count > 0, total / count, 0.0)[inputs.sequence_ids].to(gap.dtype)
+    return _clipped((mean + gap - gap.detach()).exp(), inputs)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor, TermInputs, int], Tensor]] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "gspo": _gspo,
+}

@@ -1,0 +1,229 @@
+"""Messages of the Tinker protocol that travel as protobuf: the batch of a forward_backward, its outputs, and answers.
+
+Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them; only the fields that
+this service reads or writes are named, and protobuf skips the others. They live in a pool of their own, so that a
+process may load the SDK as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError
+
+_PACKAGE = "mtrain_serve"
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "string": _FIELD.TYPE_STRING,
+    "bytes": _FIELD.TYPE_BYTES,
+    "int32": _FIELD.TYPE_INT32,
+    "int64": _FIELD.TYPE_INT64,
+    "uint32": _FIELD.TYPE_UINT32,
+    "bool": _FIELD.TYPE_BOOL,
+    "double": _FIELD.TYPE_DOUBLE,
+}
+# name: (number, type); [] repeats; {type} is a map from text
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
+    "Tensor": {"dense": (1, "bytes"), "sparse_csr": (2, "SparseCsr"), "dtype": (3, "int32"), "shape": (4, "int64[]")},
+    "Text": {"tokens": (1, "bytes")},
+    "Other": {},
+    "Chunk": {"encoded_text": (1, "Text"), "image": (2, "Other"), "dmel": (3, "Other")},
+    "Datum": {"model_input": (1, "Chunk[]"), "loss_fn_inputs": (2, "{Tensor}")},
+    "ConfigValue": {"number": (1, "double"), "text": (2, "string")},
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "Datum[]"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "{double}"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "{ConfigValue}"),
+    },
+    "BatchedTensor": {
+        "data": (1, "bytes"),
+        "offsets": (2, "bytes"),
+        "dtype": (3, "int32"),
+        "trailing_shape": (4, "int64[]"),
+    },
+    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "{BatchedTensor}"), "num_datums": (3, "int64")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "ArrayRecord[]"),
+        "metrics": (3, "{double}"),
+    },
+    "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
+    "SampleResponse": {"sequences": (1, "SampledSequence[]"), "prompt_logprobs": (2, "bytes")},
+}
+_FLOAT32, _INT64 = 1, 2
+"""Numbers of the data types."""
+STOP, LENGTH = 0, 1
+"""Numbers of the reasons for the end of an answer."""
+_DTYPES: Mapping[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64}
+
+
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="mtrain_serve.proto", package=_PACKAGE, syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, (number, kind) in fields.items():
+            _add_field(message, field, number, kind)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES
+    }
+
+
+def _add_field(message: Any, name: str, number: int, kind: str) -> None:
+    repeats, inner = kind.endswith("[]") or kind.startswith("{"), kind.removesuffix("[]").strip("{}")
+    label = _FIELD.LABEL_REPEATED if repeats else _FIELD.LABEL_OPTIONAL
+    if kind.startswith("{"):
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+        entry.options.map_entry = True
+        _add_field(entry, "key", 1, "string")
+        _add_field(entry, "value", 2, inner)
+        inner = f"{message.name}.{entry.name}"
+    field = message.field.add(name=name, number=number, label=label)
+    if inner in _SCALARS:
+        field.type = _SCALARS[inner]
+    else:
+        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{_PACKAGE}.{inner}"
+
+
+_CLASS = _classes()
+
+
+@dataclass(frozen=True)
+class SentDatum:
+    """A sequence with what its loss reads."""
+
+    tokens: list[int]
+    inputs: dict[str, NDArray[Any]]
+    """Arrays by name, [tokens] or [tokens, k]."""
+
+
+@dataclass(frozen=True)
+class SentBatch:
+    """Request for a forward pass, with or without a backward pass."""
+
+    model_id: str
+    seq_id: int
+    loss: str
+    options: dict[str, float | str]
+    data: list[SentDatum]
+    forward_only: bool
+
+
+def read_batch(body: bytes) -> SentBatch:
+    """Reads a request for forward_backward.
+
+    Raises:
+        DataError: The bytes are no such message, or an array does not have the size that it claims.
+    """
+    message = _CLASS["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as fault:
+        raise DataError(f"the body is no ForwardBackwardRequest ({fault}); send what the tinker SDK sends") from None
+    options: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        options[name] = value.text or value.number
+    data = [_datum(each, f"datum {number}") for number, each in enumerate(message.data)]
+    return SentBatch(message.model_id, message.seq_id, message.loss_fn, options, data, message.forward_only)
+
+
+def _datum(message: Any, name: str) -> SentDatum:
+    tokens: list[int] = []
+    for chunk in message.model_input:
+        if chunk.HasField("image") or chunk.HasField("dmel"):
+            raise DataError(f"{name} has an image or a sound, which no model here reads; send tokens")
+        tokens += _array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input").tolist()
+    inputs = {key: _tensor(each, f"{name}: {key}") for key, each in message.loss_fn_inputs.items()}
+    return SentDatum(tokens, inputs)
+
+
+def _tensor(message: Any, name: str) -> NDArray[Any]:
+    if message.dtype not in _DTYPES:
+        raise DataError(f"{name} has the data type {message.dtype}; send float32 or int64")
+    dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
+    if message.HasField("sparse_csr"):
+        return _from_sparse(message.sparse_csr, dtype, shape, name)
+    values = _array(message.dense, dtype, name)
+    if not shape:
+        return values
+    if min(shape) < 0 or math.prod(shape) != len(values):
+        raise DataError(f"{name} has {len(values)} numbers, but the shape {list(shape)}; send as many as it holds")
+    return values.reshape(shape)
+
+
+def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    values = _array(message.values, dtype, name)
+    rows, columns = (_array(each, np.int64, name) for each in (message.crow_indices, message.col_indices))
+    # a few bytes may claim any shape: the rows are really there, and columns are bounded like those of a dense array
+    is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 and 0 <= shape[1] <= MOST_COLUMNS
+    is_whole = (
+        is_whole and len(columns) == len(values) == rows[-1] and rows[0] == 0 and bool((np.diff(rows) >= 0).all())
+    )
+    if not is_whole or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
+        raise DataError(f"{name} is no sparse matrix of shape {list(shape)}; send CSR indices that fit it")
+    whole = np.zeros(shape, dtype)
+    whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return whole
+
+
+MOST_COLUMNS = 1024
+"""Largest number of numbers per token."""
+
+
+def _array(data: bytes, dtype: type[np.generic], name: str) -> NDArray[Any]:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise DataError(f"{name} has {len(data)} bytes, which are no whole number of {np.dtype(dtype)}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def written_outputs(fields: Mapping[str, Sequence[NDArray[np.float32]]], metrics: Mapping[str, float]) -> bytes:
+    """Returns a ForwardBackwardOutput: arrays by name, one per datum, and metrics."""
+    message = _CLASS["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord")
+    for name, arrays in fields.items():
+        record.num_datums = len(arrays)
+        ends = np.cumsum([0, *(each.nbytes for each in arrays)], dtype=np.int64)
+        batched = record.fields[name]
+        batched.data = b"".join(np.ascontiguousarray(each, np.float32).tobytes() for each in arrays)
+        batched.offsets, batched.dtype = ends.tobytes(), _FLOAT32
+        batched.trailing_shape.extend(arrays[0].shape[1:])
+    for key, value in metrics.items():
+        message.metrics[key] = value
+    written: bytes = message.SerializeToString()
+    return written
+
+
+def written_answers(
+    answers: Sequence[tuple[Sequence[int], Sequence[float], int]], prompt_log_probs: NDArray[np.float32] | None
+) -> bytes:
+    """Returns a SampleResponse.
+
+    Args:
+        answers: Tokens, their log-probabilities and STOP or LENGTH of each answer.
+        prompt_log_probs: Log-probabilities of the prompt's tokens, nan where there is none; None: not asked for.
+    """
+    message = _CLASS["SampleResponse"]()
+    for tokens, log_probs, reason in answers:
+        message.sequences.add(
+            stop_reason=reason,
+            tokens=np.asarray(tokens, np.int32).tobytes(),
+            logprobs=np.asarray(log_probs, np.float32).tobytes(),
+        )
+    if prompt_log_probs is not None:
+        message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
+    written: bytes = message.SerializeToString()
+    return written

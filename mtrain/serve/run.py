@@ -1,0 +1,167 @@
+"""Runs a service: HTTP in a thread of the first rank, the engine in the main thread of every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+import uvicorn
+
+from mtrain.base.errors import ConfigError, MachineError
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.config.schema.loss import LossSection
+from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.runs.folder import RunFolder
+from mtrain.serve.app import App, BaseModel
+from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.store import Store
+from mtrain.serve.work import Operation, Served, Worker
+
+_SESSION_S = 600.0
+"""Time without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class _Stop:
+    """The last thing that ranks are told."""
+
+
+def serve(served: Served, host: str, port: int, token: str | None) -> None:
+    """Serves until a signal ends it. On every rank.
+
+    Args:
+        served: The model, its layout and its precision; what is trained is the clients' affair.
+        host: Address that the first rank listens at.
+        port: Port; 0: any that is free.
+        token: Key that clients have to send; None: none, for addresses of this machine alone.
+
+    Raises:
+        ConfigError: The configuration is none of a language model, or a key is missing.
+        MachineError: The address cannot be used.
+    """
+    config = served.config
+    if config.model.num_labels is not None or config.model.mtp_depths:
+        raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
+    check_token(host, token)
+    # sums that nothing divides: what a client divides by, it puts into its weights
+    config = config.model_copy(update={"loss": LossSection(aggregation="sum", chunk_tokens=config.loss.chunk_tokens)})
+    folder = RunFolder(Path(config.run.dir))
+    served = Served(config)
+    worker = Worker(served, Store(folder.path))
+    try:
+        with contextlib.ExitStack() as held:
+            desk, sessions = Desk(), Sessions(_SESSION_S)
+
+            def opened() -> App:
+                folder.create()
+                held.enter_context(folder.locked())
+                store = Store(folder.path)
+                store.restore()
+                base = BaseModel(served.name, config.data.seq_length, _stops(config.model.hf))
+                app = App(base, desk, sessions, store, token)
+                held.enter_context(_listening(app, host, port, folder))
+                return app
+
+            holder: list[App] = []
+            on_first_rank(lambda: holder.append(opened()))
+            _work(worker, desk, sessions, holder[0] if holder else None, config.train.process_group_timeout_s)
+    finally:
+        worker.close()
+
+
+def check_token(host: str, token: str | None) -> None:
+    """Refuses a service that others could use without a key.
+
+    Raises:
+        ConfigError: There is no key, or no client could send it.
+    """
+    if token is None and host not in _LOOPBACK:
+        raise ConfigError(f"--host {host} can be reached by others, but there is no key; give --token-file FILE")
+    if token is not None and not (token.startswith("tml-") and token.isascii() and len(token) >= 20):
+        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients ask for it")
+
+
+def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeout_s: float) -> None:
+    """Runs operations until the first rank is told to stop. Collective."""
+    idle_s = min(5.0, timeout_s / 4)  # ranks that wait for an operation would take silence for a lost rank
+    stopping = threading.Event()
+    with _signals(stopping):
+        while True:
+            request = None
+            told: list[Operation | _Stop | None] = [None]
+            if app is not None:
+                for session_id in sessions.lost():
+                    app.unload(session_id)
+                request = None if stopping.is_set() else desk.take(idle_s)
+                told = [_Stop() if stopping.is_set() else None if request is None else request.operation]
+            dist.broadcast_object_list(told, src=0)
+            operation = told[0]
+            if isinstance(operation, _Stop):
+                return
+            result = None if operation is None else worker.run(operation)
+            if request is not None and result is not None:
+                desk.finish(request, result)
+
+
+@contextlib.contextmanager
+def _signals(stopping: threading.Event) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[None]:
+    """Listens in a thread, and says where."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as fault:
+        raise MachineError(f"cannot listen at {host} port {port}: {fault}; choose another --port, or 0") from None
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app.asgi(),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=65536,
+        )
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True, name="http")
+    thread.start()
+    with disk_faults(f"write {folder.path}"):
+        write_atomically(folder.path / "service.json", json.dumps({"address": address, "model": app.base.name}))
+    print(f"serving {app.base.name} at {address}", flush=True)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def _stops(hf: str | None) -> frozenset[int]:
+    """Returns the tokens that end a text, as the folder of Hugging Face names them."""
+    if hf is None:
+        return frozenset()
+    for file in ("generation_config.json", "config.json"):
+        path = Path(hf) / file
+        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    return frozenset()

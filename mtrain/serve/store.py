@@ -1,0 +1,183 @@
+"""Checkpoints that clients have asked for, by name, below the folder of a service.
+
+A checkpoint is acknowledged when its description is on disk, which is written last; what has none is of a save that did
+not finish. Names of clients are checked before they become parts of a path.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.plain_files import parsed_json, read_plain_file
+
+Kind = Literal["weights", "sampler_weights"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODEL = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
+_PATH = re.compile(r"tinker://([^/]{1,64})/(weights|sampler_weights)/([^/]{1,128})")
+_DESCRIPTION = "checkpoint.json"
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapter that a client asks for."""
+
+    rank: int
+    """Rank; 0: no adapter, the whole model is trained."""
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Name of a checkpoint, checked."""
+
+    model_id: str
+    kind: Kind
+    name: str
+
+    @classmethod
+    def of(cls, model_id: str, kind: Kind, name: str) -> Place:
+        """Checks the parts.
+
+        Raises:
+            DataError: A part cannot be a name.
+        """
+        if not _MODEL.fullmatch(model_id):
+            raise DataError(f"{model_id[:80]!r} is no training run of this service; take model_id from create_model")
+        if not _NAME.fullmatch(name):
+            raise DataError(
+                f"{name[:140]!r} cannot be the name of a checkpoint; use up to 128 letters, digits, dots, dashes and "
+                "underscores, a letter or digit first"
+            )
+        return cls(model_id, kind, name)
+
+    @classmethod
+    def parsed(cls, path: str) -> Place:
+        """Reads the address of a checkpoint.
+
+        Raises:
+            DataError: It is none.
+        """
+        found = _PATH.fullmatch(path)
+        if found is None:
+            raise DataError(f"{path[:200]!r} is no tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME")
+        model_id, kind, name = found.groups()
+        return cls.of(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of a checkpoint."""
+
+    model_id: str
+    kind: str
+    name: str
+    base_model: str
+    lora: dict[str, Any] | None
+    """Options of the adapter; None: the whole model was trained."""
+    time: float
+    """Time of the save, in seconds since 1970."""
+    user_metadata: dict[str, str] | None = field(default=None)
+
+    @property
+    def adapter(self) -> Lora:
+        """Returns the adapter that was trained."""
+        return Lora(0) if self.lora is None else Lora(**self.lora)
+
+    @property
+    def address(self) -> str:
+        """Returns the address that clients name the checkpoint by."""
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+class Store:
+    """Folder of a service; every rank may have one, but the first rank writes descriptions."""
+
+    def __init__(self, path: Path) -> None:
+        self._root = path / "served"
+
+    def folder(self, place: Place) -> Path:
+        """Returns the run folder of a checkpoint, which exists if it was saved."""
+        return self._root / place.model_id / place.kind / place.name
+
+    def fresh(self, place: Place) -> Path:
+        """Returns an empty folder to save into, next to its final place. On the first rank."""
+        folder = self._beside(place, "new")
+        with disk_faults(f"write {folder}"):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def publish(self, described: Described, place: Place) -> None:
+        """Puts what was saved into `fresh` into its place, in that of an older checkpoint of the name."""
+        folder, new, old = self.folder(place), self._beside(place, "new"), self._beside(place, "old")
+        with disk_faults(f"write {folder}"):
+            write_atomically(new / _DESCRIPTION, json.dumps(asdict(described)))
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)  # a service that ends here finds it again in `restore`
+            new.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self) -> None:
+        """Puts back what a service that was killed had moved away, and removes saves that did not finish."""
+        with disk_faults(f"read {self._root}"):
+            for old in self._root.glob("*/*/.old.*"):
+                place = old.with_name(old.name.removeprefix(".old."))
+                if place.exists():
+                    shutil.rmtree(old)
+                else:
+                    old.rename(place)
+            for new in self._root.glob("*/*/.new.*"):
+                shutil.rmtree(new)
+
+    def described(self, place: Place) -> Described:
+        """Returns the description of a checkpoint.
+
+        Raises:
+            DataError: There is no such checkpoint.
+        """
+        found = self._read(self.folder(place) / _DESCRIPTION)
+        if found is None:
+            raise DataError(f"there is no checkpoint {place}; list those of a training run, and name one of them")
+        return found
+
+    def all(self) -> list[Described]:
+        """Returns all checkpoints, the newest first."""
+        found = [self._read(each) for each in self._root.glob(f"*/*/[!.]*/{_DESCRIPTION}")]
+        return sorted((each for each in found if each is not None), key=lambda each: -each.time)
+
+    def remove(self, place: Place) -> None:
+        """Removes a checkpoint.
+
+        Raises:
+            DataError: There is no such checkpoint.
+        """
+        self.described(place)
+        with disk_faults(f"remove {self.folder(place)}"):
+            gone = self._beside(place, "new")  # a removal that is killed is finished by `restore`
+            shutil.rmtree(gone, ignore_errors=True)
+            self.folder(place).rename(gone)
+            shutil.rmtree(gone)
+
+    def _beside(self, place: Place, what: str) -> Path:
+        folder = self.folder(place)
+        return folder.with_name(f".{what}.{folder.name}")
+
+    def _read(self, path: Path) -> Described | None:
+        if not path.exists():
+            return None
+        return Described(**parsed_json(read_plain_file(path, _MOST_BYTES)))

@@ -1,0 +1,243 @@
+"""The unmodified SDK against services on one and two ranks: every number is the oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import RequestFailedError, types
+
+from mtrain.config import Config
+from mtrain.serve.store import Lora
+from mtrain.serve.work import Served
+from mtrain.verify.reference.model.adapters import all_shapes
+from tests.parity.cases import Case, case
+from tests.parity.compare import relative
+from tests.pool import Pool
+from tests.reference import Parameters
+from tests.serve.oracle import Oracle
+from tests.serve.service import KEY, datum, running, sequences, session
+from tests.training.test_engine import parameters_of
+
+ADAM = {"learning_rate": 0.004, "beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.05, "grad_clip_norm": 2.0}
+LENGTHS = (5, 20, 31, 7, 1, 12)
+VOCAB = 61
+LAYOUTS = [
+    case(2, num_layers=1),
+    case(2, num_layers=1, tp=2),
+    case(2, num_layers=1, dp=2),
+    case(2, num_layers=1, cp=2),
+    case(2, num_layers=2, pp=2),
+]
+
+
+def inputs_of(loss: str, tokens: list[int], seed: int) -> dict[str, Any]:
+    rng, size = np.random.default_rng(seed), len(tokens) - 1
+    if loss == "cross_entropy":
+        return {"weights": rng.normal(size=size).astype(np.float32)}
+    near = rng.normal(-4.1, 0.3, size).astype(np.float32)
+    advantages = (rng.normal(size=size) * (rng.random(size) < 0.8)).astype(np.float32)
+    return {"logprobs": near, "advantages": advantages}
+
+
+def saved(folder: Path, path: str, config: Config) -> Parameters:
+    """Returns the weights of a checkpoint by the oracle's names, without the padding of the vocabulary."""
+    place = folder / "served" / path.removeprefix("tinker://") / "checkpoints"
+    (step,) = place.glob("step_*")
+    shapes = all_shapes(config)
+    return {name: values[: shapes[name][0]] for name, values in parameters_of(step).items()}
+
+
+def run_steps(client: Any, oracle: Oracle, losses: list[str], tolerance: float = 1e-5) -> None:
+    """Makes a step with each loss, and compares all that a client sees with the oracle."""
+    tokens = sequences(3, LENGTHS, VOCAB)
+    for number, loss in enumerate(losses):
+        inputs = [inputs_of(loss, each, 10 * number + place) for place, each in enumerate(tokens)]
+        data = [datum(each, given) for each, given in zip(tokens, inputs, strict=True)]
+        found = client.forward_backward(data, loss)
+        updated = client.optim_step(types.AdamParams(**ADAM))
+        total, log_probs = oracle.forward_backward(tokens, loss, inputs)
+        norm = oracle.step(ADAM)
+        output = found.result()
+        assert abs(output.metrics["loss:sum"] - total) < tolerance * max(1.0, sum(map(len, log_probs))), loss
+        for ours, theirs in zip(output.loss_fn_outputs, log_probs, strict=True):
+            np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs.numpy(), rtol=0, atol=tolerance)
+        assert relative(updated.result().metrics["grad_norm"], norm) < tolerance
+
+
+def worst(found: Mapping[str, torch.Tensor], oracle: Oracle) -> float:
+    """Returns the largest deviation of a tensor that was trained, relative to its norm."""
+    trained = {name: each for name, each in oracle.parameters.items() if each.requires_grad}
+    assert trained.keys() <= found.keys()
+    return max(float((found[name] - each.detach()).norm() / each.detach().norm()) for name, each in trained.items())
+
+
+def config_of(one: Case, lora: Lora) -> Config:
+    return Served(one.config()).adapted(lora)
+
+
+@pytest.mark.parametrize("one", LAYOUTS, ids=str)
+def test_an_adapter_of_ten_steps_is_the_oracles(pool: Pool, tmp_path: Path, one: Case) -> None:
+    """Every loss, per-datum log-probabilities, norms, and the adapter after ten steps; what is saved goes on."""
+    folder = tmp_path / "base"
+    with running(pool, one, one.config(), folder) as address:
+        with session(address) as service:
+            whole = service.create_lora_training_client("base", rank=0).result()
+            base = saved(folder, whole.save_state("start").result().path, one.config())
+            assert whole.get_info().is_lora is False
+        with session(address) as service:
+            check_adapter(service, folder, config_of(one, Lora(4)), base)
+
+
+def check_adapter(service: Any, folder: Path, config: Config, base: Parameters) -> None:
+    client = service.create_lora_training_client("base", rank=4, seed=5).result()
+    first = client.save_state("start").result().path
+    oracle = Oracle(config, base | saved(folder, first, config))
+    losses = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
+    run_steps(client, oracle, losses * 2)
+    last = client.save_state("end").result().path
+    assert worst(saved(folder, last, config), oracle) < 1e-5
+    again = service.create_training_client_from_state_with_optimizer(last).result()
+    run_steps(again, oracle, ["cross_entropy"])
+
+
+def batch(seed: int) -> list[types.Datum]:
+    return [datum(each, {"weights": np.ones(len(each) - 1, np.float32)}) for each in sequences(seed, LENGTHS, VOCAB)]
+
+
+def seen(future: Any) -> list[list[float]]:
+    return [each["logprobs"].tolist() for each in future.result().loss_fn_outputs]
+
+
+def trained_alone(service: Any, seed: int) -> list[list[list[float]]]:
+    """Makes three steps of two calls each."""
+    client, found = service.create_lora_training_client("base", rank=2, seed=seed).result(), []
+    for step in range(3):
+        calls = [client.forward_backward(batch(10 * seed + 2 * step + call), "cross_entropy") for call in (0, 1)]
+        client.optim_step(types.AdamParams(**ADAM)).result()
+        found += [seen(each) for each in calls]
+    return found
+
+
+@pytest.mark.parametrize("one", [LAYOUTS[0], pytest.param(LAYOUTS[2], marks=pytest.mark.nightly)], ids=str)
+def test_models_that_take_turns_are_what_each_is_alone(pool: Pool, tmp_path: Path, one: Case) -> None:
+    """Compares to the bit, also where one is sampled from or left with half a gradient while others train."""
+    with running(pool, one, one.config(), tmp_path / "base") as address:
+        with session(address) as service:
+            alone = [trained_alone(service, seed) for seed in (1, 2)]
+        with session(address) as service:
+            clients = [service.create_lora_training_client("base", rank=2, seed=seed).result() for seed in (1, 2)]
+            found: list[list[list[list[float]]]] = [[], []]
+            for step in range(3):
+                for call in (0, 1):
+                    for each, (client, seed) in enumerate(zip(clients, (1, 2), strict=True)):
+                        data = batch(10 * seed + 2 * step + call)
+                        found[each].append(seen(client.forward_backward(data, "cross_entropy")))
+                sampler = clients[0].save_weights_and_get_sampling_client().result()
+                sampler.sample(types.ModelInput.from_ints([3]), 1, types.SamplingParams(max_tokens=2)).result()
+                for client in reversed(clients):
+                    client.optim_step(types.AdamParams(**ADAM)).result()
+            with pytest.raises(RequestFailedError, match="rank 2 on qkv, proj, fc1, fc2, output"):
+                service.create_lora_training_client("base", rank=3).result()
+    assert found == alone
+
+
+def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_path: Path) -> None:
+    """A loss of the client's own goes there and back; chunks that arrive in any order give the same bits."""
+    one = LAYOUTS[0]
+    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+        clients = [service.create_lora_training_client("base", rank=2, seed=3).result() for _ in range(3)]
+
+        def squares(data: Any, log_probs: Any) -> Any:
+            return torch.stack([(each**2).sum() for each in log_probs]).sum(), {}
+
+        custom = clients[0].forward_backward_custom(batch(1), squares).result()
+        log_probs = [torch.tensor(each) for each in seen(clients[1].forward(batch(1), "cross_entropy"))]
+        assert custom.metrics["loss:sum"] == pytest.approx(float(sum((each**2).sum() for each in log_probs)), rel=1e-6)
+        weighted = [
+            datum(tokens, {"weights": (-2 * each).numpy()})
+            for tokens, each in zip(sequences(1, LENGTHS, VOCAB), log_probs, strict=True)
+        ]
+        clients[1].forward_backward(weighted, "cross_entropy").result()
+        smaller = service.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 2})
+        service.holder._client_config = smaller
+        clients[2].forward_backward(weighted, "cross_entropy").result()
+        norms = [each.optim_step(types.AdamParams(**ADAM)).result().metrics["grad_norm"] for each in clients]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+        assert norms[1] == norms[2]
+
+
+def test_answers_are_of_the_weights_that_were_kept(pool: Pool, tmp_path: Path) -> None:
+    """Snapshots and saved samplers stay what they were while training goes on; trainer and sampler agree."""
+    one = LAYOUTS[0]
+    prompt, greedy = types.ModelInput.from_ints([3, 4, 5]), types.SamplingParams(max_tokens=8, temperature=0)
+    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+        client = service.create_lora_training_client("base", rank=2, seed=3).result()
+        base = service.create_sampling_client(base_model="base").result()
+        before = base.sample(prompt, 2, greedy).result().sequences
+        client.forward_backward(batch(1), "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        kept = client.save_weights_and_get_sampling_client().result()
+        path = client.save_weights_for_sampler("after-one").result().path
+        answer = kept.sample(prompt, 1, greedy, include_prompt_logprobs=True).result()
+        tokens = answer.sequences[0].tokens
+        assert tokens != before[0].tokens
+        forward = client.forward([datum([3, 4, 5, *tokens], {})], "cross_entropy").result()
+        likely = forward.loss_fn_outputs[0]["logprobs"].tolist()
+        np.testing.assert_allclose(answer.prompt_logprobs[1:] + answer.sequences[0].logprobs, likely, atol=1e-5)
+        whole = kept.compute_logprobs(types.ModelInput.from_ints([3, 4, 5, *tokens])).result()
+        assert whole == [None, *likely], "the same weights, kernels and shapes: a difference of exactly 0"
+        client.forward_backward(batch(2), "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        named = service.create_sampling_client(model_path=path).result()
+        for sampler in (kept, named):
+            assert sampler.sample(prompt, 1, greedy).result().sequences[0].tokens == tokens
+        again = base.sample(prompt, 2, greedy).result().sequences
+        assert [each.tokens for each in again] == [each.tokens for each in before]
+        drawn = [kept.sample(prompt, 3, types.SamplingParams(max_tokens=9, seed=5, stop=[tokens[0]])) for _ in range(2)]
+        first, second = ([each.tokens for each in future.result().sequences] for future in drawn)
+        assert first == second
+
+
+def test_what_is_refused_is_said_in_the_sdks_words(pool: Pool, tmp_path: Path) -> None:
+    one = LAYOUTS[0]
+    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+        with pytest.raises(tinker.BadRequestError, match="base_model='other' is not served here"):
+            service.create_lora_training_client("other").result()
+        client = service.create_lora_training_client("base", rank=2).result()
+        tokens = sequences(1, (4,), VOCAB)[0]
+        wrong = {
+            "dro": (datum(tokens, {}), "loss_fn='dro' is not offered"),
+            "ppo": (datum(tokens, {}), "ppo reads target_tokens, logprobs, advantages"),
+            "cross_entropy": (datum([*tokens, VOCAB], {}), "beyond the vocabulary"),
+            "importance_sampling": (
+                datum(tokens, {"logprobs": np.full(4, np.nan, np.float32), "advantages": np.ones(4, np.float32)}),
+                "not finite",
+            ),
+        }
+        for loss, (data, reason) in wrong.items():
+            with pytest.raises(RequestFailedError, match=reason):
+                client.forward_backward([data], loss).result()
+        with pytest.raises(RequestFailedError, match="so no update was made"):
+            client.optim_step(types.AdamParams()).result()
+        with pytest.raises(RequestFailedError, match="needs a forward_backward before it"):
+            client.optim_step(types.AdamParams()).result()
+        with pytest.raises(tinker.BadRequestError, match="cannot be the name of a checkpoint"):
+            client.save_state("../../outside").result()
+        poisoned = service.create_lora_training_client("base", rank=2).result()
+        poisoned.save_state("one").result()
+        with pytest.raises(RequestFailedError, match="exists already"):
+            poisoned.save_state("one").result()
+        poisoned.forward_backward([datum(tokens, {})], "cross_entropy")
+        poisoned.save_state("one", overwrite=True, user_metadata={"a": "b"}).result()
+        assert poisoned.optim_step(types.AdamParams()).result().metrics["step"] == 1
+        rest = tinker.RestClient(base_url=address, api_key=KEY)
+        (found,) = rest.list_checkpoints(poisoned.model_id).result().checkpoints
+        assert found.user_metadata == {"a": "b"}
+        rest.delete_checkpoint(poisoned.model_id, found.checkpoint_id).result()
+        assert rest.list_checkpoints(poisoned.model_id).result().checkpoints == []

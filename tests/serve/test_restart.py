@@ -1,0 +1,103 @@
+"""`mtrain serve` as a program: its key, its messages, and what is left of it after kill -9."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from mtrain.config.load import save_config
+from tests import warm
+from tests.fault_table import Notice
+from tests.messages import check_message
+from tests.parity.cases import case
+from tests.serve.service import KEY, address_of, session
+from tests.serve.test_clients import ADAM, batch, seen
+
+ONE = case(2, num_layers=1)
+
+
+def started(folder: Path, config: Path, key: Path) -> tuple[warm.Command, str]:
+    """Starts a service; returns its address."""
+    (folder / "service.json").unlink(missing_ok=True)
+    given = [sys.executable, "-m", "mtrain", "serve", str(config), "--port", "0", "--token-file", str(key)]
+    command = warm.Command(given, folder.parent, warm.program_environment())
+    return command, address_of(folder / "service.json")
+
+
+@pytest.mark.fault(
+    "clients",
+    "kill -9 of a service between two steps of a client",
+    happens="every checkpoint that was acknowledged is there after the next start, and goes on from it to the bit; "
+    "calls of the old session fail with the reason",
+    exit_code=None,
+)
+def test_a_killed_service_loses_nothing_that_it_acknowledged(tmp_path: Path, notice: Notice) -> None:
+    folder, key, file = tmp_path / "base", tmp_path / "key", tmp_path / "config.yaml"
+    key.write_text(KEY + "\n")
+    save_config(ONE.config(run__dir=str(folder), train__device="cpu"), file)
+    command, address = started(folder, file, key)
+    try:
+        with pytest.raises(tinker.AuthenticationError, match="is not that of this service"):
+            tinker.ServiceClient(base_url=address, api_key=KEY + "x").create_lora_training_client("base").result()
+        service = tinker.ServiceClient(base_url=address, api_key=KEY)
+        client = service.create_lora_training_client("base", rank=2, seed=3).result()
+        whole = []
+        for step in range(3):
+            whole.append(seen(client.forward_backward(batch(step), "cross_entropy")))
+            client.optim_step(types.AdamParams(**ADAM)).result()
+            if step == 0:
+                path = client.save_state("first").result().path
+                client.save_state("first", overwrite=True).result()
+        client.forward_backward(batch(9), "cross_entropy").result()
+    finally:
+        command.kill()
+    assert command.wait() == -signal.SIGKILL
+    command, address = started(folder, file, key)
+    try:
+        with session(address) as again:
+            with notice:
+                resumed = again.create_training_client_from_state_with_optimizer(path).result()
+            for step in (1, 2):
+                assert seen(resumed.forward_backward(batch(step), "cross_entropy")) == whole[step]
+                resumed.optim_step(types.AdamParams(**ADAM)).result()
+            fresh = again.create_training_client_from_state(path).result()
+            assert seen(fresh.forward(batch(1), "cross_entropy")) == whole[1]
+            fresh.forward_backward(batch(1), "cross_entropy")
+            assert fresh.optim_step(types.AdamParams(**ADAM)).result().metrics["step"] == 1
+        command.send_signal(signal.SIGTERM)
+        assert command.wait() == 0
+    finally:
+        command.kill()
+
+
+def test_a_second_service_in_a_folder_and_a_used_port_are_refused(tmp_path: Path) -> None:
+    folder, key, file = tmp_path / "base", tmp_path / "key", tmp_path / "config.yaml"
+    key.write_text(KEY)
+    save_config(ONE.config(run__dir=str(folder), train__device="cpu"), file)
+    command, address = started(folder, file, key)
+    try:
+        port = address.rpartition(":")[2]
+        other = tmp_path / "other.yaml"
+        save_config(ONE.config(run__dir=str(tmp_path / "other"), train__device="cpu"), other)
+        for given, facts, code in (([str(file)], ["base"], 6), ([str(other), "--port", port], [port, "--port"], 7)):
+            found = warm.completed([sys.executable, "-m", "mtrain", "serve", *given])
+            assert found.returncode == code, found.stderr
+            assert "Traceback" not in found.stderr
+            assert all(fact in found.stderr for fact in facts), found.stderr
+        assert json.loads((folder / "service.json").read_text())["address"] == address
+    finally:
+        command.kill()
+
+
+def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    save_config(ONE.config(run__dir=str(tmp_path / "base"), train__device="cpu"), file)
+    found = warm.completed([sys.executable, "-m", "mtrain", "serve", str(file), "--token-file", str(tmp_path / "no")])
+    assert found.returncode == 2
+    check_message(found.stderr, "--token-file")
