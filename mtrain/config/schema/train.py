@@ -1,6 +1,6 @@
 """`train.*`, `optimizer.*`, `valid.*` and `eval.*`: length, batch, precision and schedule of a run, and its answers."""
 
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, ClassVar, Literal, assert_never
 
 from pydantic import Field, Tag
 
@@ -51,7 +51,7 @@ class SpikeSection(Section):
 class TrainSection(Section):
     """The run's length, batch, precision and schedule options."""
 
-    asked_for = ("num_steps",)
+    asked_for: ClassVar[tuple[str, ...]] = ("num_steps",)
 
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
     """Number of samples in one optimizer step, over all data-parallel ranks; packed rows with
