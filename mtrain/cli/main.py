@@ -27,6 +27,7 @@ VERBS = {
     "Runs": {
         "init": Verb("init:init", "Copies the configurations, launch scripts and examples that mtrain ships with."),
         "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
+        "config": Verb("config:config", "Explains a key; prints what files make, with the origin of each value."),
         "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
         "train": Verb("train:train", "Trains as one rank: under torchrun, under srun, or alone."),
         "serve": Verb("serve:serve", "Serves a model to clients that train it and sample from it."),

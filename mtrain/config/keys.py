@@ -91,7 +91,7 @@ def _without_all_kinds(key: Key, found: Mapping[str, Key]) -> Key:
 
 
 def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Iterator[Key]:
-    texts = _texts(section)
+    texts = texts_of(section)
     for name, info in section.model_fields.items():
         inner = sections_in(info.annotation)
         text = texts.get(name) or (inspect.getdoc(inner[0]) if inner else None) or ""
@@ -111,7 +111,7 @@ def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Ite
             yield from _keys_of(each, f"{prefix}{name}{_separator(info.annotation)}", of_kind or kinds)
 
 
-def _texts(section: type[Section]) -> dict[str, str]:
+def texts_of(section: type[Section]) -> dict[str, str]:
     """Returns the docstring below each field, of the class and of those that it extends."""
     texts = {}
     for owner in reversed(section.__mro__):

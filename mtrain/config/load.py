@@ -53,6 +53,11 @@ class Given:
     sources: tuple[Source, ...]
     """Files and overrides, for messages."""
 
+    def place(self, location: Location) -> str | None:
+        """Returns the place of the value that takes precedence, as FILE:LINE or the command line; None where none
+        gives it."""
+        return next((each.place(location) for each in reversed(self.sources) if _holds(each.content, location)), None)
+
     def config(self) -> Config:
         """Builds the configuration that the content describes.
 

@@ -104,6 +104,13 @@ def _unknown_key(location: Location) -> str:
     return f"{dotted((*place, name))}: there is no such key; {_nearest(place, section, str(name))}"
 
 
+def unknown_key(name: str) -> str:
+    """Explains a dotted key that no configuration has, and names the one that may be meant."""
+    *parents, last = name.split(".")
+    section = next(iter(sections_at(tuple(parents))), None)
+    return f"{name}: there is no such key; {_nearest(tuple(parents), section, last)}"
+
+
 def _kinds_with(place: Location, name: str) -> list[str]:
     """Returns the kinds of a section that have a key."""
     return [kind for each in sections_at(place) if name in each.model_fields for kind in kinds_of(each)]

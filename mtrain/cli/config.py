@@ -1,0 +1,105 @@
+"""`mtrain config`: what a key means, and what files and values make together."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain.cli.arguments import split_arguments
+from mtrain.cli.messages import one_message
+
+if TYPE_CHECKING:
+    from mtrain.config.keys import Key
+    from mtrain.config.load import Given
+
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY... | CONFIG... [section.key=value...]",
+        help="Keys or sections to explain, or YAML files and single values to merge.",
+        show_default=False,
+    ),
+]
+_Schema = Annotated[bool, typer.Option("--schema", help="Print a JSON schema, by which editors complete keys.")]
+
+
+def config(arguments: _Arguments = None, schema: _Schema = False) -> None:
+    """Explains keys; or prints the configuration that files and values make, with the origin of each value."""
+    with one_message():
+        from mtrain.base.errors import ConfigError
+
+        if schema:
+            from mtrain.config.editor_schema import editor_schema
+
+            typer.echo(json.dumps(editor_schema(), indent=1))
+            return
+        if not arguments:
+            raise ConfigError("nothing is given; name a key such as train.num_steps, or YAML files")
+        if any("=" in each or Path(each).suffix in (".yaml", ".yml") or Path(each).exists() for each in arguments):
+            from mtrain.config.load import read_given
+
+            lines = _resolved(read_given(*split_arguments(arguments)))
+        else:
+            lines = iter([line for each in arguments for line in _explained(each)])
+        for line in lines:
+            typer.echo(line)
+
+
+def _explained(name: str) -> list[str]:
+    """Returns the lines on a key, on those of a section, or on all that end so."""
+    from mtrain.base.errors import ConfigError
+    from mtrain.config.keys import described_keys
+    from mtrain.config.messages import unknown_key
+
+    keys = {key.name: key for key in described_keys()}
+    found = [key for key in keys.values() if key.name == name or key.name.endswith(f".{name}")]
+    if not found:
+        raise ConfigError(unknown_key(name))
+    lines = [line for key in found for line in _key(key)]
+    inside = [key for key in keys.values() for own in found if own.is_section and key.name.startswith(own.name)]
+    return lines + [f"  {key.name:<44}{_facts(key)}" for key in inside if key not in found]
+
+
+def _key(key: "Key") -> Iterator[str]:
+    yield key.name
+    yield f"  {_facts(key)}"
+    yield f"  {key.text}"
+    yield ""
+
+
+def _facts(key: "Key") -> str:
+    unit = f", {key.unit}" if key.unit else ""
+    default = "required" if key.is_required else "" if key.is_section else f"default {json.dumps(key.default)}"
+    of_kinds = f"kind {' or '.join(key.kinds)} only" if key.kinds else ""
+    return "; ".join(part for part in (f"{key.type}{unit}", default, of_kinds) if part)
+
+
+def _resolved(given: "Given") -> Iterator[str]:
+    """Yields the whole configuration as YAML, each value with its origin."""
+    from mtrain.config.keys import described_keys
+
+    keys = {key.name: key for key in described_keys()}
+
+    def origin(location: tuple[str, ...], value: Any) -> str:
+        if (place := given.place(location)) is not None:
+            return place
+        key = keys.get(".".join(location))
+        if location[0] == "model" and "hf" in given.content.get("model", {}):
+            return "model.hf, or the default"
+        standard = None if key is None else list(key.default) if isinstance(key.default, tuple) else key.default
+        return "default" if key is None or standard == value else "follows from other keys"
+
+    def lines(section: Mapping[str, Any], location: tuple[str, ...]) -> Iterator[str]:
+        indent = "  " * len(location)
+        for name, value in section.items():
+            here = (*location, name)
+            key = keys.get(".".join(here))
+            if value and isinstance(value, dict) and key is not None and key.is_section:
+                yield f"{indent}{name}:"
+                yield from lines(value, here)
+            else:
+                yield f"{indent}{name}: {json.dumps(value, ensure_ascii=False)}  # {origin(here, value)}"
+
+    yield from lines(given.config().model_dump(mode="json"), ())
