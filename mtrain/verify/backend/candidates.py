@@ -13,6 +13,12 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import build_with
 from mtrain.mcore.model.compiled import compile_layers, try_compiler
 from mtrain.mcore.model.layer_spec import absent, unbuildable
+from mtrain.verify.backend.kernels import (
+    use_apex_norms,
+    use_flash_attention,
+    without_apex,
+    without_flash_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,32 @@ def _with_compilation(place: Place) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": "layers"})})
 
 
+def _by_flash_attention(place: Place) -> nn.Module:
+    chunk = torch_layers(place)
+    use_flash_attention(chunk)
+    return chunk
+
+
+def _without_flash_attention(place: Place) -> str | None:
+    return without_flash_attention(place.config, place.groups.device)
+
+
+def _by_apex(place: Place) -> nn.Module:
+    chunk = torch_layers(place)
+    use_apex_norms(chunk)
+    return chunk
+
+
+def _without_apex(place: Place) -> str | None:
+    return without_apex(place.config, place.groups.device)
+
+
 CANDIDATES = (
     Candidate("te", "TransformerEngine", _transformer_engine, _without_transformer_engine),
     Candidate("te-experts", "TransformerEngine, experts as well", _with_its_experts, _without_its_experts),
     Candidate("compile", "torch.compile (train.compile=layers)", _compiled, _without_compiler),
+    Candidate("flash-attn", "our layers with flash-attn's attention", _by_flash_attention, _without_flash_attention),
+    Candidate("apex", "our layers with apex's norms", _by_apex, _without_apex),
 )
-NO_CANDIDATES = {
-    "apex": "its norms and softmax take no place in these layers; its optimizer is no part of them",
-    "flash-attn": "torch's own kernels of the same algorithm serve documents and windows; TransformerEngine takes it",
-    "flash-linear-attention": "no layer of this model has linear attention",
-}
-"""Packages that the layers take nothing from by themselves, with the reason."""
+NO_CANDIDATES = {"flash-linear-attention": "the delta rule of model.delta_net is ours alone, in torch"}
+"""Packages that the layers take nothing from, with the reason."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from itertools import pairwise
+
 import torch
 from torch import nn
+from torch.nn import functional
 
 from mtrain.mcore.model import compiled
 from mtrain.mcore.model.build import unwrap
@@ -30,7 +35,7 @@ def _in_other_order(place: Place) -> nn.Module:
 def _captured(place: Place) -> nn.Module:
     """Compiles the layers with a backend that needs no compiler."""
     compiled.BACKEND = "eager"
-    return next(each for each in CANDIDATES if each.name == "compile").build(place)
+    return _named("compile").build(place)
 
 
 def _crashing(place: Place) -> nn.Module:
@@ -41,6 +46,73 @@ def _never_here(place: Place) -> str | None:
     return f"made for no {place.groups.device.type}"
 
 
+def _by_flash_attention(place: Place) -> nn.Module:
+    """Builds the candidate with what flash-attn documents of its function."""
+    sys.modules["flash_attn"] = types.SimpleNamespace(flash_attn_varlen_func=_attended)  # type: ignore[assignment]
+    try:
+        return _named("flash-attn").build(place)
+    finally:
+        del sys.modules["flash_attn"]
+
+
+def _attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    assert causal
+    ends = cu_seqlens_q.tolist()
+    assert ends == cu_seqlens_k.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    assert max(lengths) == max_seqlen_q == max_seqlen_k
+    found = []
+    for parts in zip(*(torch.split(part, lengths) for part in (query, key, value)), strict=True):
+        places = torch.arange(len(parts[0]))
+        distance = places[:, None] - places
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        queries, keys, values = (part.transpose(0, 1) for part in parts)
+        output = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+        )
+        found.append(output.transpose(0, 1))
+    return torch.cat(found)
+
+
+def _by_apex(place: Place) -> nn.Module:
+    """Builds the candidate with what apex documents of its functions."""
+    kernels = types.SimpleNamespace(fused_rms_norm_affine=_rms_norm, fused_layer_norm_affine=_layer_norm)
+    sys.modules["apex"] = sys.modules["apex.normalization"] = types.ModuleType("apex")
+    sys.modules["apex.normalization.fused_layer_norm"] = kernels  # type: ignore[assignment]
+    try:
+        return _named("apex").build(place)
+    finally:
+        del sys.modules["apex"], sys.modules["apex.normalization"], sys.modules["apex.normalization.fused_layer_norm"]
+
+
+def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, shape: tuple[int, ...], eps: float) -> torch.Tensor:
+    return functional.rms_norm(hidden.float(), shape, weight.float(), eps).to(hidden.dtype)
+
+
+def _layer_norm(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: tuple[int, ...], eps: float
+) -> torch.Tensor:
+    return functional.layer_norm(hidden.float(), shape, weight.float(), bias.float(), eps).to(hidden.dtype)
+
+
+def _named(name: str) -> Candidate:
+    return next(each for each in CANDIDATES if each.name == name)
+
+
+FLASH_ATTENTION = Candidate("flash-attn", "flash-attn's attention by its documentation", _by_flash_attention)
+APEX = Candidate("apex", "apex's norms by their documentation", _by_apex)
 STAND_IN = Candidate("stand-in", "layers that add in another order", _in_other_order)
 CAPTURED = Candidate("captured", "layers captured by torch.compile", _captured)
 CRASHING = Candidate("crashing", "layers that raise", _crashing)

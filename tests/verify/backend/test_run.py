@@ -20,13 +20,14 @@ from mtrain.verify.backend import worker
 from mtrain.verify.backend.candidates import NO_CANDIDATES
 from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of
 from mtrain.verify.backend.errors import FACTORS, compared, errors_of, floor
+from mtrain.verify.backend.kernels import without_apex, without_flash_attention
 from mtrain.verify.backend.run import BackendRequest, Certified, verify_backend
 from mtrain.verify.core.result import BackendReport
 from tests.config.samples import config, content
 from tests.messages import refuses
 from tests.paths import ROOT
 from tests.pool import Pool
-from tests.verify.backend.stand_ins import ABSENT, CAPTURED, CRASHING, STAND_IN
+from tests.verify.backend.stand_ins import ABSENT, APEX, CAPTURED, CRASHING, FLASH_ATTENTION, STAND_IN
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "every": 2, "shared_ffn_hidden_size": 16}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
@@ -67,6 +68,40 @@ def test_layers_of_every_feature_are_those_of_the_reference(
     assert found.passed
     assert all(case["ms"] > 0 and case["own_ms"] > 0 for case in found.cases)
     assert sum(case["num_layers"] for case in found.cases) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "candidates"),
+    [
+        (BF16 | WINDOWS | DOCUMENTS, ["flash-attn: layer 0, window 9, documents", "flash-attn: layer 1, documents"]),
+        (BF16, ["flash-attn: layer 0", "apex: layer 0"]),
+        (BF16 | {"model__norm": "layernorm"}, ["apex: layer 0"]),
+    ],
+    ids=str,
+)
+def test_kernels_of_other_libraries_are_compared(pool: Pool, changes: dict[str, Any], candidates: list[str]) -> None:
+    wanted = [each for each in (FLASH_ATTENTION, APEX) if any(name.startswith(each.name) for name in candidates)]
+    outcome = check(pool, changes, *wanted)
+    assert outcome.report.passed, [(each.name, each.first_failure()) for each in outcome.report.layouts]
+    assert [layout.name for layout in outcome.report.layouts] == candidates
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"train__precision": "fp32"}, "no float32"),
+        (BF16 | {"model__attention_sinks": True}, "sinks"),
+        (BF16 | {"layout": {"cp": 2}}, "context parallelism"),
+        (BF16 | {"model__mla": LATENT, "model__num_query_groups": None}, "no layer has our attention"),
+    ],
+    ids=str,
+)
+def test_what_flash_attention_cannot_do_is_said(changes: dict[str, Any], reason: str) -> None:
+    found = without_flash_attention(config(**changes), torch.device("cuda"))
+    assert found is not None
+    assert "flash-attn is not installed" in found
+    assert reason in found
+    assert without_apex(config(**changes), torch.device("cuda")) == "apex is not installed"
 
 
 @pytest.mark.parametrize(
