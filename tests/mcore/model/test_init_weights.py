@@ -16,6 +16,7 @@ from mtrain.plan.layout import Layout
 from tests.parity.batches import VOCAB
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding
+from tests.parity.families import HYBRID
 from tests.parity.ranks import Arrays, arrays
 from tests.pool import Pool
 
@@ -44,6 +45,23 @@ def weights_of(pool: Pool, one: Case, **changes: Any) -> Arrays:
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert not whole.get(name, np.zeros(0))[config.model.vocab_size :].any()
     return without_padding(whole, config.model.vocab_size)
+
+
+def test_decays_of_delta_nets_are_uniform_between_their_bounds(pool: Pool) -> None:
+    heads = {"model__delta_net": HYBRID["model__delta_net"] | {"num_key_heads": 100, "num_value_heads": 400}}
+    one, other = (weights_of(pool, each, **HYBRID | heads) for each in (case(num_layers=2), case(num_layers=2, tp=2)))
+    assert {name: value.tobytes() for name, value in one.items()} == {
+        name: value.tobytes() for name, value in other.items()
+    }
+    inside = "decoder.layers.0.self_attention."
+    decays = np.exp(one[f"{inside}A_log"])
+    assert 0.01 <= decays.min() < 0.3
+    assert 15.7 < decays.max() <= 16
+    assert decays.mean() == pytest.approx(8, abs=1)
+    assert (one[f"{inside}dt_bias"] == 1).all()
+    assert (one[f"{inside}out_norm.weight"] == 1).all()
+    assert one[f"{inside}conv1d.weight"].std() == pytest.approx(0.02, rel=0.1)
+    assert one[f"{inside}out_proj.weight"].std() == pytest.approx(0.01, rel=0.1)
 
 
 @pytest.fixture(scope="module")

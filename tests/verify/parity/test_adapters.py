@@ -67,6 +67,13 @@ def test_lora_of_everything_is_exact_on_all_axes(pool: Pool, layouts: str) -> No
     assert_passes(check(pool, user, layouts, num_steps=2))
 
 
+def test_adapters_of_a_delta_net_are_exact(pool: Pool) -> None:
+    net = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
+    changes = {"model__delta_net": net, "model__sliding_window": None, "model__global_attention_every": None}
+    user = adapted(LORA | {"targets": ["in_proj", "out_proj", "qkv"]}, **changes)
+    assert_passes(check(pool, user, "tp2spcp2mbs4", num_steps=NUM_STEPS))
+
+
 def test_an_adapter_of_a_tied_table_is_exact(pool: Pool) -> None:
     """Only the lookup has the adapter: the output layer, a copy on the last stage, keeps the frozen table."""
     user = adapted(LORA | {"targets": ["q_proj", "embedding"]})
