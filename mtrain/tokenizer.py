@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.hf.schema.files import how_to_download
 from mtrain.hf.tokenizer.build import MERGES_NAME, VOCABULARY_NAME, BuiltTokenizer, build_tokenizer
 from mtrain.hf.tokenizer.classes import NotReadError
 
@@ -344,7 +345,10 @@ def tokenizer_file(path: str | Path) -> Path:
     """
     path = Path(path)
     if not path.exists():
-        raise DataError(f"tokenizer {path} does not exist; give a .model file, a tokenizer.json or their directory")
+        raise DataError(
+            f"tokenizer {path} does not exist; give a .model file, a tokenizer.json or their directory"
+            f"{how_to_download(str(path))}"
+        )
     if not path.is_dir():
         return path
     if (path / HF_TOKENIZER_FILE).is_file():

@@ -3,12 +3,13 @@ fast."""
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+import mtrain
 from mtrain.cli.arguments import SectionedCommand
 
 
@@ -100,6 +101,17 @@ def _plain_app(**settings: Any) -> typer.Typer:
 app = _plain_app(cls=_Program, no_args_is_help=True)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mtrain {mtrain.__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
 @app.callback()
-def _program() -> None:
+def _program(version: _Version = False) -> None:
     """Pretrains and finetunes language models on Megatron-Core; the layout does not change the run."""

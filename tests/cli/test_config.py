@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+import mtrain
 from mtrain.config.editor_schema import editor_schema
 from mtrain.config.load import load_config
 from tests.cli.command_line import call
@@ -82,3 +83,23 @@ def test_every_shipped_file_fits_the_schema() -> None:
         check(yaml.safe_load(path.read_text()), schema, path.name)
     assert schema["$defs"]["TrainSection"]["properties"]["num_steps"]["description"].startswith("Number of optimizer")
     assert "required" not in json.dumps(schema["$defs"]["ModelSection"].get("required") or "")
+
+
+def test_the_version_is_printed() -> None:
+    code, text = call("--version")
+    assert (code, text) == (0, f"mtrain {mtrain.__version__}\n")
+
+
+def test_a_name_of_the_hub_says_how_to_download_it(tmp_path: Path) -> None:
+    hub = "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"
+    given = content(model={"hf": "Qwen/Qwen3-8B"})
+    code, text = call("config", write(tmp_path / "run.yaml", given))
+    assert code == 2
+    assert "model.hf=Qwen/Qwen3-8B holds no config.json; name a folder of Hugging Face" in text
+    assert hub in text
+    records = {"kind": "sft", "seq_length": 8, "train": [{"path": "a.jsonl"}], "tokenizer": "Qwen/Qwen3-8B"}
+    code, text = call("check", write(tmp_path / "sft.yaml", content(data=records)), "--world-size", 1)
+    assert code == 3
+    assert hub in text
+    code, text = call("config", write(tmp_path / "run.yaml", content(model={"hf": str(tmp_path)})))
+    assert "hf download" not in text

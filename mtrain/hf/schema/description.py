@@ -13,7 +13,15 @@ from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, differences
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, inside, read_header, read_json
+from mtrain.hf.schema.files import (
+    CONFIG_NAME,
+    SINGLE_NAME,
+    chosen_places,
+    how_to_download,
+    inside,
+    read_header,
+    read_json,
+)
 from mtrain.hf.schema.registry import family_of, fields_nobody_knows
 from mtrain.hf.schema.tower import TEXT
 from mtrain.hf.schema.values import shown_name
@@ -107,7 +115,7 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
             return content
         raise ConfigError(
             f"model.hf={folder} holds no {CONFIG_NAME}; name a folder of Hugging Face with {CONFIG_NAME} and "
-            "*.safetensors"
+            f"*.safetensors{how_to_download(folder)}"
         )
     # before the section is validated, which asks for sizes that only the folder gives
     described = described_model(Path(folder))

@@ -50,6 +50,17 @@ def side_files(folder: Path) -> Iterator[Path]:
                 yield name
 
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def how_to_download(name: str) -> str:
+    """Returns the end of a message on a folder that is not there: how to get it if this may be a name of the hub."""
+    if Path(name).exists() or not _HUB_NAME.fullmatch(name):
+        return ""
+    folder = f"models/{name.partition('/')[2]}"
+    return f" (nothing is downloaded; if it is one of the hub: hf download {name} --local-dir {folder})"
+
+
 def inside(folder: Path, name: str) -> Path:
     """Returns the path of a file that must lie in the folder.
 
