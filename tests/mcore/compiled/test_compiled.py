@@ -17,7 +17,7 @@ from tests.parity.batches import documents_steps, two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import TOLERANCE, Row, deviation, initial_parameters, run_oracle
 from tests.parity.expert_models import MIXTRAL
-from tests.parity.families import GEMMA
+from tests.parity.families import GEMMA, HYBRID
 from tests.parity.ranks import Run
 from tests.pool import Pool
 
@@ -61,7 +61,12 @@ def test_what_the_layout_adds_stays_outside(pool: Pool) -> None:
 
 
 ROWS = [
-    [row("documents", DOCUMENTS), row("selective", SELECTIVE), row("gemma", COMPILED | GEMMA)],
+    [
+        row("documents", DOCUMENTS),
+        row("selective", SELECTIVE),
+        row("gemma", COMPILED | GEMMA),
+        row("hybrid", COMPILED | HYBRID),
+    ],
     [row("experts", COMPILED | MIXTRAL)],
     [row("pp", COMPILED, pp=2)],
     [row("cp", COMPILED, cp=2)],
