@@ -12,6 +12,8 @@ from mtrain.checkpoint.format.hashed_file import WriteBehind
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.files import read_json
+from mtrain.hf.schema.registry import SHARDS_NAME
 
 CARRIED_NAME = "carried.safetensors"
 
@@ -28,8 +30,17 @@ def carried_in(path: Path | None, family: Family) -> Carried:
     if path is None or not family.carried:
         return {}
     kept = path / CARRIED_NAME
+    if not kept.exists() and _had_none(path, family):
+        return {}
     files = [SafetensorsFile(kept)] if kept.exists() else HfFolder(path).files.values()
     return {name: file for file in files for name in file.entries if family.carries(name)}
+
+
+def _had_none(path: Path, family: Family) -> bool:
+    """Says whether this is `hf/` of an import whose folder had no such tensors."""
+    stored = read_json(path / SHARDS_NAME) if (path / SHARDS_NAME).exists() else {}
+    names = [name for shard in stored.values() for name in shard["tensors"]]
+    return bool(names) and not any(map(family.carries, names))
 
 
 def write_carried(path: Path, carried: Carried) -> None:

@@ -22,6 +22,7 @@ PARAMETERS = {
     "llama3.2_1b": 1_235_814_400,
     "mistral_7b": 7_248_023_552,
     "mistral_small_24b": 23_572_403_200,
+    "qwen3.5_9b": 8_953_803_264,
     "ministral3_8b": 8_489_553_920,
     "gemma3_4b": 3_880_263_168,
     "olmo2_7b": 7_298_617_344,
@@ -33,6 +34,8 @@ EXPERTS = {
     "mixtral_8x7b": (46_702_792_704, 12_879_925_248),
     "qwen2_57b_a14b": (57_408_658_944, 14_249_270_784),
     "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3_next_80b_a3b": (79_674_391_296, 3_874_929_408),
+    "qwen3.5_35b_a3b": (34_660_610_688, 3_454_988_928),
     "minimax_m2": (228_689_748_992, 11_030_537_216),
     "gpt_oss_20b": (20_914_757_184, 3_608_307_264 + 201_088 * 2880),
     "deepseek_v3": (671_026_419_200 - 58 * 256, 37_552_282_624),
@@ -50,18 +53,24 @@ ILLEGAL = {
     ("tiny", "tp4cp2"): _GROUPS,
     ("tiny", "tp8pp4"): _GROUPS,
     ("qwen2.5_7b", "tp8pp4"): _GROUPS,
+    ("qwen3.5_9b", "tp8pp4"): _GROUPS,
     ("gemma3_4b", "tp8pp4"): _GROUPS,
     ("phi4_14b", "tp4cp2"): _GROUPS,
     ("phi4_14b", "tp8pp4"): _GROUPS,
     ("smollm3_3b", "tp8pp4"): _GROUPS,
     ("ministral3_8b", "tp8pp4"): ("model.num_layers=34", "layout.pp=4"),
 }
-EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | dict.fromkeys(
-    ("deepseek_v3", "kimi_k2", "minimax_m2", "glm4.5_air", "qwen2_57b_a14b"), ("pp16ep32", 512)
-)
-
-STAGES = {"minimax_m2": 3, "glm4.5_air": 2, "qwen2_57b_a14b": 7}
-"""Number of layers of the first and the last stage, where that of the layout's file does not fit."""
+STAGES = {
+    "deepseek_v3": None,
+    "kimi_k2": None,
+    "minimax_m2": 3,
+    "glm4.5_air": 2,
+    "qwen2_57b_a14b": 7,
+    "qwen3_next_80b_a3b": 3,
+    "qwen3.5_35b_a3b": 6,
+}
+"""Models that need more than eight GPUs -> layers of the first and of the last stage; None for those of the file."""
+EXPERT_LAYOUTS = dict.fromkeys(EXPERTS, ("ep8", 8)) | dict.fromkeys(STAGES, ("pp16ep32", 512))
 
 
 def fragments(model: str, layout: str, run: str) -> list[Path]:

@@ -38,6 +38,16 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 6,
 }
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    # norms of small outputs amplify rounding: with 1e-6 and heads of 6 dimensions float32 of transformers is 2e-5 wrong
+    "rms_norm_eps": 1e-2,
+}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**AWKWARD, rope_parameters=LLAMA3),
     "llama-biased": lambda: transformers.LlamaConfig(**AWKWARD, attention_bias=True, mlp_bias=True),
@@ -88,6 +98,29 @@ CONFIGS: dict[str, Any] = {
     ),
     "qwen3-moe-unnormalised": lambda: transformers.Qwen3MoeConfig(
         **AWKWARD, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=False
+    ),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **{**AWKWARD, "num_key_value_heads": 2},
+        **DELTA_NET,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+    ),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(
+        **{**AWKWARD, "num_key_value_heads": 2},
+        **DELTA_NET,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+    ),
+    "qwen3.5-moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **{name: value for name, value in AWKWARD.items() if name != "intermediate_size"} | {"num_key_value_heads": 2},
+        **DELTA_NET,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
     ),
     "deepseek": lambda: transformers.DeepseekV3Config(
         **LATENT,
@@ -199,6 +232,18 @@ _VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
+_STEADY = {"rms_norm_eps": 0.1}
+"""Epsilon of norms in towers: with 1e-2, training in half precision finds a model whose float32 is 1e-5 wrong in a
+token."""
+_OF_QWEN: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
 TOWERS: dict[str, Any] = {
     "gemma3-images": lambda: transformers.Gemma3Config(
         text_config=CONFIGS["gemma3"]().to_dict() | {"tie_word_embeddings": True},
@@ -217,6 +262,18 @@ TOWERS: dict[str, Any] = {
         vision_config=_VISION | {"model_type": "pixtral", "head_dim": 8},
         image_token_index=60,
         tie_word_embeddings=False,
+    ),
+    "qwen3.5-images": lambda: transformers.Qwen3_5Config(
+        text_config=CONFIGS["qwen3.5"]().to_dict() | _STEADY,
+        vision_config=_OF_QWEN,
+        image_token_id=50,
+        video_token_id=51,
+    ),
+    "qwen3.5-moe-images": lambda: transformers.Qwen3_5MoeConfig(
+        text_config=CONFIGS["qwen3.5-moe"]().to_dict() | _STEADY,
+        vision_config=_OF_QWEN,
+        image_token_id=50,
+        video_token_id=51,
     ),
 }
 """Models of text inside models of images and text."""

@@ -44,6 +44,7 @@ COMMAND = "python -m tests.hf.support"
 PAGE = DOCS / "models.md"
 _WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _FULL = {"layer_types": ["full_attention"] * 4}
 _DENSE_FIRST = {"mlp_layer_types": ["dense", *["sparse"] * 3]}
 
@@ -73,6 +74,11 @@ MODELS: dict[str, Model] = {
     "mixtral": Model("mixtral", {"num_local_experts": 4}, "mixtral_8x7b"),
     "qwen2_moe": Model("qwen2-moe", {"num_experts": 4, **_FULL}, "qwen2_57b_a14b"),
     "qwen3_moe": Model("qwen3-moe", {"num_experts": 4}, "qwen3_30b_a3b"),
+    "qwen3_next": Model("qwen3-next", {"num_experts": 4, **_HYBRID}, "qwen3_next_80b_a3b"),
+    "qwen3_5_text": Model("qwen3.5", _HYBRID, "qwen3.5_9b"),
+    "qwen3_5": Model("qwen3.5-images", _HYBRID, "qwen3.5_9b"),
+    "qwen3_5_moe_text": Model("qwen3.5-moe", {"num_experts": 4, **_HYBRID}, "qwen3.5_35b_a3b"),
+    "qwen3_5_moe": Model("qwen3.5-moe-images", {"num_experts": 4, **_HYBRID}, "qwen3.5_35b_a3b"),
     "deepseek_v3": Model("deepseek", {}, "deepseek_v3"),
     "kimi_k2": Model("deepseek", {}, "kimi_k2"),
     "glm4_moe_lite": Model("glm4-moe-lite", _DENSE_FIRST, "glm4.7_flash"),
@@ -108,7 +114,7 @@ train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: fp32
 optimizer: {lr: 1.0e-2, schedule: cosine, warmup_steps: 1, clip_grad: 0.1}
 data: {kind: mock, seq_length: 16}
 """
-_IMAGES = re.compile(r"vision_tower|multi_modal_projector")
+_IMAGES = re.compile(r"vision_tower|multi_modal_projector|visual\.")
 PROMPTS, NUM_NEW = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21]], 4
 COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "worst")
 

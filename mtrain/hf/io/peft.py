@@ -122,6 +122,8 @@ def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
     if each.matrix.part == "embedding" and each.kind == "lora_a":
         # PEFT's A of an embedding is [rank, vocabulary]; ours has the layout of the table
         return own.T.contiguous()
+    if each.order is not None:
+        own = each.order.on_disk(own.reshape(len(own), -1)).reshape(each.shape)
     return own.contiguous()
 
 
@@ -137,4 +139,6 @@ def from_peft(each: PeftTensor, theirs: Tensor) -> Tensor:
         return own.contiguous()
     if each.matrix.part == "embedding" and each.kind == "lora_a":
         return theirs.T.contiguous()
+    if each.order is not None:
+        return each.order.arranged(theirs.reshape(len(theirs), -1)).reshape(theirs.shape)
     return theirs

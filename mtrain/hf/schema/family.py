@@ -10,7 +10,7 @@ from typing import Any
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
-from mtrain.hf.schema.tower import CARRIED, TEXT, TIED, Tower
+from mtrain.hf.schema.tower import TEXT, TIED, Tower
 from mtrain.plan.features import kinds, present
 
 BASE = "model."
@@ -40,10 +40,13 @@ class Family:
     tower: Tower | None = None
     """Place of the model in a multimodal one; None where it is text alone."""
 
+    carried_names: tuple[str, ...] = ()
+    """Patterns of tensors, besides those of images, that are not read and that conversions carry along."""
+
     @property
     def carried(self) -> tuple[str, ...]:
-        """Returns patterns of tensors that are not read, and that conversions carry along."""
-        return () if self.tower is None else CARRIED
+        """Returns patterns of all tensors that are not read, and that conversions carry along."""
+        return self.carried_names if self.tower is None else (*self.tower.images, *self.carried_names)
 
     def carries(self, name: str) -> bool:
         """Says whether conversions carry a tensor along."""
@@ -98,11 +101,10 @@ class Family:
             base, outside = self.tower.beginnings(names)
         rules = []
         for rule in self.rules:
-            choices = [
-                self._under(base, outside, parts) for parts in (rule.parts, *(() if for_all_versions else rule.others))
-            ]
+            usual, *others = [self._under(base, outside, parts) for parts in (rule.parts, *rule.others)]
+            choices = [usual, *(() if for_all_versions else others)]
             fitting = (parts for parts in choices if any(_numberless(part.name) in there for part in parts))
-            rules.append(replace(rule, parts=next(fitting, choices[0])))
+            rules.append(replace(rule, parts=next(fitting, usual), others=tuple(others)))
         return replace(self, rules=tuple(rules), base=base, outside=outside)
 
     def _under(self, base: str, outside: str, parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
@@ -180,9 +182,10 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
     """Returns the sizes of the axes that tables use: these, and those that the parts of layers add (`LayerPart.axes`).
 
     V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
-    value), d dimensions of a head, c halves of a gated projection, L layers, n labels of a head of sequences, j both
-    inputs of a prediction further ahead.
+    value), Q query heads of a group, d dimensions of a head, c halves of a gated projection, o a single row, L layers,
+    n labels of a head of sequences, j both inputs of a prediction further ahead.
     """
+    shared = model.num_attention_heads // model.query_groups
     sizes = {
         "V": model.vocab_size,
         "n": model.num_labels or 0,
@@ -190,10 +193,12 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
         "f": model.ffn_hidden_size,
         "H": model.num_attention_heads,
         "G": model.query_groups,
-        # + 2: one key and one value for each group, as in megatron-core's linear_qkv
-        "s": model.num_attention_heads // model.query_groups + 2,
+        # + 2: one key and one value for each group, as in megatron-core's linear_qkv; gates of queries follow these
+        "s": shared * (2 if model.attention_gate else 1) + 2,
+        "Q": shared,
         "d": model.head_size,
         "c": 2,
+        "o": 1,
         "j": 2 * model.hidden_size,
         "L": model.num_layers,
     }

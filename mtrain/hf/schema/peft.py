@@ -15,9 +15,9 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
-from mtrain.hf.schema.table import Rule
+from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
 from mtrain.plan.adapters import HEAD, OUTPUT, fused_parts, in_layer, tables
 from mtrain.plan.features.feature import AdaptedMatrix
 
@@ -73,6 +73,8 @@ class PeftTensor(NamedTuple):
     matrix: AdaptedMatrix
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in PEFT."""
+    order: Arrangement | JoinedArrangement | None = None
+    """Order of the rows in PEFT, where it is another one."""
 
 
 def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
@@ -107,7 +109,14 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
                     "there; merge the adapter into the weights"
                 )
             place = _place(matrix, rule)
-            yield from _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours)
+            for each in _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours):
+                # outputs are rows of B, and all that there is of magnitudes
+                columns = {"lora_b": adapter.rank, "magnitude": 1}.get(each.kind)
+                yield (
+                    each
+                    if columns is None
+                    else each._replace(order=order_in_region(rule.parts[place], axis_sizes(model) | {"h": columns}))
+                )
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
@@ -116,9 +125,10 @@ def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Ru
 
 
 def _place(matrix: AdaptedMatrix, rule: Rule) -> int:
-    """Returns the number of a part among the tensors of a fused projection: queries, keys, values; gate, up."""
+    """Returns the number of a part among the tensors of a fused projection, in the order of the rules."""
     # a projection without a gate is one tensor, so up is its first and its last
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": len(rule.parts) - 1}
+    order |= {"in_proj_qkv": 0, "in_proj_z": 1, "in_proj_b": 2, "in_proj_a": 3}
     return order.get(matrix.part, 0)
 
 

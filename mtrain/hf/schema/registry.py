@@ -25,6 +25,13 @@ from mtrain.hf.schema.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
 from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
+from mtrain.hf.schema.families.hybrid import (
+    QWEN3_5,
+    QWEN3_5_IMAGES,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_IMAGES,
+    QWEN3_NEXT,
+)
 from mtrain.hf.schema.families.minimax import MINIMAX_M2
 from mtrain.hf.schema.families.ministral import MINISTRAL3, MINISTRAL3_IMAGES
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
@@ -46,6 +53,11 @@ _FAMILIES = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_IMAGES,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_IMAGES,
     DEEPSEEK_V3,
     KIMI_K2,
     GLM4_MOE_LITE,
@@ -80,9 +92,10 @@ def family_of(config: dict[str, Any]) -> Family:
             of a model of this family.
     """
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    known = dict.fromkeys(each.model_type for each in FAMILIES.values())
+    if not isinstance(name, str) or name not in known:
         raise DataError(
-            f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(FAMILIES)} is needed"
+            f"config.json: model_type={shown(name)} is not supported, but one of {', '.join(known)} is needed"
         )
     family = FAMILIES[name]
     if family.tower is not None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Fixed: TypeAlias = Mapping[str, int | slice]
 """Axis -> place of a part on it."""
+Places: TypeAlias = "Fixed | Callable[[Mapping[str, int]], Fixed]"
+"""The same, or a function of the sizes of the axes that returns it."""
 _GROUP = re.compile(r"\(([^)]*)\)|(\S+)")
 
 
@@ -153,6 +155,40 @@ class JoinedArrangement:
         yield Block(self._whole, TensorSlice.whole(self._whole.shape))
 
 
+class NestedArrangement:
+    """Layout of a tensor on disk that fills a region of the whole in an order of its own; as `Arrangement`."""
+
+    is_reordered = True
+
+    def __init__(self, region: Arrangement, sizes: Sizes, inner: Arrangement | JoinedArrangement) -> None:
+        """
+        Args:
+            region: Place of the region, in the order of the whole.
+            sizes: Shape of the region where it is a tensor of its own.
+            inner: Layout of the tensor in the region.
+        """
+        self._region, self._sizes, self._inner = region, sizes, inner
+        self.shape: Sizes = inner.shape
+        """Shape on disk."""
+        self.arranged_shape: Sizes = region.arranged_shape
+        """Shape of the region with the dimensions of the whole."""
+
+    def arranged(self, on_disk: Tensor) -> Tensor:
+        """Returns the region with the dimensions and the order of the whole."""
+        return self._inner.arranged(on_disk).reshape(self.arranged_shape)
+
+    def on_disk(self, arranged: Tensor) -> Tensor:
+        """Returns the tensor as it lies on disk: the inverse of `arranged`."""
+        return self._inner.on_disk(arranged.reshape(self._sizes))
+
+    def blocks(self) -> Iterator[Block]:
+        """Yields the slices of the region, in order."""
+        return self._region.blocks()
+
+
+AnyArrangement: TypeAlias = Arrangement | JoinedArrangement | NestedArrangement
+
+
 def _extent(where: int | slice, size: int) -> range:
     if isinstance(where, int):
         # -1 : 0 would be an empty slice
@@ -196,8 +232,11 @@ class TensorPattern:
     name: str
     axes: str
     """Axes of the tensor on disk."""
-    at: Fixed = field(default_factory=dict)
+    at: Places = field(default_factory=dict)
     """Place of the tensor in the fused tensor."""
+    region: str = ""
+    """Axes of that place where the tensor fills it in another order, which `axes` and `pieces` then refer to; empty
+    where they refer to those of the fused tensor."""
     pieces: tuple[TensorPattern, ...] = ()
     """Tensors whose rows it holds one after the other, if it is no single one; only their axes and places count."""
 
@@ -228,7 +267,7 @@ class HfTensor:
     """One tensor on disk and its place in a global tensor."""
 
     name: str
-    arrangement: Arrangement | JoinedArrangement
+    arrangement: AnyArrangement
 
     @property
     def shape(self) -> Sizes:
@@ -344,13 +383,37 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
 
 def _arrangement(
     part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
-) -> Arrangement | JoinedArrangement:
+) -> AnyArrangement:
     """Builds the layout of a part in the slice that all parts fill."""
+    here = {**place, **_places(part, sizes)}
+    inner = order_in_region(part, sizes)
+    if inner is None:
+        return _in_region(part, whole, axes, here, sizes)
+    # the place on an axis of layers is one index, so the region lacks that axis
+    in_order = " ".join(f"({' '.join(names)})" for names in groups(axes) if not place.keys() >= {*names})
+    return NestedArrangement(Arrangement(axes, in_order, here, sizes), shape(part.region, sizes), inner)
+
+
+def order_in_region(part: TensorPattern, sizes: Mapping[str, int]) -> Arrangement | JoinedArrangement | None:
+    """Returns the layout of a part in its region; None where its order is that of the fused tensor."""
+    if not part.region:
+        return None
+    whole = TensorSlice.whole(shape(part.region, sizes))
+    return _in_region(replace(part, region="", at={}), whole, part.region, {}, sizes)
+
+
+def _in_region(
+    part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
+) -> Arrangement | JoinedArrangement:
+    """Builds the layout of a part with these axes."""
     if part.pieces:
-        return JoinedArrangement(
-            whole, [Arrangement(axes, piece.axes, {**place, **piece.at}, sizes) for piece in part.pieces]
-        )
-    return Arrangement(axes, part.axes, {**place, **part.at}, sizes)
+        pieces = [Arrangement(axes, each.axes, {**place, **_places(each, sizes)}, sizes) for each in part.pieces]
+        return JoinedArrangement(whole, pieces)
+    return Arrangement(axes, part.axes, place, sizes)
+
+
+def _places(part: TensorPattern, sizes: Mapping[str, int]) -> Fixed:
+    return part.at(sizes) if callable(part.at) else part.at
 
 
 def _names(axes: str) -> list[str]:
@@ -374,11 +437,13 @@ def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
     """
     result: Tensor | None = None
     for tensor in filled.tensors:
+        arranged: Tensor | None = None  # one that is reordered is reordered once for all its slices
         for block in tensor.arrangement.blocks():
             shared = wanted.intersect(block.whole)
             if shared is None:
                 continue
-            source = block.part.of(tensor.arrangement.arranged(read(tensor.name)))
+            arranged = tensor.arrangement.arranged(read(tensor.name)) if arranged is None else arranged
+            source = block.part.of(arranged)
             found = shared.within(block.whole).of(source)
             # a view of the mapped file: no copy
             if shared == wanted and found.is_contiguous():
@@ -396,6 +461,17 @@ def slices_to_write(filled: FilledSlice) -> list[TensorSlice]:
     blocks = [block for tensor in filled.tensors for block in tensor.arrangement.blocks()]
     # gate and up each as one slice: written from the page cache without being joined first
     return [block.whole for block in blocks] if len(blocks) == len(filled.tensors) else [filled.at]
+
+
+def _joined(blocks: Sequence[Block], found: Sequence[Tensor]) -> Tensor:
+    """Returns the tensor of which these are the slices."""
+    if len(blocks) == 1:
+        return found[0]
+    ends = [tuple(map(sum, zip(*block.part, strict=True))) for block in blocks]
+    result = found[0].new_empty(tuple(map(max, zip(*ends, strict=True))))
+    for block, values in zip(blocks, found, strict=True):
+        block.part.of(result).copy_(values)
+    return result
 
 
 ReadGlobal: TypeAlias = "Callable[[str, TensorSlice], Tensor]"
@@ -417,8 +493,7 @@ def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tens
     blocks = list(arrangement.blocks())
     if arrangement.is_reordered:
         # the numbers of a reordered tensor are scattered over the whole, so no part of it can be streamed
-        (block,) = blocks
-        yield arrangement.on_disk(read(key, block.whole)).contiguous().view(-1)
+        yield arrangement.on_disk(_joined(blocks, [read(key, block.whole) for block in blocks])).contiguous().view(-1)
         return
     for block in blocks:  # each is one stretch on disk, since only layers and experts come before the repeated axes
         for part in block.whole.cut(_STREAMED_ELEMENTS):

@@ -13,7 +13,7 @@ from mtrain.hf.schema.values import needed_value, shown, wrong_type
 TEXT, TIED = "text_config", "tie_word_embeddings"
 _VISION = "vision_config"
 CARRIED = (r"(model\.)?(vision_tower|multi_modal_projector)\..+",)
-"""Patterns of tensors of images, which take no part in text."""
+"""Usual names of tensors of images."""
 BASE = "model.language_model."
 """Beginning of names as transformers 5 has them in memory."""
 STORED_BASE, STORED = "language_model.model.", "language_model."
@@ -33,6 +33,10 @@ class Tower:
     """Values of fields that text models of the family must have, where the nested config leaves them out."""
     unread: tuple[str, ...]
     """Outer fields that concern images alone."""
+    images: tuple[str, ...] = CARRIED
+    """Patterns of tensors of images, which take no part in text."""
+    is_tied_outside: bool = True
+    """Whether the class of the multimodal model ties its tables where the outer config says nothing."""
     other_types: tuple[str, ...] = ()
     """Names of text models that other families read in the same multimodal one."""
 
@@ -66,9 +70,9 @@ class Tower:
     def text(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns all fields of the text model, as in a config.json of its own.
 
-        transformers 5 ties the tables of a multimodal model where the outer field says so, and by default.
+        transformers 5 ties the tables of a multimodal model where the outer field says so, some by default.
         """
-        return {**self.defaults, **self.nested(config), TIED: needed_value(config, TIED, bool, True)}
+        return {**self.defaults, **self.nested(config), TIED: needed_value(config, TIED, bool, self.is_tied_outside)}
 
     def may_hold_head(self, config: Mapping[str, Any]) -> bool:
         """Says whether a stored head is a table of its own, although the outer field, or its default, is true.

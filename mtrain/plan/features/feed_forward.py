@@ -81,10 +81,9 @@ class ExpertFeedForward(LayerPart):
         return sum(self._kept(model, layout))
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names E the experts, e the feed-forward width of one, t that of all shared experts, o the row of their
-        gate."""
+        """Names E the experts, e the feed-forward width of one, t that of all shared experts."""
         experts = _section(model)
-        return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size, "o": 1}
+        return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Yields the matrices of all experts, whose gate and up share their A, as in PEFT's form for experts."""

@@ -38,6 +38,7 @@ ROPES: list[dict[str, Any]] = [
     {"rotary_dim": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     {"rope_scaling": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5}, "rope_parameters": None},
     {"original_max_position_embeddings": 17},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0, "mrope_section": [2, 1, 1]}},
 ]
 OTHERS: list[dict[str, Any]] = [
     {"is_causal": False},
@@ -72,6 +73,17 @@ OTHERS: list[dict[str, Any]] = [
     {"sliding_window": 3, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
     {"sliding_window": 3, "layer_types": ["full_attention"] * 3},
 ]
+HYBRID: list[dict[str, Any]] = [
+    {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    {"layer_types": ["linear_attention"] * 3},
+    {"layer_types": None, "full_attention_interval": 2},
+    {"layer_types": None, "full_attention_interval": 3},
+    {"layer_types": None, "full_attention_interval": 1},
+    {"full_attention_interval": 3},
+    {"attn_output_gate": False},
+    {"mamba_ssm_dtype": "bfloat16"},
+]
 TOKENS = torch.arange(24)[None] * 7 % 57
 
 
@@ -96,6 +108,8 @@ def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {name: "gelu"}
     yield from ROPES
     yield from OTHERS
+    if "linear_num_key_heads" in config:
+        yield from HYBRID
     parameters = config.get("rope_parameters", {})
     for name, value in parameters.items():
         if isinstance(value, float | int) and not isinstance(value, bool):
@@ -175,6 +189,8 @@ LIKE_OTHERS = (
     "phi3",
     "glm4-moe-lite",
     "glm4-moe",
+    "qwen3-next",
+    "qwen3.5-moe",
     *TOWERS,
 )
 """Models nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts), gemma3 (windows), deepseek
@@ -244,6 +260,11 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 is not supported"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type=longrope is not supported"),
     ("phi3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type=yarn is not"),
+    ("qwen3.5", {"layer_types": ["linear_attention"] * 3}, "layers none of 3 have full_attention"),
+    ("qwen3.5", {"layer_types": ["sliding_attention"] * 3}, "layer_types must list full_attention or linear_attention"),
+    ("qwen3.5", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0 must be above 0"),
+    ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+    ("qwen3-next", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
     ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "but yarn is needed"),
     (
         "ministral3",

@@ -41,7 +41,10 @@ REFUSED = [
     "olmo2_7b",
     "olmo3_7b",
     "qwen2_57b_a14b",
+    "qwen3.5_35b_a3b",
+    "qwen3.5_9b",
     "qwen3_30b_a3b",
+    "qwen3_next_80b_a3b",
 ]
 BY_EXPERTS = ("te", "te-experts")
 """Candidates of models with experts."""

@@ -28,11 +28,14 @@ from mtrain.hf.schema.values import needed_value, value_of
 
 @final
 @dataclass(frozen=True)
-class _Renormalised(Entry):
+class Renormalised(Entry):
     """Switch that says whether the weights of the chosen experts are divided by their sum.
 
     A softmax over the chosen experts equals a softmax over all, divided by the sum of the chosen ones.
     """
+
+    is_default: bool = False
+    """Value of the switch where the file has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,7 +43,7 @@ class _Renormalised(Entry):
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         # softmax before the choice leaves the weights of the chosen ones below 1; after it they add up to 1
-        return {"experts.pre_softmax": not needed_value(config, "norm_topk_prob", bool, False)}
+        return {"experts.pre_softmax": not needed_value(config, "norm_topk_prob", bool, self.is_default)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return {"norm_topk_prob": not lookup(model, "experts.pre_softmax")}
@@ -111,7 +114,7 @@ MIXTRAL = Family(
     ),
 )
 # these two could make some layers dense, for which the families have no rules here
-_NO_DENSE_LAYERS = (Required("decoder_sparse_step", 1, 1), Required("mlp_only_layers", [], [], (None,)))
+NO_DENSE_LAYERS = (Required("decoder_sparse_step", 1, 1), Required("mlp_only_layers", [], [], (None,)))
 _SHARED = "mlp.shared_expert"
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -125,9 +128,9 @@ QWEN2_MOE = Family(
         Field("num_experts", "experts.num_experts", 60),
         Field("num_experts_per_tok", "experts.top_k", 4),
         Constant("experts.shared_gate", True),
-        _Renormalised(),
+        Renormalised(),
         Field("qkv_bias", "qkv_bias", True),
-        *_NO_DENSE_LAYERS,
+        *NO_DENSE_LAYERS,
         _AlternatingWindows(),
         Rope(),
     ),
@@ -151,9 +154,9 @@ QWEN3_MOE = Family(
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 768),
         Field("num_experts", "experts.num_experts", 128, alias="num_local_experts"),
         Field("num_experts_per_tok", "experts.top_k", 8),
-        _Renormalised(),
+        Renormalised(),
         Required("attention_bias", False, False),
-        *_NO_DENSE_LAYERS,
+        *NO_DENSE_LAYERS,
         Constant("qk_norm", True),
         _Window(),
         Rope(),
