@@ -37,6 +37,13 @@ _WithoutFiles = Annotated[
 ]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")]
 
+_OF_TRACKERS = {
+    "wandb": ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"),
+    "mlflow": ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"),
+    "trackio": ("HF_TOKEN",),
+}
+"""Variables by which a tracker's library finds its server and is let in."""
+
 
 def slurm(
     arguments: ConfigArguments,
@@ -71,6 +78,8 @@ def slurm(
         options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()), certify)
         options, notes = with_defaults(options, os.environ)
         typer.echo("".join(f"{note}\n" for note in notes), nl=False, err=True)
+        if env_file is None:
+            _warn_of_secrets(arguments)
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options)
         if not without_files and container is None:  # inside a container, paths differ
@@ -84,6 +93,18 @@ def slurm(
         number, warnings = submit(submission)
         typer.echo("".join(f"{warning}\n" for warning in warnings), nl=False, err=True)
     typer.echo(f"job {number}: {options.num_ranks} ranks on {nodes} nodes, from {submission.folder / SCRIPT}")
+
+
+def _warn_of_secrets(arguments: list[str]) -> None:
+    """Warns of what trackers read from the environment and a job, which gets none of this shell's, would lack."""
+    for tracker in loaded_config(arguments).metrics.trackers:
+        for name in _OF_TRACKERS.get(tracker, ()):
+            if name in os.environ:
+                typer.echo(
+                    f"note: {name} is set in this shell, but a job gets nothing of it, and metrics.trackers has "
+                    f"{tracker}; put {name}=VALUE into a file of mode 0600 and name it with --env-file",
+                    err=True,
+                )
 
 
 def _refuse_faults(arguments: list[str]) -> None:

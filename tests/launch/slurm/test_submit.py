@@ -242,6 +242,18 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
     assert not (folder / "calls").exists()
 
 
+def test_secrets_of_trackers_that_a_job_would_lack_are_named(folder: Path) -> None:
+    tracked = ("run.dir=runs/a", "metrics.trackers=[wandb]", "--nodes=2", "--dry-run", "--without-files")
+    shown = launch(folder, *tracked, WANDB_API_KEY="k3y9x")
+    assert "note: WANDB_API_KEY is set in this shell" in shown.stderr
+    assert "--env-file" in shown.stderr
+    assert "k3y9x" not in shown.stderr + shown.stdout
+    (folder / "secrets").write_text("WANDB_API_KEY=k3y9x\n")
+    (folder / "secrets").chmod(0o600)
+    assert "WANDB" not in launch(folder, *tracked, "--env-file=secrets", WANDB_API_KEY="k3y9x").stderr
+    assert "WANDB" not in launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", WANDB_API_KEY="k3y9x").stderr
+
+
 def test_without_slurm_it_says_so(folder: Path) -> None:
     (empty := folder / "bin").mkdir()
     command = [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", "run.dir=runs/a", "--nodes=2"]
