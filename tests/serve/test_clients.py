@@ -106,6 +106,23 @@ def check_adapter(service: Any, folder: Path, config: Config, base: Parameters) 
     run_steps(again, oracle, ["cross_entropy"])
 
 
+def test_a_checkpoint_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
+    folder, (_, tensor, data, *_) = tmp_path / "base", LAYOUTS
+    config = config_of(tensor, Lora(4))
+    with running(pool, tensor, tensor.config(), folder) as address:
+        with session(address) as service:
+            whole = service.create_lora_training_client("base", rank=0).result().save_state("whole").result().path
+        with session(address) as service:
+            client = service.create_lora_training_client("base", rank=4, seed=5).result()
+            first = client.save_state("start").result().path
+            oracle = Oracle(config, saved(folder, whole, tensor.config()) | saved(folder, first, config))
+            run_steps(client, oracle, ["cross_entropy", "ppo"])
+            last = client.save_state("end").result().path
+    with running(pool, data, data.config(), folder) as address, session(address) as service:
+        again = service.create_training_client_from_state_with_optimizer(last).result()
+        run_steps(again, oracle, ["cross_entropy", "cispo"])
+
+
 def batch(seed: int) -> list[types.Datum]:
     return [datum(each, {"weights": np.ones(len(each) - 1, np.float32)}) for each in sequences(seed, LENGTHS, VOCAB)]
 
