@@ -75,9 +75,9 @@ def import_(
     threshold: ThresholdOption = 1e-4,
 ) -> None:
     """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes, or one for Megatron-LM."""
+    hf, out = _named("HF", "--hf", folder, hf), _named("OUT", "--out", target, out)
     with one_message():
         require_ground()
-        hf, out = _named("HF", "--hf", folder, hf), _named("OUT", "--out", target, out)
         from mtrain.checkpoint.store.imported import MODEL_NAME
         from mtrain.convert.importing import import_for_megatron, import_hf  # loads torch
         from mtrain.convert.target import DTYPE_NAMES
@@ -187,9 +187,9 @@ def inspect(
 def _named(name: str, option: str, positional: Path | None, given: Path | None) -> Path:
     """Returns a folder that is given by its place or by an option."""
     if positional is None and given is None:
-        raise ConfigError(f"{name} is not given; write mtrain convert import HF OUT, or {option} with a folder")
+        raise typer.BadParameter("there is none; write mtrain convert import HF OUT", param_hint=f"{name} or {option}")
     if positional is not None and given is not None:
-        raise ConfigError(f"{option}={given} and {positional} both give {name}; remove one of them")
+        raise typer.BadParameter(f"{given} and {positional} are both given; remove one of them", param_hint=option)
     return positional if positional is not None else given or Path()
 
 

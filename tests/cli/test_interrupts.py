@@ -21,7 +21,7 @@ from tests.warm import completed
 
 HOLDS_SIGNALS = ("train", "launch")
 """Verbs that a single Ctrl-C asks to stop (docs/stopping.md)."""
-OF_RANKS = ("train", "generate")
+OF_RANKS = ("train", "generate", "serve")
 INTERRUPTED = """
 import os, signal, sys
 place, left = sys.argv[1], [int(sys.argv[2])]

@@ -107,9 +107,9 @@ def test_folders_are_named_once(tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
     code, text = call("convert", "import", tmp_path / "hf", tmp_path / "out", "--hf", tmp_path / "hf")
     assert code == 2
-    assert "both give HF" in text
+    assert "are both given" in text
     code, text = call("convert", "import", tmp_path / "hf")
     assert code == 2
-    assert "OUT is not given" in text
+    assert "OUT or --out: there is none" in text
     code, text = call("convert", "import", "--hf", tmp_path / "hf", "--out", tmp_path / "out")
     assert code == 0, text

@@ -57,6 +57,9 @@ SPECIAL: dict[str, list[Any]] = {
     "layout.stage_layers": [[1, 7], [2, 2, 3, 1]],
     "model.rope": [{"scaling": "llama3", "factor": 8.0}, {"scaling": "yarn", "factor": 4.0}],
     "model.experts": [EXPERTS, EXPERTS | {"shared_ffn_hidden_size": 32, "first_dense_layers": 1}],
+    "model.delta_net": [
+        {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
+    ],
     "model.megatron": [{"no_rope_freq": 4}, {"deterministic_mode": True}],
     "model.mtp_depths": [1],
     "loss.side_terms": [{"z": {"function": "z_loss", "coefficient": 0.01}}],
