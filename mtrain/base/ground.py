@@ -52,7 +52,11 @@ def require_ground(is_another_machine: bool = False) -> None:
 
 def found_megatron() -> Found | None:
     """Locates the megatron-core that this process has imported or would import; None without one."""
-    return _found("megatron.core", "package_info", _version_of_megatron)
+    found = _found("megatron.core", "package_info", _version_of_megatron)
+    if found is None or found.version is None:
+        return found
+    # once imported, 0.19 adds the commit of any git checkout that its folder is in, such as that of a user's .venv
+    return found._replace(version=found.version.partition("+")[0])
 
 
 def found_torch() -> Found | None:
