@@ -62,6 +62,7 @@ def test_pages_open_from_files_on_a_desk_and_a_phone(site: Path, chromium: Brows
             assert chromium.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("words", SOUGHT)
 def test_the_search_finds(site: Path, chromium: Browser, words: str) -> None:
     assert f"/{SOUGHT[words]}.html" in answers(chromium, site / "index.html", words)

@@ -30,6 +30,7 @@ def started(folder: Path, config: Path, key: Path) -> tuple[warm.Command, str]:
     return command, address_of(folder / "service.json")
 
 
+@pytest.mark.waits
 @pytest.mark.fault(
     "clients",
     "kill -9 of a service between two steps of a client",
