@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn import functional
 
 from mtrain.config import Config
@@ -117,13 +119,15 @@ def _loss(model: GPTModel, config: Config) -> float:
 
 def tensors_by_megatron(groups: Groups, folder: Path) -> dict[str, torch.Tensor]:
     """Returns every tensor of a checkpoint as megatron-core's own reader finds it."""
-    facts = dist_checkpointing.load_tensors_metadata(str(folder))
+    # not by its load_tensors_metadata, which fails with torch 2.15
+    facts = FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted = {
-        key: ShardedTensor.from_rank_offsets(key, torch.empty(fact.global_shape, dtype=fact.dtype))
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(fact.size, dtype=fact.properties.dtype))
         for key, fact in facts.items()
+        if isinstance(fact, TensorStorageMetadata)
     }
-    loaded = dist_checkpointing.load(wanted, str(folder))
-    return {key: loaded[key] for key in facts}
+    loaded = dist_checkpointing.load(dict(wanted), str(folder))
+    return {key: loaded[key] for key in wanted}
 
 
 def foreign_weights(groups: Groups, config: Config, folder: Path) -> dict[str, torch.Tensor] | None:
