@@ -30,7 +30,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class _Stop:
-    """The last thing that ranks are told."""
+    """Order that ends the work of every rank."""
 
 
 def serve(served: Served, host: str, port: int, token: str | None) -> None:
@@ -89,20 +89,20 @@ def check_token(host: str, token: str | None) -> None:
 
 
 def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeout_s: float) -> None:
-    """Runs operations until the first rank is told to stop. Collective."""
+    """Runs operations until the first rank is asked to stop. Collective."""
     idle_s = min(5.0, timeout_s / 4)  # ranks that wait for an operation would take silence for a lost rank
     stopping = threading.Event()
     with _signals(stopping):
         while True:
             request = None
-            told: list[Operation | _Stop | None] = [None]
+            agreed: list[Operation | _Stop | None] = [None]
             if app is not None:
                 for session_id in sessions.lost():
                     app.unload(session_id)
                 request = None if stopping.is_set() else desk.take(idle_s)
-                told = [_Stop() if stopping.is_set() else None if request is None else request.operation]
-            dist.broadcast_object_list(told, src=0)
-            operation = told[0]
+                agreed = [_Stop() if stopping.is_set() else None if request is None else request.operation]
+            dist.broadcast_object_list(agreed, src=0)
+            operation = agreed[0]
             if isinstance(operation, _Stop):
                 return
             result = None if operation is None else worker.run(operation)

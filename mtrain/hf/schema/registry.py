@@ -73,7 +73,7 @@ _FAMILIES = (
 )
 
 FAMILIES: dict[str, Family] = {}
-"""Name in config.json -> family; a further kind of text model beside images is named after a slash."""
+"""Name in config.json -> family; a further kind of text model with images is named after a slash."""
 for _family in _FAMILIES:
     if _family.tower is not None and _family.model_type in FAMILIES:
         FAMILIES[f"{_family.model_type}/{_family.tower.text_type}"] = _family

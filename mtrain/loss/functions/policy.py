@@ -18,17 +18,15 @@ from mtrain.loss.pair import LossPair, TermInputs, at_temperature, needs_extras,
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask"]
 _OF_SEQUENCES: tuple[RolloutCorrection, ...] = ("sequence-truncate", "sequence-mask", "sequence-mean-mask")
+_needs_rollouts = needs_extras(
+    "advantages", old_logprobs="old_logprobs", rollout_cap="rollout_logprobs", rollout_floor="rollout_logprobs"
+)
 
 
 @per_token_unless(rollout_correction=_OF_SEQUENCES)
 @reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
 @at_temperature
-@needs_extras(
-    "advantages",
-    old_logprobs="old_logprobs",
-    rollout_cap="rollout_logprobs",
-    rollout_floor="rollout_logprobs",
-)
+@_needs_rollouts
 def ppo_loss(
     inputs: TermInputs,
     clip_low: float = 0.2,
@@ -73,12 +71,7 @@ def ppo_loss(
 
 @reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
 @at_temperature
-@needs_extras(
-    "advantages",
-    old_logprobs="old_logprobs",
-    rollout_cap="rollout_logprobs",
-    rollout_floor="rollout_logprobs",
-)
+@_needs_rollouts
 def gspo_loss(
     inputs: TermInputs,
     clip_low: float = 3e-4,
@@ -119,12 +112,7 @@ def gspo_loss(
 @per_token_unless(rollout_correction=_OF_SEQUENCES)
 @reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
 @at_temperature
-@needs_extras(
-    "advantages",
-    old_logprobs="old_logprobs",
-    rollout_cap="rollout_logprobs",
-    rollout_floor="rollout_logprobs",
-)
+@_needs_rollouts
 def cispo_loss(
     inputs: TermInputs,
     clip_low: float | None = None,

@@ -42,7 +42,7 @@ class Update:
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """What AdamW is told for one update, in the place of `optimizer.*`."""
+    """Options of AdamW for one update, in the place of `optimizer.*`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
