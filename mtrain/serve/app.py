@@ -53,6 +53,8 @@ class BaseModel:
     seq_length: int
     stop_token_ids: frozenset[int]
     """Tokens that end an answer where a client does not say."""
+    has_tied_output: bool = False
+    """Whether the output layer has no table of its own, for which `train_unembed`, the SDK's default, is nothing."""
 
 
 @dataclass
@@ -209,6 +211,8 @@ class App:
         lora = Lora(0) if body.lora_config is None else Lora(**body.lora_config.model_dump())
         if lora.rank and lora.seed is None:
             lora = replace(lora, seed=secrets.randbits(48))
+        if self.base.has_tied_output:
+            lora = replace(lora, train_unembed=False)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         return self._began(model_id, CreateModel(model_id, lora))
 

@@ -64,7 +64,8 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
                 held.enter_context(folder.locked())
                 store = Store(folder.path)
                 store.restore()
-                base = BaseModel(served.name, config.data.seq_length, _stops(config.model.hf))
+                model = config.model
+                base = BaseModel(served.name, config.data.seq_length, _stops(model.hf), model.tied_embeddings)
                 app = App(base, desk, sessions, store, token)
                 held.enter_context(_listening(app, host, port, folder))
                 return app

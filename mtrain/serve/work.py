@@ -6,6 +6,7 @@ Every rank is given the same operations in the same order, so each knows of ever
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError, DataError, MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.config import Config
-from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.adapter import GROUPS, AdapterSection, LoraSection, Target
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.datum import Datum
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import AdamOptions
+from mtrain.plan.adapters import all_matrices
 from mtrain.serve.losses import Batch
 from mtrain.serve.protocol import LENGTH, STOP, SentBatch, written_answers, written_outputs
 from mtrain.serve.store import Described, Lora, Place, Store
@@ -29,6 +32,21 @@ from mtrain.training.sampling.choice import SamplingParams
 
 _ALPHA = 32.0
 """Numerator of the scale of adapters where the configuration gives none, the same for every rank."""
+
+
+_TARGETS: Mapping[str, tuple[Target, ...]] = {
+    "train_attn": ("qkv", "proj", "in_proj", "out_proj"),
+    "train_mlp": ("fc1", "fc2", "experts"),
+    "train_unembed": ("output",),
+}
+
+
+def _targets(lora: Lora, model: ModelSection) -> list[Target]:
+    """Returns the modules that a client names, as far as the model has them."""
+    named = [each for option, targets in _TARGETS.items() if getattr(lora, option) for each in targets]
+    every = LoraSection(targets=tuple(named or ("qkv",)))
+    there = {each.part for each in all_matrices(model, every)}
+    return [each for each in named if there.intersection(GROUPS.get(each, (each,)))]
 
 
 @dataclass(frozen=True)
@@ -53,11 +71,9 @@ class Served:
         if lora.rank == 0:
             content["adapter"] = None
             return Config.model_validate(content)
-        targets = [*(["qkv", "proj"] if lora.train_attn else []), *(["fc1", "fc2"] if lora.train_mlp else [])]
-        if lora.train_mlp and config.model.experts is not None:
-            targets.append("experts")
-        if lora.train_unembed:
-            targets.append("output")
+        targets = _targets(lora, config.model)
+        if not targets:
+            raise ConfigError("nothing of this model would learn; set train_attn or train_mlp, or for the whole rank=0")
         given = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
         content["adapter"] = {**given, "rank": lora.rank, "targets": targets}
         try:

@@ -6,6 +6,7 @@ import contextlib
 import resource
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.losses import Batch
 from mtrain.serve.protocol import SentDatum, read_batch
 from mtrain.serve.run import _listening, check_token
-from mtrain.serve.store import Place, Store
+from mtrain.serve.store import Lora, Place, Store
+from mtrain.serve.work import CreateModel, Served
 from tests.fault_table import Notice
 from tests.messages import refuses
+from tests.parity.cases import case
+from tests.parity.expert_models import MIXTRAL
 
 KEY = "tml-of-the-tests-0123456789"
 
@@ -221,6 +225,23 @@ def test_columns_and_lengths_have_to_fit() -> None:
             Batch.of([SentDatum(tokens, inputs)], "cross_entropy", {}, 61)
     with refuses(DataError, "temperature"):
         Batch.of([SentDatum(tokens, {"target_tokens": targets})], "ppo", {"temperature": 1.0}, 61)
+
+
+def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> None:
+    """What a default client names fits models with experts alone and with tied tables, too."""
+    experts = case().config(**MIXTRAL)
+    assert Served(experts).adapted(Lora(4)).adapter.targets == ("qkv", "proj", "experts", "output")  # type: ignore[union-attr]
+    with refuses(ConfigError, "rank=0"):
+        Served(experts).adapted(Lora(4, train_attn=False, train_mlp=False, train_unembed=False))
+    app = app_of(tmp_path)
+    app.base = replace(app.base, has_tied_output=True)
+    with TestClient(app.asgi(), headers={"x-api-key": KEY}) as client:
+        model_of(client)
+    made = app.desk.take(0)
+    assert made is not None
+    assert isinstance(made.operation, CreateModel)
+    tied = case().config(model__tied_embeddings=True)
+    assert Served(tied).adapted(made.operation.lora).adapter.targets == ("qkv", "proj", "fc1", "fc2")  # type: ignore[union-attr]
 
 
 def test_what_a_killed_service_had_moved_comes_back(tmp_path: Path) -> None:

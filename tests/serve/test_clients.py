@@ -18,6 +18,7 @@ from mtrain.serve.work import Served
 from mtrain.verify.reference.model.adapters import all_shapes
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night, relative
+from tests.parity.expert_models import MIXTRAL
 from tests.pool import Pool
 from tests.reference import Parameters
 from tests.serve.oracle import Oracle
@@ -34,7 +35,12 @@ LAYOUTS = [
     case(2, num_layers=1, dp=2),
     case(2, num_layers=1, cp=2),
     case(2, num_layers=2, pp=2),
+    case(2, num_layers=1, dp=2, ep=2),
 ]
+
+
+def named(one: Case) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in one.layout.items()) or "one"
 
 
 def inputs_of(loss: str, tokens: list[int], seed: int) -> dict[str, Any]:
@@ -83,17 +89,17 @@ def config_of(one: Case, lora: Lora) -> Config:
 
 
 # tp2 and pp2 show what one rank does, and the checkpoint under another layout what dp2 does
-@pytest.mark.parametrize("one", [at_night(LAYOUTS[0]), LAYOUTS[1], at_night(LAYOUTS[2]), *LAYOUTS[3:]], ids=str)
+@pytest.mark.parametrize("one", [at_night(LAYOUTS[0]), LAYOUTS[1], at_night(LAYOUTS[2]), *LAYOUTS[3:]], ids=named)
 def test_an_adapter_of_ten_steps_is_the_oracles(pool: Pool, tmp_path: Path, one: Case) -> None:
     """Every loss, per-datum log-probabilities, norms, and the adapter after ten steps; what is saved goes on."""
-    folder = tmp_path / "base"
-    with running(pool, one, one.config(), folder) as address:
+    folder, config = tmp_path / "base", one.config(**MIXTRAL if "ep" in one.layout else {})
+    with running(pool, one, config, folder) as address:
         with session(address) as service:
             whole = service.create_lora_training_client("base", rank=0).result()
-            base = saved(folder, whole.save_state("start").result().path, one.config())
+            base = saved(folder, whole.save_state("start").result().path, config)
             assert whole.get_info().is_lora is False
         with session(address) as service:
-            check_adapter(service, folder, config_of(one, Lora(4)), base)
+            check_adapter(service, folder, Served(config).adapted(Lora(4)), base)
 
 
 def check_adapter(service: Any, folder: Path, config: Config, base: Parameters) -> None:

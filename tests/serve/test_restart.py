@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from tests import warm
 from tests.fault_table import Notice
 from tests.messages import check_message
 from tests.parity.cases import case
+from tests.serve.oracle import Oracle
 from tests.serve.service import KEY, address_of, session
-from tests.serve.test_clients import ADAM, batch, seen
+from tests.serve.test_clients import ADAM, batch, run_steps, saved, seen
 
 ONE = case(2, num_layers=1)
 
@@ -102,3 +104,23 @@ def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
     found = warm.completed([sys.executable, "-m", "mtrain", "serve", str(file), "--token-file", str(tmp_path / "no")])
     assert found.returncode == 2
     check_message(found.stderr, "--token-file")
+
+
+@pytest.mark.nightly  # new interpreters; by day ranks of the pool serve
+@pytest.mark.waits
+def test_ranks_that_torchrun_starts_serve_as_one(tmp_path: Path) -> None:
+    """The user's own torchrun, in new interpreters: rank 0 listens, and the numbers of tp=2 are the oracle's."""
+    folder, file = tmp_path / "base", tmp_path / "config.yaml"
+    config = ONE.config(run__dir=str(folder), train__device="cpu")
+    save_config(config, file)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    given = [*torchrun, "-m", "mtrain", "serve", str(file), "layout.tp=2", "--port", "0"]
+    with subprocess.Popen(given, env=warm.program_environment(), stdout=subprocess.DEVNULL) as ranks:
+        try:
+            with session(address_of(folder / "service.json")) as service:
+                client = service.create_lora_training_client("base", rank=0).result()
+                first = saved(folder, client.save_state("start").result().path, config)
+                run_steps(client, Oracle(config, first), ["cross_entropy"])
+        finally:
+            ranks.send_signal(signal.SIGTERM)
+            ranks.wait(60)

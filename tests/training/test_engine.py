@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtrain import DataError, Datum, read_weights
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.config import Config
+from mtrain.convert.merged import stacked_places
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples.sample import Sample
 from mtrain.launch.local import free_port
@@ -55,11 +57,8 @@ def parameters_of(path: Path) -> Parameters:
     """Returns a checkpoint's weights by the oracle's names."""
     found = {}
     for key, values in read_weights(path).items():
-        if ".layers." not in key:
-            found[key] = torch.from_numpy(values)
-            continue
-        for layer, of_layer in enumerate(values):
-            found[global_name(key, (layer,))] = torch.from_numpy(of_layer)
+        for place in stacked_places(key, TensorSlice.whole(values.shape)):
+            found[global_name(key, place)] = torch.from_numpy(values[place])
     return found
 
 
