@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from mtrain.base import signals
 from mtrain.base.imports import stand_in_for_triton
+from mtrain.base.log import show_lines
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.messages import Messages
@@ -30,6 +31,7 @@ os.environ.setdefault("MPLCONFIGDIR", str(wheels.CACHE_OF_USER / "matplotlib"))
 os.environ["XDG_CACHE_HOME"] = _CACHES.name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere: ranks are CPU processes on gloo
 stand_in_for_triton()  # tests import megatron-core first
+show_lines()  # tests call parts of the program, whose lines they read
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it leaves in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # a busy machine is no failure; always the same examples, since more would show nothing new

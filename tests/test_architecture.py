@@ -160,6 +160,15 @@ def _attributes_called(name: str) -> Callable[[Module], Iterator[int]]:
     return find
 
 
+def _calls_of(name: str) -> Callable[[Module], Iterator[int]]:
+    def find(module: Module) -> Iterator[int]:
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+                yield node.lineno
+
+    return find
+
+
 def _replaced_cuda_functions(module: Module) -> Iterator[int]:
     """Finds assignments to attributes of torch or of torch.cuda."""
     for node in module.nodes:
@@ -217,6 +226,13 @@ CONFINED = (
         r"mtrain/config/(schema/model|known_issues)\.py|mtrain/plan/features/mla\.py|mtrain/mcore/model/layer_parts\.py"
         r"|mtrain/hf/schema/(config|families/deepseek)\.py|mtrain/verify/reference/model/latent_attention\.py",
         "rank = model.mla.kv_lora_rank",
+    ),
+    Confined(
+        # A program's output: its verbs, launchers and the watchdog. All else writes through `logging`.
+        "print",
+        _calls_of("print"),
+        r"mtrain/(__main__|cli/.*|launch/(local|torchrun)|watch/watchdog|base/log)\.py|tools/.*",
+        'def f():\n    print("saved")',
     ),
     Confined("transformers", _imports_of("transformers"), r"mtrain/hf/.*", "from transformers import AutoConfig"),
 )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -54,7 +56,7 @@ def retried(read: Callable[[], Result], what: object) -> Result:
             if fault.errno not in TRANSIENT:
                 raise
             text = f"warning: reading {what} failed: {fault.strerror}; try {number} of {len(PAUSES_S)} in {pause_s:g} s"
-            print(text, file=sys.stderr, flush=True)
+            _log.warning(text)
         time.sleep(pause_s)
     try:
         return read()

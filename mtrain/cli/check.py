@@ -46,14 +46,14 @@ def check(
     batch, parameters, FLOPs and memory."""
     with one_message():
         from mtrain.plan.search.written import stated_machine
-        from mtrain.plan.summary import print_plan
+        from mtrain.plan.summary import plan_lines
         from mtrain.preflight.findings import Findings
 
         require_ground(is_another_machine=without_files)
         config = loaded_config(arguments, counts_epochs=not without_files)
         stated = stated_machine(split_arguments(arguments)[0])
         ranks = _ranks(world_size, stated)
-        print_plan(config, ranks)
+        typer.echo("\n".join(plan_lines(config, ranks)))
         findings = Findings()
         _look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
         if not without_files:

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import mtrain
+from mtrain.base.log import show_lines
 from mtrain.cli.arguments import SectionedCommand
 
 
@@ -115,3 +116,4 @@ _Version = Annotated[
 @app.callback()
 def _program(version: _Version = False) -> None:
     """Pretrains and finetunes language models on Megatron-Core; the layout does not change the run."""
+    show_lines()

@@ -37,13 +37,12 @@ def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path
         write_atomically(page, comparison_page(comparison))
         with replacing(picture) as new:
             comparison_picture(comparison).savefig(new, format="png")
-    print_comparison(comparison)
-    print(f"{page}\n{picture}")
+    print_comparison(comparison, [page, picture])
     return comparison.divergence is None
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """Prints differences and verdict to standard output; plain lines where that is no terminal."""
+def print_comparison(comparison: Comparison, files: Sequence[Path]) -> None:
+    """Prints differences, verdict and the written files to standard output; plain lines where that is no terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
@@ -52,6 +51,7 @@ def print_comparison(comparison: Comparison) -> None:
     for name, value in {**_facts(comparison), "verdict": verdict}.items():
         console.print(f"[bold]{name:<15}[/bold]{escape(value)}", soft_wrap=True)
     console.print(_table(comparison, plain=not console.is_terminal))
+    console.print(*files, sep="\n", markup=False, soft_wrap=True)
 
 
 def comparison_picture(comparison: Comparison) -> Figure:

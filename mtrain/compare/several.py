@@ -82,7 +82,7 @@ def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bo
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
     console.print(_table(found, plain=not console.is_terminal))
-    print(output / PAGE)
+    console.print(output / PAGE, markup=False, soft_wrap=True)
     return all(each.is_equal for each in found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ from mtrain.hf.io.peft import to_peft
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.registry import family_of_run
+
+_log = logging.getLogger(__name__)
 
 _MAIN = "optimizer.state.param."
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -125,7 +128,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
         if differing:
             raise DataError(f"{folder} does not hold what was written: {shown(differing)}; look at the disk")
     if ending is not None and ending.is_new:
-        print(_ENDS_APART.format(ids=ending.ids, folder=str(out)), flush=True)
+        _log.info(_ENDS_APART.format(ids=ending.ids, folder=str(out)))
     return Proof(len(own), sum(each.numel() * each.element_size() for each in own.values()))
 
 

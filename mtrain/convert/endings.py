@@ -7,6 +7,7 @@ model these name the end of a document, but a chat template teaches the end of a
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, chosen
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.hf.schema.files import EOS_KEY, GENERATION_NAME, as_declared, declared_ends, read_json
 from mtrain.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 _ANY_DATE = "2026-01-01"
 """Date for a template that writes one; the end of an answer does not depend on it."""
@@ -60,7 +63,7 @@ def put_ending(folder: Path, origin: Path | None) -> Ending | None:
         if templates.default.text != PLAIN_TEMPLATE:
             stops = ChatEncoder(templates, tokenizer, ChatOptions(date=_ANY_DATE)).ends()
     except DataError as fault:
-        print(f"note: what ends an answer is not written into {folder.name}: {fault}", flush=True)
+        _log.info(f"note: what ends an answer is not written into {folder.name}: {fault}")
         return None
     declared = declared_ends(origin)
     ending = Ending(list(dict.fromkeys([*stops, tokenizer.eos_id, *declared])), not set(stops) <= set(declared))

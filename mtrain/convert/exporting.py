@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,8 @@ from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 from mtrain.hf.schema.tower import TEXT
+
+_log = logging.getLogger(__name__)
 
 _SHARD_BYTES = 5_000_000_000
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
@@ -222,10 +225,9 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
         return config  # the folder stays as it was
     config = dict.fromkeys(_DTYPE_FIELDS, name) | target.family.for_all_versions(config)
     if "rope_theta" not in (text := target.family.text(config)) and "rope_parameters" in text:
-        print(
+        _log.info(
             f"note: transformers 4 has no words for the rotary embeddings of this {target.family.model_type} model and "
-            "would take its defaults; load the export with transformers 5",
-            flush=True,
+            "would take its defaults; load the export with transformers 5"
         )
     return config
 

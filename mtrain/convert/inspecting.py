@@ -38,14 +38,15 @@ def print_contents(path: Path) -> None:
     dtypes: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         dtypes[str(dtype).removeprefix("torch.")] += math.prod(shape)
-    print(f"family: {family.model_type}; {num_parameters(model):,} parameters; {len(tensors)} tensors")
-    print("elements: " + ", ".join(f"{count:,} {dtype}" for dtype, count in dtypes.items()))
+    counts = ", ".join(f"{count:,} {dtype}" for dtype, count in dtypes.items())
+    heading = f"family: {family.model_type}; {num_parameters(model):,} parameters; {len(tensors)} tensors"
     listing = Listing("tensor", "dtype", "shape")
     for name, (dtype, shape) in tensors.items():
         listing.add_row(name, str(dtype).removeprefix("torch."), _shown(shape))
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or a pipe: names are not cut, and there is nothing to draw
         listing.box, console = None, Console(highlight=False, width=_PLAIN_WIDTH)
+    console.print(f"{heading}\nelements: {counts}", soft_wrap=True)
     console.print(listing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,8 @@ from mtrain.hf.schema.files import CONFIG_NAME, side_files
 from mtrain.hf.schema.registry import ORIGIN
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import HF_TOKENIZER_FILE
+
+_log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 _OF_TOKENIZERS = re.compile(
@@ -122,7 +125,7 @@ def _copy_tokenizer(path: Path, folder: Path) -> None:
     used."""
     source = path if path.is_dir() else path.parent
     if not (source / HF_TOKENIZER_FILE).is_file():
-        print(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer", flush=True)
+        _log.info(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer")
         return
     for name in (name for name in _TOKENIZER_FILES if (source / name).is_file()):
         shutil.copyfile(source / name, folder / name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mtrain.base.errors import ConfigError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
+
+_log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
 _GB = 1e9
@@ -60,7 +63,7 @@ class Meter:
     ) -> None:
         self._bar.stop()
         if kind is None:
-            print(f"{self._title}: {self.done_bytes / _GB:.2f} GB in {self.seconds:.1f} s, {self.rate}", flush=True)
+            _log.info(f"{self._title}: {self.done_bytes / _GB:.2f} GB in {self.seconds:.1f} s, {self.rate}")
 
     @property
     def seconds(self) -> float:
@@ -80,7 +83,7 @@ class Meter:
             if self._bar.disable and time.monotonic() - self._reported_s > _SECONDS_BETWEEN_LINES:
                 self._reported_s = time.monotonic()
                 share = self.done_bytes / max(self._total_bytes, 1)
-                print(f"{self._title}: {share:.0%}, {self.done_bytes / _GB:.1f} GB, {self.rate}", flush=True)
+                _log.info(f"{self._title}: {share:.0%}, {self.done_bytes / _GB:.1f} GB, {self.rate}")
 
 
 _CONVERSION, _DONE, _LOCK, _PART = ".plan.json", ".done", ".lock", ".part"
@@ -155,7 +158,7 @@ def _begin(folder: Path, conversion: dict[str, Any]) -> None:
     path = folder / _CONVERSION
     if path.is_file() and path.read_bytes() == said.encode():
         finished = len(list((folder / _DONE).glob("*.json")))
-        print(f"going on where an earlier call stopped: {finished} files are done", flush=True)
+        _log.info(f"going on where an earlier call stopped: {finished} files are done")
         return
     for left in folder.iterdir():
         if left.name != _LOCK:

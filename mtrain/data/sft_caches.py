@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from mtrain.data.formats.record_files import record_files
 from mtrain.data.numbers import top_k_fault
 from mtrain.data.samples.sample import SampleEncoder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 _NOT_OF_RECORDS = frozenset(
     {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
@@ -83,7 +86,7 @@ class SftCaches:
             self._folder,
             reads_all=section.cache_check == "content",
             stops_at_bad=section.on_bad == "refuse",
-            say=partial(print, flush=True),
+            say=_log.info,
         )
         cache = token_cache(job, self._fingerprint, options)
         _check_bad(cache, path, section)

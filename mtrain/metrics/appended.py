@@ -7,14 +7,16 @@ A file holds only whole entries, in order, each once.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import sys
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
 from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults
+
+_log = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 64_000_000
 """Limit of waiting data; beyond it the oldest entries are dropped and counted: about 100,000 steps."""
@@ -63,9 +65,11 @@ class AppendedFile:
             self._dropped.append(self._taken().step)
         fault = self._flush()
         if fault is not None and self._cause is None:
-            _tell(f"warning: could not write {self._path}: {fault.strerror}; training goes on, what is missing waits")
+            _log.warning(
+                f"warning: could not write {self._path}: {fault.strerror}; training goes on, what is missing waits"
+            )
         elif fault is None and self._cause is not None:
-            _tell(f"{self._path} has what was waiting for the disk")
+            _log.warning(f"{self._path} has what was waiting for the disk")
         self._cause = fault
 
     def close(self) -> None:
@@ -119,7 +123,3 @@ class AppendedFile:
         entry = self._waiting.popleft()
         self._waiting_bytes -= len(entry.data)
         return entry
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

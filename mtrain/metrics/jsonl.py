@@ -1,8 +1,8 @@
 """metrics.jsonl: the authoritative record of a run, from which every other view can be made again."""
 
 import contextlib
+import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from mtrain.base.files import disk_faults, replacing
 from mtrain.base.plain_files import open_plain_file
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord, from_json_line, to_json_line
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_LINE = 1 << 20
 """Longest line in characters; a record of a hundred terms has 20,000."""
@@ -64,7 +66,7 @@ def rewind(path: Path, resume_step: int) -> None:
                 num_steps += isinstance(record, StepRecord)
     if num_steps < resume_step:
         text = f"warning: {path} lacks {resume_step - num_steps} of the {resume_step} steps before this start"
-        print(text, file=sys.stderr, flush=True)
+        _log.warning(text)
 
 
 def _is_kept(record: Record, resume_step: int) -> bool:

@@ -2,9 +2,9 @@
 
 import io
 import itertools
+import logging
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +28,8 @@ from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord, scalars
 from mtrain.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
 from mtrain.metrics.trackers.sink import TrackerSink
+
+_log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -78,7 +80,7 @@ class Sinks:
             if isinstance(error, MtrainError):
                 error.args = (f"{error}; {fault}",)  # the run ends with one message
             else:
-                print(f"warning: {fault}", file=sys.stderr, flush=True)
+                _log.warning(f"warning: {fault}")
 
     def write(self, record: Record) -> None:
         """Hands the record to every sink."""

@@ -15,8 +15,8 @@ _HOST_COLUMN = ("pinned on the host",)
 """Header of the column that is added where activations or moments move to the host."""
 
 
-def print_plan(config: Config, world_size: int) -> None:
-    """Prints the plan of a run to standard output, in plain lines.
+def plan_lines(config: Config, world_size: int) -> list[str]:
+    """Returns the plan of a run as plain lines.
 
     Raises:
         ConfigError: The configuration does not run on `world_size` ranks, or its exports cannot be made.
@@ -31,16 +31,12 @@ def print_plan(config: Config, world_size: int) -> None:
         from mtrain.hf.schema.description import notes_on_folder
 
         notes += notes_on_folder(config.model.hf)
-    for name, value in summary.facts().items():
-        print(f"{name:<18}{value}")
-    for note in notes:
-        print(f"note: {note}")
-    print()
-    print("Memory of a rank, GiB (activations and update do not coincide)")
+    lines = [f"{name:<18}{value}" for name, value in summary.facts().items()]
+    lines += [f"note: {note}" for note in notes]
+    lines += ["", "Memory of a rank, GiB (activations and update do not coincide)"]
     rows = [_COLUMNS + (_HOST_COLUMN if _moves_to_host(config.train) else ()), *summary.memory_of_stages()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    return lines + ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 class _Summary(NamedTuple):

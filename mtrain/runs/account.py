@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -13,6 +14,8 @@ from typing import Protocol
 from mtrain.base import pulse
 from mtrain.runs.goodput import goodput_of
 from mtrain.runs.starts import RunStart, read_starts, write_start
+
+_log = logging.getLogger(__name__)
 
 _NUM_SAVES = 8
 _NUM_STEPS = 1000
@@ -68,7 +71,7 @@ class StartAccount:
             return  # a full disk: the account of some seconds ago is still there
         if goodput is not None and self._step and kind is None:
             for line in goodput.lines():
-                print(line, flush=True)
+                _log.info(line)
 
     def phases_of(self, phases: Phases) -> None:
         """Sets the source of the times of phases; without it the account holds none."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, try_lock
+
+_log = logging.getLogger(__name__)
 
 _OWNER_BYTES = 1000
 _POLL_S = 0.1
@@ -166,11 +168,9 @@ def _sign(descriptor: int, owner: str) -> None:
 
 
 def _warn(file: Path, patience: Patience) -> None:
-    print(
+    _log.warning(
         f"warning: the file system of {file.parent} has no file locks; another start is refused as long as this run "
-        f"marks {file.name}, every {patience.beat_s:g} s",
-        file=sys.stderr,
-        flush=True,
+        f"marks {file.name}, every {patience.beat_s:g} s"
     )
 
 
@@ -183,7 +183,7 @@ def _watch(file: Path, patience: Patience) -> None:
     first = _mark(file)
     if not first.owner.strip():
         return
-    print(f"watching for {patience.watch_s:g} s whether {first.owner.strip()} still runs", flush=True)
+    _log.info(f"watching for {patience.watch_s:g} s whether {first.owner.strip()} still runs")
     end = time.monotonic() + patience.watch_s
     while time.monotonic() < end:
         if not (now := _mark(file)).owner.strip():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import socket
 import threading
@@ -23,6 +24,8 @@ from mtrain.serve.app import App, BaseModel
 from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.store import Store
 from mtrain.serve.work import Operation, Served, Worker
+
+_log = logging.getLogger(__name__)
 
 _SESSION_S = 600.0
 """Time without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
@@ -148,7 +151,7 @@ def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[No
     thread.start()
     with disk_faults(f"write {folder.path}"):
         write_atomically(folder.path / "service.json", json.dumps({"address": address, "model": app.base.name}))
-    print(f"serving {app.base.name} at {address}", flush=True)
+    _log.info(f"serving {app.base.name} at {address}")
     try:
         yield
     finally:

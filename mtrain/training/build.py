@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,10 @@ from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
 from mtrain.training.preferences.references import References
-from mtrain.training.resume import announced, resume_or_initialize, say
+from mtrain.training.resume import announced, resume_or_initialize
 from mtrain.training.step import TrainingStep
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
     if config.loss.teacher is None:
         return None
     source = Path(config.loss.teacher.checkpoint)
-    with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
+    with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), _log.info) as newest:
         entry = announced(newest)
         assert entry is not None, "checkpoint_at raises where there is none"
         teachers = on_first_rank(lambda: teacher_config(config, entry.path))
@@ -130,7 +133,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         of_objective = objective.notes(config.loss)
         of_machine = (*_notes_on_packages(), *_notes_on_layers(config, groups))
         for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *of_objective, *of_machine):
-            print(f"note: {note}", flush=True)
+            _log.info(f"note: {note}")
     # opened before the model is built: bad data end the run while that is still cheap
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
@@ -194,5 +197,5 @@ def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoade
     on_all_ranks(check_agreement)
     if groups.rank == 0 and loader is not None:
         for note in loader.notes:
-            print(f"note: {note}", flush=True)
+            _log.info(f"note: {note}")
     return loader

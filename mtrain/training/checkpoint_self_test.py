@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from mtrain.mcore.state.save import Saver
 from mtrain.mcore.state.shards import local_shards
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.training.build import Run
-from mtrain.training.resume import say
+
+_log = logging.getLogger(__name__)
 
 
 def run_self_test(run: Run, checkpoints: Path) -> None:
@@ -46,7 +48,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
     saver.finish()
     saved = time.monotonic()
     _wipe(run)
-    with opened_checkpoint(lambda _: checkpoint_at(root / step_name(step)), say) as newest:
+    with opened_checkpoint(lambda _: checkpoint_at(root / step_name(step)), _log.info) as newest:
         assert newest.entry is not None, "checkpoint_at raises where there is none"
         load_checkpoint(newest.entry, run.model)
         loaded = time.monotonic()
@@ -56,7 +58,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
     on_first_rank(lambda: clean_leftovers(checkpoints))
     peak = _peak_memory_bytes(run)
     if run.model.groups.rank == 0:
-        say(
+        _log.info(
             f"self-test: {size / 1e9:.3g} GB saved in {saved - began:.1f} s (training waited {waited:.2f} s), verified "
             f"and loaded in {loaded - saved:.1f} s, every bit the same on all ranks; peak memory of a rank on the host "
             f"{peak[0] / 1e9:.3g} GB ({memory[0] / 1e9:.3g} before), on the GPU {peak[1] / 1e9:.3g} GB "

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import re
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,6 +29,8 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.work import staging_folder, staging_folders
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.runs.folder import RunFolder
+
+_log = logging.getLogger(__name__)
 
 _NUM_WORKERS = 1
 """Number of files that are converted at once, kept low because training goes first. With one, the exporter's own thread
@@ -195,7 +197,7 @@ class Exporter:
         self._waiting.clear()
         with contextlib.suppress(MtrainError):  # the next start looks again, and reports what is wrong with the disk
             if due := due_steps(self._folder, self._every):
-                print(f"exports left to the next start: {', '.join(map(step_name, due))}", flush=True)
+                _log.info(f"exports left to the next start: {', '.join(map(step_name, due))}")
 
     def _note(self, step: int) -> None:
         held = contextlib.ExitStack()
@@ -226,7 +228,7 @@ class Exporter:
             return
         export.held.close()
         if fault is None:
-            print(f"exported {target}", flush=True)
+            _log.info(f"exported {target}")
             return
         with contextlib.suppress(OSError):  # frees a full disk; the next start deletes what cannot be deleted now
             remove(staging_folder(target))
@@ -234,7 +236,7 @@ class Exporter:
 
     def _fail(self, step: int, fault: MtrainError) -> None:
         self._fault = type(fault)(f"step {step} is not exported: {fault}")
-        print(f"warning: {self._fault}; training goes on", file=sys.stderr, flush=True)
+        _log.warning(f"warning: {self._fault}; training goes on")
 
     def _checkpoint(self, step: int) -> Path:
         return self._folder.checkpoints / step_name(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,8 @@ from mtrain.mcore.state.start_weights import load_hf_weights, load_megatron_weig
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 from mtrain.training.changed import changes_since, resumable
+
+_log = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
@@ -90,7 +92,7 @@ def load_start_adapter(model: RankModel) -> None:
         return
     source = Path(adapter.path)
     if model.groups.rank == 0:
-        say(f"loading {source}")
+        _log.info(f"loading {source}")
     load_peft_adapter(source, model)
     _refuse_non_finite(source, model)
 
@@ -148,7 +150,7 @@ def load_newest(
         return newest_good(folder.checkpoints, {**damaged, **passed_over})
 
     while True:
-        with opened_checkpoint(find, say) as newest:
+        with opened_checkpoint(find, _log.info) as newest:
             entry = announced(newest)
             if entry is None:
                 return None
@@ -172,17 +174,17 @@ def _load_start(model: RankModel) -> Path | None:
         megatron = on_first_rank(lambda: megatron_folder(source))
         if megatron is not None:
             if groups.rank == 0:
-                say(f"loading {megatron}, which another program wrote: there are no checksums to verify it by")
+                _log.info(f"loading {megatron}, which another program wrote: there are no checksums to verify it by")
             load_megatron_weights(megatron, model)
             return megatron
-        with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), say) as newest:
+        with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), _log.info) as newest:
             start = announced(newest)
             assert start is not None, "checkpoint_at raises where there is none"
             load_weights(start, model)
             return start.path
     if config.model.hf is not None:
         if groups.rank == 0:
-            say(f"loading {config.model.hf}")
+            _log.info(f"loading {config.model.hf}")
         load_hf_weights(Path(config.model.hf), model)
         return Path(config.model.hf)
     for chunk in model.chunks:
@@ -203,12 +205,7 @@ def announced(newest: Newest) -> CheckpointEntry | None:
     """Reports on the first rank which checkpoints were skipped and which one is loaded; returns the latter."""
     if dist.get_rank() == 0:
         for warning in newest.warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            _log.warning(f"warning: {warning}")
         if newest.entry is not None:
-            say(f"loading {newest.entry.path}")
+            _log.info(f"loading {newest.entry.path}")
     return newest.entry
-
-
-def say(text: str) -> None:
-    """Prints a line for the user."""
-    print(text, flush=True)

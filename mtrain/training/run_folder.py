@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,9 @@ from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
 from mtrain.training.changed import going_on
 from mtrain.training.export import clean_staging
-from mtrain.training.resume import announced, say
+from mtrain.training.resume import announced
+
+_log = logging.getLogger(__name__)
 
 
 class Claimed(NamedTuple):
@@ -51,7 +54,7 @@ def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Clai
     folder.probe()
     given, config = config, going_on(folder, config)
     for line in kept_lines(given, config):
-        say(line)
+        _log.info(line)
     folder.write_config(config_yaml(config))
     # now, as the template's file may be changed or gone when the run is exported
     folder.write_chat_templates(trained_templates(config.data) if isinstance(config.data, SftSection) else {})
@@ -88,7 +91,7 @@ def load_from(path: Path, model: RankModel) -> Position:
     Raises:
         DataError: The checkpoint is damaged, of another model, or holds nan or inf; the model must not be used then.
     """
-    with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), say) as newest:
+    with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), _log.info) as newest:
         entry = announced(newest)
         assert entry is not None, "checkpoint_at raises where there is none"
         state = load_checkpoint(entry, model)

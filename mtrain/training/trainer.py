@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,9 +64,10 @@ from mtrain.training.recording.profiling import StepProfiler
 from mtrain.training.recording.sinks import SignsOfLife, open_sinks
 from mtrain.training.recording.slow_ranks import SlowRanks
 from mtrain.training.recording.step_record import attempt_record
-from mtrain.training.resume import say
 from mtrain.training.run_folder import Claimed, claim
 from mtrain.training.sampling.in_training import PromptSamples
+
+_log = logging.getLogger(__name__)
 
 Counted = TypeVar("Counted")
 _NUM_FIRST_SAMPLES = 8
@@ -141,7 +143,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return on_first_rank(lambda: life.stopped(f"stopped by a signal before step {run.start_step + 1}"))
         if run.start_step >= config.train.num_steps and groups.rank == 0:
-            say(_finished(run, folder))
+            _log.info(_finished(run, folder))
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))

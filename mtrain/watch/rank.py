@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from mtrain.config import Config
 from mtrain.watch.place import has_launcher, node_folder, pulse_file
 from mtrain.watch.stacks import answer_to_signal, flight_recorder
 from mtrain.watch.watchdog import Settings
+
+_log = logging.getLogger(__name__)
 
 _BEAT_S = 0.25
 _MOST_STARTS = 2
@@ -41,7 +44,7 @@ def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | No
         )
         answer_to_signal(folder, environment.rank)
     except OSError as fault:
-        _say(f"warning: this run has no watchdog: {folder} cannot be written ({fault.strerror or fault})")
+        _log.warning(f"warning: this run has no watchdog: {folder} cannot be written ({fault.strerror or fault})")
         yield None
         return
     for name, value in flight_recorder(folder).items():
@@ -79,10 +82,10 @@ def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> No
         pulse.beat()
         if settings is not None and num_started < _MOST_STARTS and (process is None or process.poll() is not None):
             if process is not None:
-                _say("warning: the watchdog has ended; it is started once more")
+                _log.warning("warning: the watchdog has ended; it is started once more")
             process, num_started = _started(settings), num_started + 1
         elif settings is not None and process is not None and process.poll() is not None:
-            _say("warning: the watchdog has ended again; this run goes on without one")
+            _log.warning("warning: the watchdog has ended again; this run goes on without one")
             settings = None
         if ended.wait(_BEAT_S):
             return
@@ -100,9 +103,5 @@ def _started(settings: Settings) -> subprocess.Popen[bytes] | None:
             start_new_session=True,
         )
     except OSError as fault:
-        _say(f"warning: the watchdog cannot be started ({fault.strerror or fault})")
+        _log.warning(f"warning: the watchdog cannot be started ({fault.strerror or fault})")
         return None
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import data_phases, phase_number
 from mtrain.config.load import config_yaml, load_config
-from mtrain.plan.summary import print_plan
+from mtrain.plan.summary import plan_lines
 from tests.config.samples import INDEXED, content
 from tests.config.yaml_files import write
 from tests.messages import refuses
@@ -40,9 +40,8 @@ def test_sources_have_numbers_in_the_order_in_which_they_come(tmp_path: Path) ->
     assert data_phases(loaded(tmp_path, []).data) == ()
 
 
-def test_the_plan_of_a_run_has_its_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(loaded(tmp_path, LATER), world_size=1)
-    lines = capsys.readouterr().out.splitlines()
+def test_the_plan_of_a_run_has_its_phases(tmp_path: Path) -> None:
+    lines = plan_lines(loaded(tmp_path, LATER), world_size=1)
     assert "data, phase 1     from step 1 on: 0.25 a + 0.75 b" in lines
     assert "data, phase 2     from step 11 on: 0.25 c + 0.75 b" in lines
 

@@ -16,7 +16,7 @@ import yaml
 from mtrain.cli.arguments import split_arguments
 from mtrain.config import Config
 from mtrain.config.load import config_yaml, load_config
-from mtrain.plan.summary import print_plan
+from mtrain.plan.summary import plan_lines
 from tests.config.samples import content
 from tests.fuzz.mutations import FLOATS, HUGE, TEXTS, TOKENS, mutated_bytes, mutated_tree
 from tests.fuzz.target import Target
@@ -122,7 +122,7 @@ def _read(folder: Path) -> None:
     paths, overrides = split_arguments([str(folder / _FILE) if name == _FILE else name for name in arguments])
     config = load_config(paths, overrides)
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):  # strict, as a terminal's encoding is
-        print_plan(config, world_size)
+        print(*plan_lines(config, world_size), sep="\n")
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".yaml", encoding="utf-8") as saved:
         saved.write(config_yaml(config))
         saved.flush()

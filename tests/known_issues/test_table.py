@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config import known_issues
 from mtrain.plan.layout import Layout
-from mtrain.plan.summary import print_plan
+from mtrain.plan.summary import plan_lines
 from tests.known_issues.configs import SMALL, assert_refused, megatron_core, small
 from tests.known_issues.page import FINDINGS, NUM_FINDINGS, PAGE, UNREAD, findings, page
 from tests.known_issues.rows import TABLE, KnownIssue, applicable
@@ -154,8 +154,7 @@ def test_notes_are_reported_once_by_the_run_and_by_check(
     lines = [f"note: {note.text}" for note in (known_issues.DROPOUT, known_issues.CLIPPING)]
     first, second = pool.run(said_at_the_start, Layout(dp=2), dropping, tmp_path)
     assert (first.splitlines(), second) == (lines, "")
-    print_plan(dropping, world_size=1)
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")] == lines
+    assert [line for line in plan_lines(dropping, world_size=1) if line.startswith("note: ")] == lines
 
 
 def test_the_pages_are_the_table() -> None:

@@ -23,8 +23,10 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from mtrain.base.errors import MtrainError
+from mtrain.base.log import show_lines
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import Patience
+show_lines()
 try:
     patience = Patience(beat_s=0.1, settle_s=float(sys.argv[2]), watch_s=float(sys.argv[3]))
     with RunFolder(Path(sys.argv[1])).locked(patience) as lock:

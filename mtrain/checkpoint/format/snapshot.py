@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
-import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +13,8 @@ import torch
 
 from mtrain.base.background import started
 from mtrain.checkpoint.format.writer import Shard
+
+_log = logging.getLogger(__name__)
 
 # A cache line, and a multiple of every dtype's size: every element is aligned.
 _ALIGNMENT_BYTES = 64
@@ -108,11 +110,9 @@ def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
         return memory
     fault = int(driver.cudaHostRegister(memory.data_ptr(), size_bytes, 0))
     if fault:
-        print(
+        _log.warning(
             f"warning: {size_bytes / 2**30:.1f} GiB for {purpose} could not be pinned (CUDA error {fault}); training "
-            "waits for each copy",
-            file=sys.stderr,
-            flush=True,
+            "waits for each copy"
         )
     else:
         # at the end of the process the driver ends with it

@@ -10,7 +10,7 @@ its own first step. So a crash at any moment, and checkpoints of programs that k
 from __future__ import annotations
 
 import concurrent.futures
-import sys
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +21,8 @@ from mtrain.base.errors import DataError, MtrainError
 from mtrain.base.fault_points import fault_point
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
+
+_log = logging.getLogger(__name__)
 
 
 class Keep(NamedTuple):
@@ -174,5 +176,5 @@ class Retention:
             self._check()
             apply_retention(self._root, self._keep, step)
         except MtrainError as fault:  # a run that cannot delete still trains; the next confirmed checkpoint tries again
-            print(f"warning: {fault}", file=sys.stderr, flush=True)
+            _log.warning(f"warning: {fault}")
         fault_point("end", 0, step)

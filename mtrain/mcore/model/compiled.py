@@ -30,6 +30,8 @@ from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
 
+_log = logging.getLogger(__name__)
+
 BACKEND: str | Callable[..., Any] = "inductor"
 """Backend for torch.compile."""
 
@@ -171,4 +173,4 @@ def _reason(error: BaseException) -> str:
 
 def _note(groups: Groups, text: str) -> None:
     if groups.rank == 0:
-        print(f"note: {text}", flush=True)
+        _log.info(f"note: {text}")

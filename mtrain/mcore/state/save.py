@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import sys
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -57,6 +57,8 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.state.base import base_of
 from mtrain.mcore.state.pending_save import Outcome, PendingSave, first_fault
 from mtrain.mcore.state.shards import local_shards
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
@@ -328,7 +330,7 @@ class Saver:
         try:
             publish(flight.staging, flight.facts, files, check)
         except AfterPublishingError as fault:
-            _tell(f"warning: {fault}")
+            _log.warning(f"warning: {fault}")
 
     def _advanced(self, flight: PendingSave) -> MtrainError | None:
         """Starts the next phase, or ends the save; returns what went wrong on any rank."""
@@ -366,10 +368,9 @@ class Saver:
             self._retention.poll()
             seconds = time.monotonic() - flight.began_s
             waited_s = flight.blocked_s if self._config.checkpoint.async_save else seconds
-            print(
+            _log.info(
                 f"saved {flight.staging.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
-                f"{1000 * waited_s:.0f} ms",
-                flush=True,
+                f"{1000 * waited_s:.0f} ms"
             )
             self._on_saved(flight.facts.step, seconds)
 
@@ -386,7 +387,7 @@ class Saver:
         if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault
         if self._groups.rank == 0:
-            _tell(f"warning: {fault}; training goes on")
+            _log.warning(f"warning: {fault}; training goes on")
 
     def _is_stuck(self) -> bool:
         self._stuck = [work for work in self._stuck if not work.done()]
@@ -397,7 +398,3 @@ def _abandoned(staging: StagingDir) -> None:
     with contextlib.suppress(MtrainError):  # the fault of the save is the one to report
         if staging.path.exists():
             abandon(staging)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

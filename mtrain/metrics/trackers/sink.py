@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 from mtrain.base.background import started
 from mtrain.metrics.record import Record, scalars
+
+_log = logging.getLogger(__name__)
 
 MOST_WAITING = 10_000
 """Number of records that may wait for a slow tracker; later ones are dropped and counted."""
@@ -117,7 +119,7 @@ class TrackerSink:
                 self._tell(f"step {record.step}: {self._fault}; training goes on")
 
     def _tell(self, text: str) -> None:
-        print(f"warning: tracker {self._name}: {text}", file=sys.stderr, flush=True)
+        _log.warning(f"warning: tracker {self._name}: {text}")
 
 
 def _said(fault: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.health.non_finite import cause_of_non_finite
 from mtrain.training.build import Run
 from mtrain.training.faults.guard import Guard, Verdict
+
+_log = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
@@ -119,7 +121,7 @@ class StepTrial:
                 raise RollBackError(step, str(reported)) from fault
             self._restore(before)
             if self._run.model.groups.rank == 0:
-                print(f"warning: {reported}; the step is left out", file=sys.stderr, flush=True)
+                _log.warning(f"warning: {reported}; the step is left out")
             return Attempt(fault.totals if totals is None else totals, None, str(reported))
         if update is not None and not update.overflowed:
             self._guard.accept(totals.loss, update.grad_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from mtrain.training.build import Run
 from mtrain.training.export import Exporter
 from mtrain.training.faults.attempt import RollBackError
 from mtrain.training.faults.guard import Guard
-from mtrain.training.resume import load_newest, say
+from mtrain.training.resume import load_newest
+
+_log = logging.getLogger(__name__)
 
 
 def as_rollback(error: RollBackError | SpoiledStateError, guard: Guard, step: int) -> RollBackError:
@@ -57,7 +60,7 @@ def roll_back(
         NumericError: There is no such checkpoint.
     """
     if run.model.groups.rank == 0:
-        say(f"rolling back: {wanted}")
+        _log.info(f"rolling back: {wanted}")
     below = guard.first_left_out_for(wanted.step)
     too_new = saver.doubtful(below)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -37,7 +38,9 @@ from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.base import model_fingerprint
 from mtrain.mcore.state.load import load_adapters
 from mtrain.mcore.state.verified import opened_checkpoint
-from mtrain.training.resume import announced, initialize, load_base, say
+from mtrain.training.resume import announced, initialize, load_base
+
+_log = logging.getLogger(__name__)
 
 
 class Reference(NamedTuple):
@@ -121,7 +124,7 @@ class Reference(NamedTuple):
             return initialize(model)
         load_base(model)
         saved = self.saved
-        with opened_checkpoint(lambda unusable: checkpoint_at(saved, unusable), say) as newest:
+        with opened_checkpoint(lambda unusable: checkpoint_at(saved, unusable), _log.info) as newest:
             entry = announced(newest)
             assert entry is not None, "checkpoint_at raises where there is none"
             load_adapters(entry, model)

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,9 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.forward import num_microbatches
 from mtrain.training.preferences.reference_model import Reference
 from mtrain.training.preferences.scoring_pass import sequence_scores
-from mtrain.training.resume import say
+
+_log = logging.getLogger(__name__)
+
 
 _FORMAT = 1
 """Version of the scores, raised when a change of this module gives other scores for the same sequences."""
@@ -152,7 +155,7 @@ class References:
         """
         config, groups = model.config, model.groups
         if groups.rank == 0:
-            say(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
+            _log.info(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
         found = np.full(source.num_sequences, np.nan)
         count, size = num_microbatches(config, groups), config.sequences_per_step
         for number, own in enumerate(self._passes(model, source)):
@@ -258,9 +261,9 @@ def _copied(shared: Path, path: Path) -> bool:
     except OSError:
         return False
     if hashlib.sha256(content[32:]).digest() != content[:32]:
-        say(f"{shared} holds other scores than were written; they are computed again")
+        _log.info(f"{shared} holds other scores than were written; they are computed again")
         return False
-    say(f"taking scores of the reference model from {shared}")
+    _log.info(f"taking scores of the reference model from {shared}")
     _write(path, content)
     return True
 

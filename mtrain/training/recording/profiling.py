@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from mtrain.base.files import write_atomically
 from mtrain.config.schema.run import MetricsSection
+
+_log = logging.getLogger(__name__)
 
 _MAX_ROWS = 50
 _MAX_MEMORY_EVENTS = 100_000
@@ -68,7 +70,7 @@ class StepProfiler:
         try:
             self._write(found, is_cuda)
         except (OSError, RuntimeError) as fault:  # a full disk costs the profile alone
-            print(f"warning: could not write the profile to {self._folder}: {fault}", file=sys.stderr, flush=True)
+            _log.warning(f"warning: could not write the profile to {self._folder}: {fault}")
         finally:
             if is_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run
 from mtrain.training.changed import note_on_order
 from mtrain.training.recording.life import Life
-from mtrain.training.resume import say
+
+_log = logging.getLogger(__name__)
 
 
 class LedgerSink:
@@ -107,7 +109,7 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
         for change in new:
             sinks.write(change)
         if (note := note_on_order(new, run.model.config)) is not None:
-            say(note)
+            _log.info(note)
     return sinks
 
 

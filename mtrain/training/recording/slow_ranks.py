@@ -6,6 +6,7 @@ same work, so they are compared with each other; a step takes as long on all of 
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,8 @@ from mtrain.config.schema.run import WatchSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.metrics.record import StepRecord
 from mtrain.training.recording.life import Life
-from mtrain.training.resume import say
+
+_log = logging.getLogger(__name__)
 
 
 class OwnTime(NamedTuple):
@@ -122,6 +124,6 @@ class SlowRanks:
                 f"rank {rank} is slow: its own work took {slow[rank]:.2f} times the median of its pipeline stage in "
                 f"the last {steps} steps, and all ranks wait for it"
             )
-            say(f"warning: {text}")
+            _log.info(f"warning: {text}")
             self._life.alarmed(window, text, {"slow_rank": rank, "ratio": round(slow[rank], 3)})
         self._slow = slow

@@ -7,6 +7,7 @@ answers are written to separate files.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,11 +25,12 @@ from mtrain.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.build import Run
-from mtrain.training.resume import say
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.generate import answer_text
 from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
 from mtrain.training.sampling.sampler import Completion, generate
+
+_log = logging.getLogger(__name__)
 
 _SHOWN_PROMPTS, _SHOWN_CHARACTERS = 2, 60
 """Number of prompts, and characters of each text, that the console shows."""
@@ -135,7 +137,7 @@ class PromptSamples:
             self._lines.append(step, (json.dumps(record, ensure_ascii=False) + "\n").encode())
             lines.append(f"> {shown(prompt)}\n{answer}")
             if number < _SHOWN_PROMPTS:
-                say(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
+                _log.info(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
         sinks.write_text("samples", "\n\n".join(lines), step)
 
 

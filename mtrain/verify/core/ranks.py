@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from mtrain.base.environment import program_versions
 from mtrain.base.errors import MtrainError
+from mtrain.base.log import show_lines
 from mtrain.base.signals import interrupts_blocked
 from mtrain.plan.layout import Layout
 
@@ -173,6 +174,7 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
 
     gc.freeze()  # modules that the fork server has imported are not garbage: collections need not scan them
     torch.set_num_threads(1)
+    show_lines()
     try:
         from mtrain.mcore.distributed.deterministic import deterministic
 
