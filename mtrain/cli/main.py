@@ -12,6 +12,7 @@ from typer.main import get_command
 import mtrain
 from mtrain.base.log import show_lines
 from mtrain.cli.arguments import SectionedCommand
+from mtrain.cli.examples import EXAMPLES
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class _Program(TyperGroup):
         else:
             alone.command(cmd_name, cls=SectionedCommand)(loaded)
         group: Any = get_command(alone)
+        _show_examples(group.commands[cmd_name], cmd_name)
         return group.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -91,15 +93,24 @@ class _Program(TyperGroup):
                 formatter.write_dl([(name.ljust(widest), verb.summary) for name, verb in verbs.items()])
 
 
+def _show_examples(command: Any, name: str) -> None:
+    """Ends the help of a verb, and of each verb that it has, with an example."""
+    inner = getattr(command, "commands", {})
+    example = EXAMPLES[f"{name} {next(iter(inner))}" if inner else name]
+    command.epilog = f"Example:\n\n\b\n{example}"  # one line, however long: to be copied
+    for each in inner:
+        _show_examples(inner[each], f"{name} {each}")
+
+
 def _nothing() -> None: ...
 
 
-def _plain_app(**settings: Any) -> typer.Typer:
+def _plain_app(add_completion: bool = False, **settings: Any) -> typer.Typer:
     """Makes an app with help and errors in plain lines: importing what draws frames takes longer than all the rest."""
-    return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
+    return typer.Typer(rich_markup_mode=None, add_completion=add_completion, pretty_exceptions_enable=False, **settings)
 
 
-app = _plain_app(cls=_Program, no_args_is_help=True)
+app = _plain_app(add_completion=True, cls=_Program, no_args_is_help=True, epilog="mtrain VERB --help shows an example.")
 
 
 def _print_version(wanted: bool) -> None:

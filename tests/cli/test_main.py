@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and that bad input costs no import of torch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.arguments import split_arguments
+from mtrain.cli.examples import EXAMPLES
 from mtrain.cli.main import VERBS
 from tests.cli.command_line import blocking, call
 from tests.config.samples import content
@@ -71,6 +73,48 @@ def test_each_verb_is_where_the_list_says() -> None:
     for name in (name for group in VERBS.values() for name in group):
         code, text = call(name, "--help")
         assert (code, f"Usage: root {name}" in text) == (0, True), text
+
+
+def test_every_help_has_an_example() -> None:
+    """The verbs of verbs too; tests/docs/test_reference.py hands each example to the verb's parser."""
+    assert call("--help")[1].splitlines()[-1].strip() == "mtrain VERB --help shows an example."
+    verbs = [name.split() for name in EXAMPLES]
+    for words in [*verbs, *({tuple(each[:1]) for each in verbs if len(each) > 1})]:
+        code, text = call(*words, "--help")
+        *_, title, empty, example = map(str.strip, text.splitlines())
+        assert (code, title, empty) == (0, "Example:", ""), text
+        assert example in EXAMPLES.values()
+        assert example.split()[1:].index(words[-1]) == len(words) - 1, example
+
+
+SHELL_IS_NAMED = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+"""Environment in which the shell is an argument; else it is the one that has started the program."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_offers_verbs_and_options(shell: str) -> None:
+    def offered(typed: str) -> set[str]:
+        asked = {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+        if shell == "bash":
+            asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        done = mtrain(**asked, _MTRAIN_COMPLETE=f"complete_{shell}")
+        assert (done.returncode, done.stderr) == (0, ""), done
+        found = done.stdout.removeprefix("_arguments '*: :((")  # of zsh
+        return set(re.findall(r"^\"?([\w-]+)", found, re.MULTILINE))
+
+    assert offered("mtrain ") >= {name for group in VERBS.values() for name in group}
+    assert offered("mtrain convert ") == {"import", "export", "verify", "inspect"}
+    assert "--checkpoint" in offered("mtrain convert export --c")
+    script = mtrain("--show-completion", shell, **SHELL_IS_NAMED)
+    assert f"_MTRAIN_COMPLETE=complete_{shell}" in script.stdout, script
+
+
+def test_completion_is_installed_where_the_shell_reads_it(tmp_path: Path) -> None:
+    done = mtrain("--install-completion", "bash", HOME=str(tmp_path), **SHELL_IS_NAMED)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    written = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {tmp_path / ".bashrc", tmp_path / ".bash_completions" / "mtrain.sh"}
+    assert "_MTRAIN_COMPLETE" in (tmp_path / ".bash_completions" / "mtrain.sh").read_text()
 
 
 def test_options_of_a_verb_are_listed_in_sections() -> None:

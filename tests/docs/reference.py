@@ -18,6 +18,7 @@ import yaml
 from mtrain.base import errors
 from mtrain.checkpoint.format.training_state import TrainingState
 from mtrain.checkpoint.store.manifest import CheckpointInfo, FileInfo, Manifest
+from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.cli.main import VERBS, app
 from mtrain.config.keys import Key, described_keys
 from mtrain.metrics.record import OF_THE_MACHINE, ChangeRecord, StepRecord, TermRecord, ValidRecord
@@ -27,7 +28,6 @@ from tests.paths import CONFIGS, DOCS
 FOLDER = DOCS / "reference"
 COMMAND = "python -m tests.docs.reference"
 EXAMPLES = Path(__file__).with_name("examples.yaml")
-COMMANDS = Path(__file__).with_name("commands.yaml")
 
 
 def heading(title: str, source: str) -> str:
@@ -143,7 +143,6 @@ def rows_of(command: Any, name: str) -> Iterator[str]:
 
 
 def command_line() -> str:
-    shown = yaml.safe_load(COMMANDS.read_text())
     lines = []
     for group, verbs in VERBS.items():
         lines.append(f"\n## {group}\n")
@@ -151,7 +150,7 @@ def command_line() -> str:
             if name.split()[0] not in verbs:
                 continue
             text = linked(inspect.cleandoc(command.help or ""))
-            lines += [f"\n### `mtrain {name}`\n", text, f"\n```sh\n{shown[name]}\n```\n"]
+            lines += [f"\n### `mtrain {name}`\n", text, f"\n```sh\n{EXAMPLES_OF_VERBS[name]}\n```\n"]
             rows = list(rows_of(command, name))
             lines += ["| argument | meaning |", "|---|---|", *rows] if rows else []
     intro = """

@@ -8,10 +8,11 @@ import yaml
 from pydantic import ValidationError, create_model
 
 from mtrain.base.yaml_text import read_yaml
+from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.config.keys import Key, described_keys
 from mtrain.config.load import load_config
 from tests.cli.command_line import parsed
-from tests.docs.reference import COMMAND, COMMANDS, EXAMPLES, FOLDER, PAGES, commands, examples
+from tests.docs.reference import COMMAND, EXAMPLES, FOLDER, PAGES, commands, examples
 from tests.paths import CONFIGS
 
 KEYS = {key.name: key for key in described_keys()}
@@ -82,9 +83,8 @@ def test_no_example_is_left_over() -> None:
 
 
 def test_every_verb_has_an_example_that_it_takes() -> None:
-    shown = yaml.safe_load(COMMANDS.read_text())
-    assert {name for name, _ in commands()} == set(shown)
-    for name, line in shown.items():
+    assert {name for name, _ in commands()} == set(EXAMPLES_OF_VERBS)
+    for name, line in EXAMPLES_OF_VERBS.items():
         program, *words = shlex.split(line)
         assert program == "mtrain"
         assert words[: len(name.split())] == name.split()
