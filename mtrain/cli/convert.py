@@ -9,15 +9,22 @@ It needs no GPU, no model object and no process group, and reads one tensor at a
 where it stopped.
 """
 
+from __future__ import annotations
+
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.ground import require_ground
 from mtrain.cli.messages import one_message
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtrain.convert.proof import Proof
 
 convert_app = typer.Typer(
     help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",
@@ -41,6 +48,16 @@ class Dtype(StrEnum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+
+
+class ExportDtype(StrEnum):
+    """Dtype or format of an export's tensors."""
+
+    keep = "keep"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    mxfp4 = "mxfp4"
 
 
 HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
@@ -113,7 +130,12 @@ def export(
         Path | None,
         typer.Option(help="File with the model of a checkpoint of Megatron-LM or Megatron-Bridge; default: --like's."),
     ] = None,
-    dtype: DtypeOption = Dtype.keep,
+    dtype: Annotated[
+        ExportDtype,
+        typer.Option(
+            help="Dtype of the written tensors; mxfp4: of those that were published so, the others keep theirs."
+        ),
+    ] = ExportDtype.keep,
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
@@ -141,12 +163,15 @@ def export(
                 "then import the folder with --check-logits"
             )
         if adapter:
+            if dtype is ExportDtype.mxfp4:
+                raise ConfigError("--dtype mxfp4 writes whole models, and --adapter an adapter; leave one of them out")
             proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
             print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
             print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
             return
-        proof = export_hf(checkpoint, out, like or model, DTYPE_NAMES.get(dtype), workers)
-        print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
+        form: torch.dtype | Literal["mxfp4"] | None = "mxfp4" if dtype is ExportDtype.mxfp4 else DTYPE_NAMES.get(dtype)
+        proof = export_hf(checkpoint, out, like or model, form, workers)
+        _print_proof(proof)
         if check_logits:
             _check_logits(checkpoint, out, threshold)
         print(f"{out} is complete")
@@ -182,6 +207,17 @@ def inspect(
         from mtrain.convert.inspecting import print_contents
 
         print_contents(path)
+
+
+def _print_proof(proof: Proof) -> None:
+    exact = proof.num_tensors - len(proof.rounding)
+    print(f"proven: {exact} tensors are the checkpoint's, {proof.size_bytes} bytes")
+    if proof.num_in_mxfp4:
+        worst = max(proof.rounding.values(), default=0.0)
+        print(
+            f"mxfp4: {len(proof.rounding)} of {proof.num_in_mxfp4} tensors were rounded, by at most {worst:.2g} of the "
+            "largest number in a block"
+        )
 
 
 def _named(name: str, option: str, positional: Path | None, given: Path | None) -> Path:

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from mtrain.checkpoint.store.directory import reading
 from mtrain.convert.endings import put_ending
 from mtrain.convert.origin import put_side_files
 from mtrain.convert.proof import Proof, prove
+from mtrain.convert.published import published_form
 from mtrain.convert.target import ExportTarget, files_there, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
+from mtrain.hf.io.mxfp4 import BLOCK_BYTES, BLOCKS_SUFFIX, FORMAT, SCALES_SUFFIX, Mxfp4, packed
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
@@ -44,7 +46,7 @@ def export_hf(
     path: Path,
     out: Path,
     like: Path | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Literal["mxfp4"] | None,
     num_workers: int,
     check: Callable[[], None] = lambda: None,
 ) -> Proof:
@@ -55,18 +57,23 @@ def export_hf(
         out: Folder to write; must not exist.
         like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
             another program; None uses those that the weights came with.
-        dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
+        dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with, and so does mxfp4
+            but for weights that were published in it, which are rounded to it; the proof counts them.
         num_workers: Number of threads that each write one file; 1 uses the caller's thread.
         check: Function that is called between two pieces of work, in any of the threads. An error that it raises ends
             the export; another call continues with the files that are complete.
 
     Raises:
         ConfigError: `out` exists, or a checkpoint of another program comes without a model.
-        DataError: The checkpoint cannot be opened for this export (`open_target`), or the proof fails.
+        DataError: The checkpoint cannot be opened for this export (`open_target`), it did not come in MXFP4 or cannot
+            be expressed in it, or the proof fails.
         MachineError: The disk refuses.
     """
-    target = open_target(path, like, dtype)
-    files = shards(target, dtype)
+    cast = None if dtype == "mxfp4" else dtype
+    target = open_target(path, like, cast)
+    if dtype == "mxfp4":
+        target = target._replace(published=published_form(target.origin, target.table))
+    files = shards(target, cast)
     kept = contextlib.nullcontext() if target.entry is None else reading(target.entry)
     with kept, working_folder(out, _conversion(target, files, dtype)) as folder:
         target.verify(num_workers)
@@ -86,8 +93,12 @@ def export_hf(
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, target, files)
         written = HfFolder(folder)
-        check_names(folder, written, target.table, target.family.carried)
-        proof = prove(target.table, target.tensors, target.key, written, "folder", num_workers, check, target.carried)
+        weights = written if target.published is None else Mxfp4(written)
+        check_names(folder, weights, target.table, target.family.carried)
+        scales = None if target.published is None else target.published.scales
+        proof = prove(
+            target.table, target.tensors, target.key, weights, "folder", num_workers, check, target.carried, scales
+        )
     return proof
 
 
@@ -100,6 +111,8 @@ class Outgoing(NamedTuple):
     dtype: torch.dtype
     shape: Sizes
     """Shape of the tensor on disk."""
+    scales: SafetensorsFile | None = None
+    """File with the scales that the tensor had, if this is a part of it in MXFP4: its blocks, or its scales."""
 
     @property
     def key(self) -> str | None:
@@ -112,7 +125,14 @@ class Outgoing(NamedTuple):
             yield self.source.tensor(self.name)
         else:
             tensor, key = self.source
-            yield from stream_tensor(tensor, target.key(key), target.tensors.read)
+            parts = stream_tensor(tensor, target.key(key), target.tensors.read)
+            yield from parts if self.scales is None else [self._packed(tensor, parts, self.scales)]
+
+    def _packed(self, tensor: HfTensor, parts: Iterator[Tensor], scales: SafetensorsFile) -> Tensor:
+        """Returns the blocks or the scales of a weight; each is computed from the whole weight."""
+        weight = torch.cat(list(parts)).view(tensor.shape)
+        made = packed(tensor.name, weight, scales.tensor(tensor.name + SCALES_SUFFIX))
+        return made.scales if self.name.endswith(SCALES_SUFFIX) else made.blocks
 
     @property
     def size_bytes(self) -> int:
@@ -146,10 +166,16 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
         name: Outgoing(name, file, file.entries[name].dtype, file.entries[name].shape)
         for name, file in target.carried.items()
     }
+    for name, file in {} if target.published is None else target.published.scales.items():
+        # none is left under its plain name
+        weight, shape = wanted.pop(name.removesuffix(SCALES_SUFFIX)), file.entries[name].shape
+        blocks = weight.name + BLOCKS_SUFFIX
+        wanted[blocks] = weight._replace(name=blocks, dtype=torch.uint8, shape=(*shape, BLOCK_BYTES), scales=file)
+        wanted[name] = weight._replace(name=name, dtype=torch.uint8, shape=shape, scales=file)
     known = copies | wanted
     files = {
         file: OutgoingFile([known[name] for name in facts["tensors"] if name in known], facts["metadata"])
-        for file, facts in files_there(target.origin).items()
+        for file, facts in files_there(target.described).items()
     }
     if wanted.keys() <= {one.name for shard in files.values() for one in shard.tensors}:
         return {file: shard for file, shard in files.items() if shard.tensors}
@@ -169,7 +195,7 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
     }
 
 
-def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: torch.dtype | None) -> dict[str, Any]:
+def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: object) -> dict[str, Any]:
     """Returns the facts by which a later call is recognized as the same conversion."""
     return {
         "program": mtrain.__version__,
@@ -186,19 +212,20 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
     chats = put_side_files(folder, target.path, origin, target.tokenizer)
     ending = put_ending(folder, origin) if chats and target.model.num_labels is None else None
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
-    config = _config(target, None if origin is None else read_json(origin / CONFIG_NAME), dtype)
+    described = target.described
+    config = _config(target, None if described is None else read_json(described / CONFIG_NAME), dtype)
     if ending is not None and ending.is_new:
         config[EOS_KEY] = as_declared(ending.ids)
     chosen = SINGLE_NAME if list(files) == [SINGLE_NAME] else INDEX_NAME
     if config.get(NAMED_WEIGHTS) not in (None, chosen):
         del config[NAMED_WEIGHTS]
-    _write_like(folder / CONFIG_NAME, config, None if origin is None else origin / CONFIG_NAME)
+    _write_like(folder / CONFIG_NAME, config, None if described is None else described / CONFIG_NAME)
     if chosen == INDEX_NAME:
-        said = read_json(origin / INDEX_NAME) if origin is not None and (origin / INDEX_NAME).exists() else {}
+        said = read_json(described / INDEX_NAME) if described is not None and (described / INDEX_NAME).exists() else {}
         size = {"total_size": sum(shard.size_bytes for shard in files.values())}
         placed = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
         index = {"metadata": {**said.get("metadata", {}), **size}, "weight_map": dict(placed)}
-        _write_like(folder / INDEX_NAME, index, None if origin is None else origin / INDEX_NAME)
+        _write_like(folder / INDEX_NAME, index, None if described is None else described / INDEX_NAME)
 
 
 def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -210,14 +237,18 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
         dtype: The dtype of the embeddings.
     """
     # what an import keeps says of itself what its weights are
-    template = said if said is None or target.is_import else plain_config(said)
+    is_plain = target.published is None
+    template = said if said is None or (target.is_import and is_plain) else plain_config(said)
     config = target.family.config(target.model, template)
+    if said is not None and not is_plain:
+        config[FORMAT] = said[FORMAT]
     if said is None and target.context_tokens is not None:
         config["max_position_embeddings"] = target.context_tokens
     name = str(dtype).removeprefix("torch.")
     given = [each for each in _DTYPE_FIELDS if each in config]
     is_other = any(config[each] != name for each in given)
-    config |= dict.fromkeys(given or _DTYPE_FIELDS, name)
+    # the published form may leave the dtype of what is not in MXFP4 to the reader
+    config |= dict.fromkeys(given or (_DTYPE_FIELDS if is_plain else ()), name)
     if target.family.tower is not None and is_other:
         text = target.family.tower.nested(config)
         config[TEXT] = text | dict.fromkeys([each for each in _DTYPE_FIELDS if each in text], name)

@@ -27,8 +27,10 @@ from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write
 from mtrain.checkpoint.store.megatron_checkpoint import LATEST_NAME, RELEASE
 from mtrain.convert.carried import CARRIED_NAME, carried_in, write_carried
 from mtrain.convert.proof import Proof, prove
+from mtrain.convert.published import keep_published
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
-from mtrain.hf.io.block_scaled import BLOCKS_SUFFIX, plain_config
+from mtrain.hf.io.block_scaled import plain_config
+from mtrain.hf.io.mxfp4 import BLOCKS_SUFFIX, Mxfp4
 from mtrain.hf.io.source import HfSource, open_source
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, TIKTOKEN_NAME
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME
@@ -217,6 +219,8 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     origin.mkdir(exist_ok=True)
     if carried := carried_in(source.folder.path, source.family):
         write_carried(origin / CARRIED_NAME, carried)
+    if isinstance(source.weights, Mxfp4):
+        keep_published(origin, source.folder)
     config = plain = source.folder.config
     if source.weights is not source.folder:
         plain = plain_config(config) | {"dtype" if "dtype" in config else "torch_dtype": "bfloat16"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -16,6 +16,8 @@ from mtrain.convert.carried import Carried
 from mtrain.convert.work import Meter
 from mtrain.hf.io.block_scaled import Weights
 from mtrain.hf.io.matching import same_bits, shown
+from mtrain.hf.io.mxfp4 import SCALES_SUFFIX, packed, rounding_error, unpacked
+from mtrain.hf.io.safetensors import SafetensorsFile
 from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
 
 
@@ -38,6 +40,11 @@ class Proof(NamedTuple):
     num_tensors: int
     size_bytes: int
     """Size of Hugging Face's tensors."""
+    num_in_mxfp4: int = 0
+    """Number of tensors that were written in MXFP4."""
+    rounding: Mapping[str, float] = {}
+    """Name -> largest error, for each of them that MXFP4 does not express exactly: of a number, divided by the largest
+    number in its block."""
 
 
 def prove(
@@ -49,6 +56,7 @@ def prove(
     num_workers: int,
     check: Callable[[], None] = lambda: None,
     carried: Carried | None = None,
+    scales: Carried | None = None,
 ) -> Proof:
     """Compares every Hugging Face tensor with the one that is made from the checkpoint.
 
@@ -62,6 +70,7 @@ def prove(
         check: Function that is called between two pieces of work, in any of the threads; an error that it raises ends
             the proof.
         carried: Tensors that were carried along.
+        scales: Scales that weights in MXFP4 had before; those weights may differ by their rounding alone.
 
     Raises:
         DataError: Tensors differ; the message names them.
@@ -70,19 +79,17 @@ def prove(
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
     stored = carried or {}
     sizes |= {name: file.entries[name].stop - file.entries[name].start for name, file in stored.items()}
+    rounding: dict[str, float] = {}
 
     def differs(item: tuple[HfTensor, FilledSlice]) -> bool:
         tensor, filled = item
-        theirs, start = weights.tensor(tensor.name).contiguous().view(-1), 0
-        for ours in stream_tensor(tensor, key_of(filled.key), checkpoint.read):
-            check()
-            part = theirs[start : start + ours.numel()]
-            dtype = ours.dtype if into == "checkpoint" else part.dtype
-            if not same_bits(ours.to(dtype), part.to(dtype)):
-                return True
-            start += ours.numel()
+        parts = stream_tensor(tensor, key_of(filled.key), checkpoint.read)
+        theirs, had = weights.tensor(tensor.name), (scales or {}).get(tensor.name + SCALES_SUFFIX)
+        check()
         meter.add(sizes[tensor.name])
-        return start != theirs.numel()
+        if had is None:
+            return _is_other(parts, theirs, into, check)
+        return _is_rounded_otherwise(tensor.name, torch.cat(list(parts)).view(tensor.shape), had, theirs, rounding)
 
     def is_changed(name: str) -> bool:
         check()
@@ -98,7 +105,34 @@ def prove(
             f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
             f"{shown(differing)}"
         )
-    return Proof(len(sizes), sum(sizes.values()))
+    return Proof(len(sizes), sum(sizes.values()), len(scales or {}), rounding)
+
+
+def _is_other(
+    parts: Iterable[torch.Tensor],
+    written: torch.Tensor,
+    into: Literal["checkpoint", "folder"],
+    check: Callable[[], None],
+) -> bool:
+    """Says whether a tensor differs from the numbers of the checkpoint, which come in the order of the disk."""
+    theirs, start = written.contiguous().view(-1), 0
+    for ours in parts:
+        check()
+        part = theirs[start : start + ours.numel()]
+        dtype = ours.dtype if into == "checkpoint" else part.dtype
+        if not same_bits(ours.to(dtype), part.to(dtype)):
+            return True
+        start += ours.numel()
+    return start != theirs.numel()
+
+
+def _is_rounded_otherwise(
+    name: str, exact: torch.Tensor, scales: SafetensorsFile, written: torch.Tensor, rounding: dict[str, float]
+) -> bool:
+    """Says whether numbers in MXFP4 are others than the rounded ones; notes their largest error."""
+    if error := rounding_error(exact, written):
+        rounding[name] = error
+    return not same_bits(unpacked(*packed(name, exact, scales.tensor(name + SCALES_SUFFIX))), written)
 
 
 def _size_bytes(dtype: torch.dtype, shape: Sizes) -> int:

@@ -20,6 +20,7 @@ from mtrain.convert.carried import CARRIED_NAME, Carried, carried_in
 from mtrain.convert.megatron import MegatronTensors, model_of
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
+from mtrain.convert.published import SCALES_NAME, Published
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_header, read_json
@@ -57,6 +58,13 @@ class ExportTarget(NamedTuple):
     """Whether it is an import that returns to its own form, and not the result of a run."""
     carried: Carried
     """Tensors of the origin that take no part in the model."""
+    published: Published | None = None
+    """Form of the origin in MXFP4, in which the model is written again; None where it is not asked for."""
+
+    @property
+    def described(self) -> Path | None:
+        """Folder with the config.json, index and shards, or their names, that the export follows."""
+        return self.origin if self.published is None else self.published.folder
 
     def key(self, key: str) -> str:
         """Converts a key in the table to a key in the checkpoint."""
@@ -79,6 +87,10 @@ class ExportTarget(NamedTuple):
             verify_files(self.entry, self.files(), num_workers)
         if self.carried and self.origin is not None and (self.origin / CARRIED_NAME).exists():
             verify_files(load_entry(self.origin.parent), {f"{ORIGIN}/{CARRIED_NAME}"}, num_workers)
+        if self.published is not None and self.published.folder != self.origin:
+            kept = self.published.folder
+            name = f"{ORIGIN}/{kept.name}/{SCALES_NAME}"
+            verify_files(load_entry(kept.parent.parent), {name}, num_workers)
 
     def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
         """Returns the dtype that a tensor will have in the export."""

@@ -1,13 +1,11 @@
 """Weights of few bits with one scale for each block: read as bfloat16.
 
 FP8, as DeepSeek-V3 is published: the scales of weight W are `W_scale_inv`, and block (i, j) of W, of 128 x 128 numbers,
-is multiplied by the scale at (i, j). MXFP4, as GPT-OSS is: `W_blocks` has 32 numbers of 4 bits in 16 bytes, `W_scales`
-the exponent of each such block; W is transposed there, so that a block lies along the inputs of a projection.
+is multiplied by the scale at (i, j). MXFP4, as GPT-OSS is: see `mxfp4`.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -16,25 +14,12 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.mxfp4 import FORMAT, Mxfp4, is_mxfp4
 from mtrain.hf.schema.values import shown
 
 SCALE_SUFFIX = "_scale_inv"
-_FORMAT = "quantization_config"
 _BLOCK_SIZE = "weight_block_size"
 _FP8 = torch.float8_e4m3fn
-BLOCKS_SUFFIX = "_blocks"
-_SCALES_SUFFIX = "_scales"
-_BLOCK_BYTES = 16
-_HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_CODES = torch.cat([_HALVES, -_HALVES])
-_BYTES = torch.arange(256)
-# doubled, and the factors halved: 2^128, of the largest scale, is no number in float32, but half of it is
-_PAIRS = 2 * torch.stack([_CODES[_BYTES & 15], _CODES[_BYTES >> 4]], dim=1)
-"""[256, 2]: twice the numbers in each byte; the lower half of a byte is the earlier one."""
-_FACTORS = torch.ldexp(torch.ones(256), _BYTES - 128)
-"""[256]: half of the factor that each scale means, 2^(scale - 127)."""
-_CHUNK = 1 << 20
-"""Number of weights that are computed at once."""
 _ON_LOAD = ("load_in_4bit", "load_in_8bit")
 PLAIN_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that weights may have; integers, and FP8 without known scales, are codes for other numbers."""
@@ -69,7 +54,7 @@ class Dequantised:
         Raises:
             DataError: The format is another one, or scales are missing or have another shape.
         """
-        said = folder.config[_FORMAT]
+        said = folder.config[FORMAT]
         method, block = (said.get(name) if isinstance(said, dict) else said for name in ("quant_method", _BLOCK_SIZE))
         # codes of another format: read as plain numbers they would mean something else, without an error
         if method != "fp8" or not _is_block(block):
@@ -134,72 +119,6 @@ class Dequantised:
         return self._folder.facts(name)[0] if name in self._folder.names() else None
 
 
-class Mxfp4:
-    """A folder's weights with those in MXFP4 as bfloat16, under their plain names; one tensor at a time is in
-    memory."""
-
-    def __init__(self, folder: HfFolder) -> None:
-        """Checks that blocks and scales fit each other.
-
-        Raises:
-            DataError: One of them is missing, or has another shape or dtype.
-        """
-        self._folder = folder
-        stored = folder.names()
-        self._packed = {name.removesuffix(BLOCKS_SUFFIX) for name in stored if name.endswith(BLOCKS_SUFFIX)}
-        scaled = {name.removesuffix(_SCALES_SUFFIX) for name in stored if name.endswith(_SCALES_SUFFIX)}
-        for name in sorted(self._packed | scaled):
-            found = [
-                folder.facts(name + end) if name + end in stored else None for end in (BLOCKS_SUFFIX, _SCALES_SUFFIX)
-            ]
-            if not _fits(*found) or name in stored:
-                raise DataError(
-                    f"{folder.path}: {name} in mxfp4 needs {BLOCKS_SUFFIX} of bytes [experts, outputs, blocks, "
-                    f"{_BLOCK_BYTES}] and {_SCALES_SUFFIX} of bytes [experts, outputs, blocks], and no tensor beside "
-                    "them; download it again"
-                )
-        self._plain = {name for name in stored if not name.endswith((BLOCKS_SUFFIX, _SCALES_SUFFIX))}
-
-    def names(self) -> set[str]:
-        """Returns the names of all tensors, those of blocks without their suffix; scales are not included."""
-        return self._plain | self._packed
-
-    def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
-        """Returns dtype and shape of a tensor as bfloat16."""
-        if name not in self._packed:
-            return self._folder.facts(name)
-        num_experts, outputs, blocks, size = self._folder.facts(name + BLOCKS_SUFFIX)[1]
-        return torch.bfloat16, (num_experts, blocks * size * 2, outputs)
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns one tensor; one in MXFP4 is computed anew at each call, an expert at a time."""
-        if name not in self._packed:
-            return self._folder.tensor(name)
-        # [experts, outputs, blocks, 16] and [experts, outputs, blocks]
-        blocks, scales = (self._folder.tensor(name + end) for end in (BLOCKS_SUFFIX, _SCALES_SUFFIX))
-        result = torch.empty(self.facts(name)[1], dtype=torch.bfloat16)
-        # some rows of an expert at a time: the float32 temporaries are small next to the result
-        num_rows = max(1, _CHUNK // result.shape[1])
-        for expert, start in product(range(len(blocks)), range(0, blocks.shape[1], num_rows)):
-            packed, exponents = (each[expert, start : start + num_rows] for each in (blocks, scales))
-            pairs = _PAIRS.index_select(0, packed.flatten().int()).view(*exponents.shape, -1)
-            # exact: a number of 4 bits has two binary digits, and bfloat16 the exponents of float32
-            numbers = (pairs * _FACTORS[exponents.int(), None]).bfloat16()
-            result[expert, :, start : start + num_rows] = numbers.flatten(1).T
-        return result
-
-    def expect(self, name: str) -> None:
-        """Lets the system read what is stored; the scales are small and left out."""
-        self._folder.expect(name + BLOCKS_SUFFIX if name in self._packed else name)
-
-
-def _fits(blocks: tuple[torch.dtype, Sizes] | None, scales: tuple[torch.dtype, Sizes] | None) -> bool:
-    """Says whether blocks and scales are those of one tensor."""
-    if blocks is None or scales is None or (blocks[0], scales[0]) != (torch.uint8, torch.uint8):
-        return False
-    return len(blocks[1]) == 4 and blocks[1] == (*scales[1], _BLOCK_BYTES)
-
-
 def _is_block(value: object) -> TypeGuard[list[int]]:
     """Says whether the value is the rows and columns of a block."""
     return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
@@ -211,11 +130,10 @@ def plain_weights(folder: HfFolder) -> Weights:
     Raises:
         DataError: The weights are stored in an unknown format.
     """
-    said = folder.config.get(_FORMAT)
+    said = folder.config.get(FORMAT)
     if not said or _quantises_nothing(said, folder):
         return folder
-    is_mxfp4 = isinstance(said, dict) and said.get("quant_method") == "mxfp4"
-    return Mxfp4(folder) if is_mxfp4 else Dequantised(folder)
+    return Mxfp4(folder) if is_mxfp4(folder.config) else Dequantised(folder)
 
 
 def _quantises_nothing(said: object, folder: HfFolder) -> bool:
@@ -232,4 +150,4 @@ def _quantises_nothing(said: object, folder: HfFolder) -> bool:
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of the plain weights: with the field of the format transformers would look for scales."""
-    return {name: value for name, value in config.items() if name != _FORMAT or not value}
+    return {name: value for name, value in config.items() if name != FORMAT or not value}

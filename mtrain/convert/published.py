@@ -1,0 +1,90 @@
+"""The form in MXFP4 in which a model was published, so that an export can have it again.
+
+An import keeps it in a folder next to the config.json of the plain weights: config.json and index as they were, the
+names and order of the shards, and the scales, one byte for 32 weights. The blocks follow from these and the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
+from mtrain.convert.carried import Carried, write_carried
+from mtrain.hf.io.folder import HfFolder
+from mtrain.hf.io.mxfp4 import BLOCK_SIZE, SCALES_SUFFIX, is_mxfp4
+from mtrain.hf.io.safetensors import SafetensorsFile
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, has_weights, read_json
+from mtrain.hf.schema.registry import SHARDS_NAME
+from mtrain.hf.schema.table import Table
+
+MXFP4_FOLDER = "mxfp4"
+SCALES_NAME = "scales.safetensors"
+
+
+class Published(NamedTuple):
+    """Published form of a model with weights in MXFP4."""
+
+    folder: Path
+    """Folder with its config.json, its index, and its shards or their names."""
+    scales: Carried
+    """Name of scales -> file that holds them."""
+
+
+def keep_published(origin: Path, folder: HfFolder) -> None:
+    """Writes the form of a folder in MXFP4.
+
+    Args:
+        origin: Folder that an import keeps what came with the weights in.
+        folder: Opened folder that is imported.
+    """
+    kept = origin / MXFP4_FOLDER
+    kept.mkdir(exist_ok=True)
+    for name in (CONFIG_NAME, *([INDEX_NAME] if folder.has_index else [])):
+        shutil.copyfile(folder.path / name, kept / name)
+    shards = {name: {"metadata": file.metadata, "tensors": list(file.entries)} for name, file in folder.files.items()}
+    write_atomically(kept / SHARDS_NAME, json.dumps(shards) + "\n")
+    write_carried(kept / SCALES_NAME, _scales(folder))
+
+
+def published_form(origin: Path | None, table: Table) -> Published:
+    """Finds the form in MXFP4 that a model was published in.
+
+    Args:
+        origin: Folder whose config.json is used, or what an import kept of it; None without one.
+        table: Table of the model that is exported.
+
+    Raises:
+        DataError: The model did not come in MXFP4, an earlier version imported it, or the scales are of other weights.
+    """
+    kept = None if origin is None else origin / MXFP4_FOLDER
+    if kept is not None and (kept / SCALES_NAME).exists():
+        file = SafetensorsFile(kept / SCALES_NAME)
+        found = Published(kept, dict.fromkeys(file.entries, file))
+    elif origin is not None and has_weights(origin) and is_mxfp4(read_json(origin / CONFIG_NAME)):
+        found = Published(origin, _scales(HfFolder(origin)))
+    else:
+        shown = "the checkpoint" if origin is None else origin
+        raise DataError(
+            f"--dtype mxfp4 needs the form in which the weights were published, but {shown} does not have it; name the "
+            "published folder with --like, or import it again"
+        )
+    wanted = {tensor.name + SCALES_SUFFIX: tensor.shape for tensor, _ in table.tensors()}
+    for name, file in found.scales.items():
+        (dtype, shape, *_), weight = file.entries[name], wanted.get(name, ())
+        inputs = shape[2] * BLOCK_SIZE if len(shape) == 3 else 0
+        if dtype != torch.uint8 or (*shape[:1], inputs, *shape[1:2]) != weight:
+            raise DataError(
+                f"{file.path}: {name} of shape {list(shape)} and {dtype} holds no scales of a weight of shape "
+                f"{list(weight)}; name the published folder of this model with --like"
+            )
+    return found
+
+
+def _scales(folder: HfFolder) -> Carried:
+    return {name: file for file in folder.files.values() for name in file.entries if name.endswith(SCALES_SUFFIX)}

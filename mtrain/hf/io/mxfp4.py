@@ -1,0 +1,203 @@
+"""MXFP4, as GPT-OSS is published: read as bfloat16, and written.
+
+`W_blocks` has 32 numbers of 4 bits in 16 bytes, `W_scales` the exponent of each such block; W is transposed there, so
+that a block lies along the inputs of a projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes
+from mtrain.hf.io.folder import HfFolder
+
+FORMAT = "quantization_config"
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+BLOCK_SIZE, BLOCK_BYTES = 32, 16
+"""Number of weights in a block, and of the bytes that hold them."""
+_HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_CODES = torch.cat([_HALVES, -_HALVES])
+_BYTES = torch.arange(256)
+# doubled, and the factors halved: 2^128, of the largest scale, is no number in float32, but half of it is
+_PAIRS = 2 * torch.stack([_CODES[_BYTES & 15], _CODES[_BYTES >> 4]], dim=1)
+"""[256, 2]: twice the numbers in each byte; the lower half of a byte is the earlier one."""
+_FACTORS = torch.ldexp(torch.ones(256), _BYTES - 128)
+"""[256]: half of the factor that each scale means, 2^(scale - 127)."""
+_CHUNK = 1 << 20
+"""Number of weights that are computed at once."""
+_BIAS, _LARGEST_EXPONENT, _LARGEST_SCALE = 127, 2, 254
+"""What is added to the exponent of a scale, the exponent of the largest code, and the largest scale that is a
+number."""
+_MIDDLES = (_HALVES[1:] + _HALVES[:-1]) / 2
+"""[7]: numbers that are as near to one code as to the next."""
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Says whether a config.json announces weights in MXFP4."""
+    said = config.get(FORMAT)
+    return isinstance(said, dict) and said.get("quant_method") == "mxfp4"
+
+
+class Mxfp4:
+    """A folder's weights with those in MXFP4 as bfloat16, under their plain names; one tensor at a time is in
+    memory."""
+
+    def __init__(self, folder: HfFolder) -> None:
+        """Checks that blocks and scales fit each other.
+
+        Raises:
+            DataError: One of them is missing, or has another shape or dtype.
+        """
+        self._folder = folder
+        stored = folder.names()
+        self._packed = {name.removesuffix(BLOCKS_SUFFIX) for name in stored if name.endswith(BLOCKS_SUFFIX)}
+        scaled = {name.removesuffix(SCALES_SUFFIX) for name in stored if name.endswith(SCALES_SUFFIX)}
+        for name in sorted(self._packed | scaled):
+            found = [
+                folder.facts(name + end) if name + end in stored else None for end in (BLOCKS_SUFFIX, SCALES_SUFFIX)
+            ]
+            if not _fits(*found) or name in stored:
+                raise DataError(
+                    f"{folder.path}: {name} in mxfp4 needs {BLOCKS_SUFFIX} of bytes [experts, outputs, blocks, "
+                    f"{BLOCK_BYTES}] and {SCALES_SUFFIX} of bytes [experts, outputs, blocks], and no tensor beside "
+                    "them; download it again"
+                )
+        self._plain = {name for name in stored if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
+
+    def names(self) -> set[str]:
+        """Returns the names of all tensors, those of blocks without their suffix; scales are not included."""
+        return self._plain | self._packed
+
+    def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
+        """Returns dtype and shape of a tensor as bfloat16."""
+        if name not in self._packed:
+            return self._folder.facts(name)
+        num_experts, outputs, blocks, size = self._folder.facts(name + BLOCKS_SUFFIX)[1]
+        return torch.bfloat16, (num_experts, blocks * size * 2, outputs)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns one tensor; one in MXFP4 is computed anew at each call, an expert at a time."""
+        if name not in self._packed:
+            return self._folder.tensor(name)
+        return unpacked(*(self._folder.tensor(name + end) for end in (BLOCKS_SUFFIX, SCALES_SUFFIX)))
+
+    def expect(self, name: str) -> None:
+        """Lets the system read what is stored; the scales are small and left out."""
+        self._folder.expect(name + BLOCKS_SUFFIX if name in self._packed else name)
+
+
+def _fits(blocks: tuple[torch.dtype, Sizes] | None, scales: tuple[torch.dtype, Sizes] | None) -> bool:
+    """Says whether blocks and scales are those of one tensor."""
+    if blocks is None or scales is None or (blocks[0], scales[0]) != (torch.uint8, torch.uint8):
+        return False
+    return len(blocks[1]) == 4 and blocks[1] == (*scales[1], BLOCK_BYTES)
+
+
+class Packed(NamedTuple):
+    """A weight in MXFP4."""
+
+    blocks: Tensor
+    """[experts, outputs, blocks, 16] uint8."""
+    scales: Tensor
+    """[experts, outputs, blocks] uint8."""
+
+
+def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
+    """Rounds a weight to MXFP4.
+
+    A block whose numbers are all expressed under the scale that it had keeps that scale, so numbers that did not change
+    become the bytes that they were. Any other gets the scale of the specification: the largest power of two that is no
+    greater than its largest number, divided by that of the codes, 4. Numbers go to the nearest code, in the middle of
+    two to the even one, and beyond the last code to the last.
+
+    Args:
+        name: Name of the weight, for messages.
+        weight: [experts, inputs, outputs] in a floating-point dtype.
+        scales: [experts, outputs, inputs / 32] uint8, the scales that the blocks had.
+
+    Raises:
+        DataError: A number is infinite or NaN.
+
+    Source: OCP Microscaling Formats (MX) 1.0, 5.3.3 and 6.3.
+    """
+    num_experts, num_inputs, num_outputs = weight.shape
+    result = Packed(torch.empty((*scales.shape, BLOCK_BYTES), dtype=torch.uint8), torch.empty_like(scales))
+    num_rows = max(1, _CHUNK // num_inputs)
+    for expert, start in product(range(num_experts), range(0, num_outputs, num_rows)):
+        rows = slice(start, start + num_rows)
+        # float32 holds what half precision does; float64 has no rounding of its own before the one to codes
+        numbers = weight[expert, :, rows].T.contiguous().to(torch.promote_types(weight.dtype, torch.float32))
+        if not numbers.isfinite().all():
+            raise DataError(f"{name} holds infinite numbers or NaN, which MXFP4 cannot express; export without mxfp4")
+        blocks = numbers.reshape(len(numbers), -1, BLOCK_SIZE)
+        before = scales[expert, rows]
+        is_kept = (_numbers(_codes(blocks, before), before) == blocks).all(dim=2)
+        chosen = torch.where(is_kept, before, _scales(blocks))
+        codes = _codes(blocks, chosen)
+        result.blocks[expert, rows] = codes[..., ::2] | codes[..., 1::2] << 4
+        result.scales[expert, rows] = chosen
+    return result
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns a weight in MXFP4 as bfloat16, [experts, inputs, outputs].
+
+    Args:
+        blocks: [experts, outputs, blocks, 16] uint8.
+        scales: [experts, outputs, blocks] uint8.
+    """
+    num_experts, outputs, num_blocks, size = blocks.shape
+    result = torch.empty((num_experts, num_blocks * size * 2, outputs), dtype=torch.bfloat16)
+    # some rows of an expert at a time: the float32 temporaries are small next to the result
+    num_rows = max(1, _CHUNK // result.shape[1])
+    for expert, start in product(range(num_experts), range(0, outputs, num_rows)):
+        packed, exponents = (each[expert, start : start + num_rows] for each in (blocks, scales))
+        pairs = _PAIRS.index_select(0, packed.flatten().int()).view(*exponents.shape, -1)
+        # exact: a number of 4 bits has two binary digits, and bfloat16 the exponents of float32
+        numbers = (pairs * _FACTORS[exponents.int(), None]).bfloat16()
+        result[expert, :, start : start + num_rows] = numbers.flatten(1).T
+    return result
+
+
+def rounding_error(weight: Tensor, rounded: Tensor) -> float:
+    """Returns the largest error of a number, divided by the largest number in its block.
+
+    Args:
+        weight: [experts, inputs, outputs].
+        rounded: The same in MXFP4, as numbers.
+    """
+    worst = 0.0
+    for exact, found in zip(weight, rounded):  # an expert at a time: temporaries are in float64
+        pair = (exact.double(), found.double() - exact.double())
+        blocks, errors = (each.view(-1, BLOCK_SIZE, each.shape[1]).abs().amax(1) for each in pair)
+        # a block without numbers has no error either
+        worst = max(worst, float((errors / blocks.where(blocks > 0, 1.0)).max()))
+    return worst
+
+
+def _scales(blocks: Tensor) -> Tensor:
+    """Returns the scale of the specification for each block of [rows, blocks, 32]."""
+    # frexp gives a number in [0.5, 1) and its exponent, which is one more than the power of two in the number
+    _, exponents = torch.frexp(blocks.abs().amax(dim=2))
+    return (exponents - 1 - _LARGEST_EXPONENT + _BIAS).clamp(0, _LARGEST_SCALE).to(torch.uint8)
+
+
+def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns the codes of the numbers in [rows, blocks, 32] under scales [rows, blocks]; -0.0 has one of its own."""
+    # exact, but for numbers that are far below the smallest code or above the largest one
+    scaled = torch.ldexp(blocks.abs(), (_BIAS - scales.int())[..., None])
+    middles = _MIDDLES.to(scaled.dtype)
+    lower, upper = (torch.bucketize(scaled, middles, out_int32=True, right=right) for right in (False, True))
+    # they differ in the middle of two codes alone, where the even one is chosen
+    return torch.where(lower % 2 == 0, lower, upper).to(torch.uint8) | blocks.signbit().to(torch.uint8) << 3
+
+
+def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
+    """Returns the numbers that codes [rows, blocks, 32] mean under scales [rows, blocks], in float32."""
+    return 2 * _CODES[codes.int()] * _FACTORS[scales.int(), None]
