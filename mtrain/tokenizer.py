@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar, final
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
 from mtrain.hf.schema.files import how_to_download
 from mtrain.hf.tokenizer.build import MERGES_NAME, VOCABULARY_NAME, BuiltTokenizer, build_tokenizer
 from mtrain.hf.tokenizer.classes import NotReadError
@@ -50,8 +52,23 @@ class EncodedText(NamedTuple):
     """Place of each id: first character, and the one after the last."""
 
 
+class AddedTokens(NamedTuple):
+    """Tokens that a run adds to a tokenizer, after all others and in this order."""
+
+    plain: tuple[str, ...] = ()
+    """Texts that are tokens wherever they stand."""
+    special: tuple[str, ...] = ()
+    """Control tokens."""
+
+
+NO_TOKENS = AddedTokens()
+
+
 class Tokenizer(ABC):
     """Tokenizer as the rest of the package uses it."""
+
+    added: AddedTokens = NO_TOKENS
+    """Tokens that its files do not hold."""
 
     path: Path
     """File that the tokenizer was read from."""
@@ -166,7 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
     It may differ from tokenizer.json alone: see `mtrain.hf.tokenizer`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, added: AddedTokens = NO_TOKENS) -> None:
         content = _content(path)
         _check_prefix(path, content)
         files = {path.name if path.name in _LISTS else HF_TOKENIZER_FILE: content}
@@ -176,6 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{path.with_name(_HF_SETTINGS)} names {reprlib.repr(self.named[role])} as {role}, which {path} does "
                 "not hold; take both files from the same tokenizer"
             )
+        self.added = added
+        self._add(path, added)
         self._model.encode_special_tokens = True  # "<eos>" in a document is five characters, not the control token
         self._model_with_special_tokens: Any = None
         self.path = path
@@ -211,6 +230,28 @@ class HuggingFaceTokenizer(Tokenizer):
             return _called(lambda: build_tokenizer(path.parent, read, load, has_file), f"{path} is damaged", _SOURCE)
         except NotReadError as fault:
             raise DataError(f"tokenizer {path.parent} is not read: {fault}; {_WAY_OUT}") from None
+
+    def _add(self, path: Path, added: AddedTokens) -> None:
+        """Adds tokens as transformers' add_tokens does, but for those that would be no new ones."""
+        first, texts = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1, sum(added, ())
+        for number, text in enumerate(texts):
+            if not text or text in texts[:number]:
+                raise DataError(
+                    f"model.add_tokens and model.add_special_tokens name {text!r} {'twice' if text else 'as a token'}; "
+                    "remove it"
+                )
+            if (known := self._model.token_to_id(text)) is not None:
+                raise DataError(
+                    f"model.add_tokens or model.add_special_tokens names {text!r}, which is token {known} of {path}; "
+                    "remove it, or name the tokenizer without it"
+                )
+        self._model.add_tokens(list(added.plain))
+        self._model.add_special_tokens(list(added.special))
+        for id_, text in enumerate(texts, first):
+            if self._model.token_to_id(text) != id_:
+                raise DataError(
+                    f"{path} has no place for {text!r} at the end of its vocabulary, whose ids have gaps; {_WAY_OUT}"
+                )
 
     def _id(self, role: str) -> int | None:
         found = self._model.token_to_id(self.named[role]) if role in self.named else None
@@ -277,22 +318,40 @@ class HuggingFaceTokenizer(Tokenizer):
         return _called(call, f"{self.path} fails on a text", "take the file from its source again")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenizer:
     """Opens a tokenizer; nothing is downloaded and nothing from the files runs as code.
 
     Args:
         path: File of sentencepiece, `.model`, or of Hugging Face, `tokenizer.json`, or a directory that holds one of
             them; a directory with both gives its `tokenizer.json`.
+        added: Tokens to add.
 
     Raises:
         DataError: Nothing is there, it is not a tokenizer, or it has no end-of-document token.
     """
     file = tokenizer_file(path)
+    if any(added) and file.name != HF_TOKENIZER_FILE:
+        raise DataError(f"{file} is no tokenizer.json, and only to one can model.add_tokens add; {_WAY_OUT}")
     if file.suffix == ".json":
-        return HuggingFaceTokenizer(file)
+        return HuggingFaceTokenizer(file, added)
     if file.suffix == ".model":
         return SentencePieceTokenizer(file)
     raise DataError(f"{file} is neither a sentencepiece .model nor a tokenizer.json; give one of the two")
+
+
+def tokenizer_of(config: Sections) -> Tokenizer:
+    """Opens the tokenizer of a run, `data.tokenizer`, with the tokens that the run adds.
+
+    Raises:
+        DataError: The tokenizer is missing or damaged, or has a token that the run adds.
+    """
+    assert config.data.tokenizer is not None, "asked of runs with a tokenizer"
+    return load_tokenizer(config.data.tokenizer, added_by(config.model))
+
+
+def added_by(model: ModelSection) -> AddedTokens:
+    """Returns the tokens that a run adds."""
+    return AddedTokens(model.add_tokens, model.add_special_tokens)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -71,6 +71,18 @@ def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
 
 def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     model = config.model
+    if model.add_tokens or model.add_special_tokens:
+        needed = ["embedding"] if model.tied_embeddings or model.num_labels is not None else ["embedding", "output"]
+        if missing := [part for part in needed if part not in adapter.parts]:
+            yield (
+                f"model.add_tokens with adapter.targets={', '.join(adapter.targets)}: the rows of new tokens would "
+                f"stay the mean of the others; add {', '.join(missing)} to the targets"
+            )
+        elif not has_merged_form(model, adapter):
+            yield (
+                "model.add_tokens with an adapter needs tables that can be merged into the model, and with "
+                "model.tied_embeddings=true one table would get two values; train the whole model, without adapter"
+            )
     every = config.checkpoint.export_hf_every_steps
     if every and not has_merged_form(model, adapter):
         yield (

@@ -191,4 +191,6 @@ def _unit(name: str, info: FieldInfo) -> str:
     for bound, unit in _UNIT_OF_BOUND:
         if any(mark is bound for mark in marks):
             return unit
+    if _type(info.annotation, info.metadata).startswith("list of text"):
+        return ""  # add_tokens counts nothing
     return next((unit for suffix, unit in _UNIT_OF_SUFFIX.items() if name.endswith(suffix)), "")

@@ -21,6 +21,7 @@ from mtrain.config.schema.loss import (
     LossSection,
 )
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.run import CheckpointSection
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import EvalSection, Fp8Recipe, OptimizerSection, TrainSection, ValidSection
 
@@ -38,6 +39,17 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={optimizer.decay_steps} do not "
             f"fit into train.num_steps={train.num_steps} together; shorten one of them or lengthen the run"
+        )
+
+
+def added_tokens(model: ModelSection, checkpoint: CheckpointSection) -> Iterator[str]:
+    """Checks that the tables that get rows are those of a folder."""
+    start = checkpoint.initialize_from
+    if (model.add_tokens or model.add_special_tokens) and start is not None:
+        yield (
+            f"model.add_tokens and model.add_special_tokens add rows to the tables of a folder of Hugging Face, but "
+            f"checkpoint.initialize_from={start} gives the weights; name the folder as model.hf, or one that "
+            "mtrain convert export writes of the checkpoint"
         )
 
 

@@ -31,6 +31,7 @@ from mtrain.hf.io.peft import to_peft
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.registry import family_of_run
+from mtrain.tokenizer import added_by
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +108,11 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
     """
     saved = open_adapter(path, dtype)
     family, model = family_of_run(saved.config), saved.config.model
+    if any(added_by(model)):
+        raise DataError(
+            f"{path} was trained with model.add_tokens, and the frozen model of a PEFT folder has no rows for them; "
+            "leave --adapter out, which merges them into a model"
+        )
     named = list(peft.tensors(family, model, saved.adapter))
     conversion = {"program": mtrain.__version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
     with reading(saved.entry), working_folder(out, conversion) as folder:

@@ -34,6 +34,7 @@ from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 from mtrain.hf.schema.tower import TEXT
+from mtrain.tokenizer import added_by
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: 
 
 def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, OutgoingFile]) -> None:
     origin = target.origin
-    chats = put_side_files(folder, target.path, origin, target.tokenizer)
+    chats = put_side_files(folder, target.path, origin, target.tokenizer, added_by(target.model))
     ending = put_ending(folder, origin) if chats and target.model.num_labels is None else None
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     described = target.described

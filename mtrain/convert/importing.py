@@ -32,6 +32,7 @@ from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.mxfp4 import BLOCKS_SUFFIX, Mxfp4
 from mtrain.hf.io.source import HfSource, open_source
+from mtrain.hf.schema.description import ADDED_TOKENS
 from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, TIKTOKEN_NAME
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
@@ -249,7 +250,7 @@ def _model_yaml(source: HfSource, out: Path) -> str:
     content: dict[str, Any] = {
         # a folder that says nothing of megatron's fields leaves them to the user
         "model": source.model.model_dump(
-            exclude={"hf", "backend"} | ({"megatron"} if not source.model.megatron else set())
+            exclude={"hf", "backend", *ADDED_TOKENS} | ({"megatron"} if not source.model.megatron else set())
         ),
         "checkpoint": {"initialize_from": str(out)},
     }

@@ -21,7 +21,7 @@ from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import SavedAdapter
-from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, open_source
+from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, source_for
 from mtrain.hf.schema.table import Table
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
 from mtrain.mcore.model.adapters.linear import Fusion
@@ -199,7 +199,7 @@ class MergedTensors:
 
 def _opened(config: Config) -> CheckpointTensors | FolderTensors:
     if config.model.hf is not None:
-        return FolderTensors(open_source(Path(config.model.hf)))
+        return FolderTensors(source_for(Path(config.model.hf), config.model))
     start = config.checkpoint.initialize_from
     if start is None or megatron_folder(Path(start)) is not None:
         origin = "was drawn from train.seed" if start is None else f"is a checkpoint of Megatron-LM ({start})"

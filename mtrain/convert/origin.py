@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
+from mtrain.base.files import write_atomically
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
@@ -18,14 +20,16 @@ from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
-from mtrain.hf.schema.files import CONFIG_NAME, side_files
+from mtrain.hf.schema.files import CONFIG_NAME, read_json, side_files
 from mtrain.hf.schema.registry import ORIGIN
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import HF_TOKENIZER_FILE
+from mtrain.tokenizer import HF_TOKENIZER_FILE, NO_TOKENS, AddedTokens, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
+_LISTED = "added_tokens_decoder"
+"""Key of the settings that, where it is there, lists all added tokens."""
 _OF_TOKENIZERS = re.compile(
     r"tokenizer.*|vocab\..*|merges\.txt|.*_tokens.*\.json|.*\.(tiktoken|model|jinja)|chat_template.*"
 )
@@ -89,7 +93,12 @@ def _without_origin(run: Sections) -> ModelSource:
 
 
 def put_side_files(
-    folder: Path, checkpoint: Path, origin: Path | None, tokenizer: Path | None, but: tuple[str, ...] = ()
+    folder: Path,
+    checkpoint: Path,
+    origin: Path | None,
+    tokenizer: Path | None,
+    added: AddedTokens = NO_TOKENS,
+    but: tuple[str, ...] = (),
 ) -> bool:
     """Copies tokenizer, licence and so on from the origin, and the chat templates that the run wrote conversations by.
 
@@ -98,6 +107,7 @@ def put_side_files(
         checkpoint: Checkpoint, inside the folder of its run.
         origin: Folder `ModelSource.origin`; None without one.
         tokenizer: Tokenizer `ModelSource.tokenizer`, which replaces the origin's; None without one.
+        added: Tokens that the run added to its tokenizer.
         but: Names of files that are left out.
 
     Returns:
@@ -114,10 +124,45 @@ def put_side_files(
             shutil.copyfile(origin / name, folder / name)
     if tokenizer is not None:
         _copy_tokenizer(tokenizer, folder)
+    _put_added_tokens(folder, added)
     trained = RunFolder(checkpoint.resolve().parent.parent).saved_chat_templates()
     if trained:  # the weights belong to a run that wrote conversations by them
         put_templates(trained, folder)
     return bool(trained)
+
+
+def _put_added_tokens(folder: Path, added: AddedTokens) -> None:
+    """Writes added tokens into a copied tokenizer, as transformers reads them, unless it has them all.
+
+    Raises:
+        DataError: The tokenizer has some of them, or would be another one than the run's.
+    """
+    path = folder / HF_TOKENIZER_FILE
+    if not any(added) or not path.is_file():
+        return
+    content, texts = read_json(path), [*added.plain, *added.special]
+    there = content.get("added_tokens") or []
+    first = load_tokenizer(folder).vocab_size
+    if [each.get("content") for each in there][-len(texts) :] == texts:  # --like names an earlier export
+        return
+    wanted = load_tokenizer(folder, added)
+    sides = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    tokens = [
+        {"content": text, **sides, "normalized": text in added.plain, "special": text in added.special}
+        for text in texts
+    ]
+    new = [{"id": id_, **token} for id_, token in enumerate(tokens, first)]
+    _write_json(path, {**content, "added_tokens": [*there, *new]})
+    settings = folder / SETTINGS_FILE
+    if settings.is_file() and isinstance(listed := read_json(settings).get(_LISTED), dict):
+        more = {str(id_): token for id_, token in enumerate(tokens, first)}
+        _write_json(settings, {**read_json(settings), _LISTED: {**listed, **more}})
+    if not load_tokenizer(folder).encodes_like(wanted):
+        raise DataError(f"{path} with model.add_tokens gives other ids than the run's tokenizer; export with --like")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.hf.schema.registry import ORIGIN
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
 
 def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
@@ -30,7 +30,7 @@ def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     places = [*([Path(config.model.hf)] if config.model.hf is not None else [])]
     places += [Path(start) / ORIGIN] if start is not None else []
     for place in places:
-        own = _tokenizer_at(place)
+        own = _tokenizer_at(place, tokenizer.added)
         if own is not None and own.path.resolve() != tokenizer.path.resolve() and not own.encodes_like(tokenizer):
             raise DataError(
                 f"data.tokenizer={config.data.tokenizer} gives other ids than {own.path}, which came with the weights, "
@@ -39,8 +39,8 @@ def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             )
 
 
-def _tokenizer_at(folder: Path) -> Tokenizer | None:
+def _tokenizer_at(folder: Path, added: AddedTokens) -> Tokenizer | None:
     try:
-        return load_tokenizer(folder) if folder.is_dir() else None
+        return load_tokenizer(folder, added) if folder.is_dir() else None
     except DataError:  # there is no tokenizer, or one that no run could use
         return None

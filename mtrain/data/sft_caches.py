@@ -20,7 +20,7 @@ from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.numbers import top_k_fault
 from mtrain.data.samples.sample import SampleEncoder
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class SftCaches:
             MachineError: No folder can hold the cache.
         """
         self._section, self._vocab_size, self._columns = section, vocab_size, columns or section.extra_columns
+        self._added = tokenizer.added
         self._of_records = (compares, num_labels, bool(columns))
         # left out where they are empty, so that entries of versions without these keys are found
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
@@ -81,7 +82,7 @@ class SftCaches:
 
     def _open(self, path: str) -> TokenCache:
         section = self._section
-        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section, *self._of_records))
+        job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section, self._added, *self._of_records))
         options = CacheOptions(
             self._folder,
             reads_all=section.cache_check == "content",
@@ -108,10 +109,14 @@ class SftCaches:
 
 
 def _new_encoder(
-    section: SftSection, compares: Literal["pairs", "answers"] | None, num_labels: int | None, is_number: bool
+    section: SftSection,
+    added: AddedTokens,
+    compares: Literal["pairs", "answers"] | None,
+    num_labels: int | None,
+    is_number: bool,
 ) -> SampleEncoder:
     assert section.tokenizer is not None  # a rule of the section
-    return source_encoder(section, load_tokenizer(section.tokenizer), compares, num_labels, is_number)
+    return source_encoder(section, load_tokenizer(section.tokenizer, added), compares, num_labels, is_number)
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:

@@ -27,7 +27,7 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.samples.too_long import RowLimit
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.steps import Steps, steps_of
-from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from mtrain.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 Part = Literal["train", "valid", "test"]
 _PARTS: tuple[Part, ...] = ("train", "valid", "test")
@@ -182,7 +182,7 @@ class Sources:
         self._config, self._is_judged = config, config.model.num_labels is not None
         self.tokenizer: Tokenizer | None = None
         if config.data.tokenizer is not None:
-            self.tokenizer = load_tokenizer(config.data.tokenizer)
+            self.tokenizer = tokenizer_of(config)
             check_vocabulary(self.tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, self.tokenizer)
         # a split uses one file for three parts: opened, checked and hashed once

@@ -15,7 +15,7 @@ from mtrain.data.own_tokenizer import check_own_tokenizer
 from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.plan.parameters import padded_vocab_size
 from mtrain.preflight.findings import Findings
-from mtrain.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from mtrain.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 
 def look_at_files(config: Config, findings: Findings) -> None:
@@ -31,7 +31,7 @@ def look_at_files(config: Config, findings: Findings) -> None:
     tokenizer = None
     if config.data.tokenizer is not None:
         with findings.looking():
-            tokenizer = load_tokenizer(config.data.tokenizer)
+            tokenizer = tokenizer_of(config)
             check_vocabulary(tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, tokenizer)
             findings.fact("tokenizer", _Texts(config, tokenizer, findings).vocabulary())

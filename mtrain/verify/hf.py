@@ -27,6 +27,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.start_weights import load_hf_weights
+from mtrain.tokenizer import added_by
 from mtrain.training.build import opened_loader
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.bisect import diagnosed
@@ -70,6 +71,11 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         MachineError: The device that was asked for does not exist.
     """
     refuse_without_reference(config)
+    if any(added_by(config.model)):
+        raise ConfigError(
+            f"verify hf compares with transformers, which reads {config.model.hf} without the rows of "
+            "model.add_tokens; leave model.add_tokens and model.add_special_tokens out for the check"
+        )
     device, max_ranks = device_for(config.train, request.max_ranks)
     exact, changes = comparable(config)
     trials = _trials(exact, request, max_ranks)

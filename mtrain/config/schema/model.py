@@ -200,6 +200,10 @@ class ModelSection(Section):
     vocab_size: Annotated[int, bounds.VOCABULARY] = Field(gt=0)
     """Number of real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the
     softmax."""
+    add_tokens: tuple[str, ...] = ()
+    """Texts that become tokens of their own in any text, with new rows of both tables: the mean of the other rows."""
+    add_special_tokens: tuple[str, ...] = ()
+    """Control tokens that are added, with rows likewise; only chat templates and special_tokens_in_text write them."""
     vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
     """Divisor of the number of rows of the embedding table on each rank; vocab_size is padded accordingly."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"

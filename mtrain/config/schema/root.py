@@ -32,6 +32,10 @@ class Config(Sections):
         )
 
     @rule
+    def tokens_are_added_to_a_folder(self) -> str | None:
+        return _lines(rules.added_tokens(self.model, self.checkpoint))
+
+    @rule
     def the_steps_fit_the_schedule(self) -> str | None:
         return _lines(rules.steps(self.train, self.optimizer))
 

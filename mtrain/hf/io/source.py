@@ -11,13 +11,15 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
+from mtrain.hf.io.added_rows import TABLES, AddedRows, mean_row
 from mtrain.hf.io.block_scaled import Weights, plain_weights
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
-from mtrain.hf.schema.description import disagreements, read_model
+from mtrain.hf.schema.description import disagreements, read_model, with_tokens
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice
+from mtrain.tokenizer import added_by, load_tokenizer
 
 EMBEDDINGS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -31,6 +33,9 @@ class HfSource(NamedTuple):
     family: Family
     model: ModelSection
     table: Table
+    """Table of the folder's own tensors."""
+    added: AddedRows | None = None
+    """Rows of tokens that a run adds."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,10 +91,17 @@ def source_for(path: Path, model: ModelSection) -> HfSource:
     # a head stands in the place of the output layer
     source = open_source(path, needs_output=model.num_labels is None)
     # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
-    if differing := disagreements(source.model, model):
+    added = added_by(model)
+    described = with_tokens(source.model, path, added)
+    if differing := disagreements(described, model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
         raise DataError(f"{path} holds another model ({shown}); name another model.hf")
-    return source
+    if not any(added):
+        return source
+    first = load_tokenizer(path).vocab_size
+    # a tokenizer may have tokens without a row
+    span = min(first, source.model.vocab_size), first + len(added.plain) + len(added.special)
+    return source._replace(added=AddedRows(*span, described.vocab_size))
 
 
 class GlobalTensorInfo(NamedTuple):
@@ -123,6 +135,11 @@ class FolderTensors:
         """Key -> dtype and shape; where tensors of several dtypes become one, the dtype that holds all their
         numbers."""
         self._reordered: tuple[FilledSlice, Tensor] | None = None
+        self._added, self._means = source.added, dict[str, Tensor]()
+        if self._added is not None:
+            for key in TABLES & self.tensors.keys():
+                facts = self.tensors[key]
+                self.tensors[key] = facts._replace(shape=(self._added.num_rows, *facts.shape[1:]))
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
         """Reads one slice of a global tensor, of the wanted shape; it must not be written to.
@@ -133,6 +150,19 @@ class FolderTensors:
         Raises:
             DataError: The table does not cover the slice.
         """
+        if self._added is not None and key in TABLES and self._added.are_in(wanted):
+            return self._added.filled(wanted, self._mean(key), lambda own: self._read(key, own))
+        return self._read(key, wanted)
+
+    def _mean(self, key: str) -> Tensor:
+        """Returns the mean of a table's rows before the added ones, which a rank computes once."""
+        assert self._added is not None, "asked for where rows are added"
+        if key not in self._means:
+            width = self.tensors[key].shape[1]
+            self._means[key] = mean_row(self._added.first, width, lambda own: self._read(key, own))
+        return self._means[key]
+
+    def _read(self, key: str, wanted: TensorSlice) -> Tensor:
         result: Tensor | None = None
         num_elements = 0
         # a rank asks for its shard: only the tensors on disk that lie in it are touched, the others stay unread

@@ -371,7 +371,10 @@ def _shown(value: object) -> str:
     return "a section" if isinstance(value, Section) else str(value)
 
 
-_NOT_ARCHITECTURE = {"hf", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout", "init_std", "megatron"}
+_NOT_ARCHITECTURE = {
+    *("hf", "add_tokens", "add_special_tokens", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout"),
+    *("init_std", "megatron"),
+}
 """Fields of `model.*` that config.json cannot express, or that do not change the meaning of the weights."""
 _TRAINING = ("dispatcher", "implementation", "bias_update_rate")
 """Fields of `model.experts` that concern training, not the function."""

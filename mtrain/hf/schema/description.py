@@ -25,7 +25,10 @@ from mtrain.hf.schema.files import (
 from mtrain.hf.schema.registry import family_of, fields_nobody_knows
 from mtrain.hf.schema.tower import TEXT
 from mtrain.hf.schema.values import shown_name
+from mtrain.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
 
+ADDED_TOKENS = ("add_tokens", "add_special_tokens")
+"""Keys of `model.*` that add tokens."""
 _SHOWN_FIELDS = 8
 """Largest number of unknown fields that are shown."""
 
@@ -118,7 +121,7 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
             f"*.safetensors{how_to_download(folder)}"
         )
     # before the section is validated, which asks for sizes that only the folder gives
-    described = described_model(Path(folder))
+    described = with_tokens(described_model(Path(folder)), Path(folder), _tokens_in(given))
     # the user's value takes precedence, so that a contradiction is reported by its key below
     filled = _merged(described.model_dump(), given)
     try:
@@ -131,6 +134,32 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
         )
         raise ConfigError("\n".join(f"{line}; remove the key, or name another model.hf" for line in shown))
     return {**content, "model": filled}
+
+
+def _tokens_in(given: Mapping[Any, Any]) -> AddedTokens:
+    """Returns the tokens that a section adds; none where the keys hold something else, which its own rules refuse."""
+    found = [given.get(key) or () for key in ADDED_TOKENS]
+    is_right = all(isinstance(each, list | tuple) and all(isinstance(text, str) for text in each) for each in found)
+    return AddedTokens(*(tuple(each) for each in found)) if is_right else NO_TOKENS
+
+
+def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> ModelSection:
+    """Returns the model of a folder with a row for each token that is added to its tokenizer.
+
+    Rows that no token has are used first: many folders have more rows than tokens.
+
+    Args:
+        described: Model of the folder.
+        folder: Folder with a tokenizer.
+        added: Tokens to add.
+
+    Raises:
+        DataError: The folder has no tokenizer that can be added to.
+    """
+    if not any(added):
+        return described
+    rows = max(described.vocab_size, load_tokenizer(folder, added).vocab_size)
+    return described.model_copy(update={"vocab_size": rows})
 
 
 def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[str, Any, Any]]:

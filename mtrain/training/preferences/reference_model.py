@@ -27,6 +27,7 @@ from mtrain.config.messages import readable
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.hf.io.peft import adapter_of
 from mtrain.hf.schema import peft
+from mtrain.hf.schema.description import ADDED_TOKENS
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.registry import family_of_run
 from mtrain.mcore.distributed.groups import Groups
@@ -102,8 +103,8 @@ class Reference(NamedTuple):
                 error.args = (f"loss.reference={self.named}: {error}", *error.args[1:])
             raise
         weights = model_fingerprint(held.chunks, held.groups, config.model.vocab_size, has_adapters)
-        # without num_labels, as in earlier versions: a model with a head has no reference
-        described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels"})
+        # without keys that earlier versions lacked: a model with a head has no reference, and weights show added rows
+        described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels", *ADDED_TOKENS})
         facts = None if config.adapter is None else _facts(config.adapter)
         decisive = json.dumps([weights, described, config.train.precision, facts])
         identity = hashlib.sha256(decisive.encode()).hexdigest()[:16]

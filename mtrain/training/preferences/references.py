@@ -31,6 +31,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.data.cache.opening import default_folder
 from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
 from mtrain.data.sources import HeldOut
+from mtrain.hf.schema.description import ADDED_TOKENS
 from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
@@ -211,7 +212,7 @@ class References:
     def _earlier_stem(self, source: _Source) -> str:
         """Returns the name that earlier versions used, which hashed the paths of the weights."""
         config = self._config
-        model = config.model.model_dump_json(exclude={"num_labels"})
+        model = config.model.model_dump_json(exclude={"num_labels", *ADDED_TOKENS})
         start = [model, config.checkpoint.initialize_from, config.train.seed]
         start += [] if config.loss.reference is None else [config.loss.reference]
         return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, *start])

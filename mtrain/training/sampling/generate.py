@@ -32,7 +32,7 @@ from mtrain.mcore.model.build import build_model
 from mtrain.mcore.state.load import load_adapters, load_weights
 from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.tokenizer import Tokenizer, tokenizer_of
 from mtrain.training.resume import initialize, load_base
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, questions_of
@@ -113,7 +113,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
     found = model_at(path)
     if found.config.data.tokenizer is None:
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
-    tokenizer = load_tokenizer(Path(found.config.data.tokenizer))
+    tokenizer = tokenizer_of(found.config)
     questions = questions_of(found.config, tokenizer, prompts, as_chat, declared_ends(found.origin))
     sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids.union(*(each.stop_ids for each in questions)))
     timeout_s = found.config.train.process_group_timeout_s

@@ -23,7 +23,7 @@ from mtrain.mcore.engine.generation import refuse_uncachable
 from mtrain.metrics.appended import AppendedFile
 from mtrain.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.tokenizer import Tokenizer, tokenizer_of
 from mtrain.training.build import Run
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.generate import answer_text
@@ -114,8 +114,7 @@ class PromptSamples:
         self._lines = None
 
     def _read(self, config: Config) -> list[Question]:
-        assert config.data.tokenizer is not None, "rules.prompts"
-        section, tokenizer = self._section, load_tokenizer(Path(config.data.tokenizer))
+        section, tokenizer = self._section, tokenizer_of(config)
         further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
         self._asked = _Asked([*section.prompts, *further], tokenizer)
         ends = declared_ends(source_of_run(config).origin)
