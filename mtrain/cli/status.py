@@ -56,7 +56,8 @@ class _Screen:
         from mtrain.monitor.status import find_runs, read_status
         from mtrain.monitor.table import status_view
 
-        view = status_view([read_status(run) for run in find_runs(runs)], self._console.is_terminal)
+        width = self._console.width if self._console.is_terminal else None
+        view = status_view([read_status(run) for run in find_runs(runs)], width)
         if self._live is None:
             return self._console.print(view)
         self._live.start()

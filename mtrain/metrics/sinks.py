@@ -118,6 +118,10 @@ ETA_WINDOW_STEPS = 50
 """Number of steps whose pace predicts the remaining time; includes validation and saving between them."""
 
 
+_BAR_WIDTH, _SHORTEST_BAR = 40, 8
+"""Width of the bar in characters, and where the terminal is narrow."""
+
+
 class ConsoleSink:
     """Sink that shows steps with loss, gradient norm, tokens per second and remaining time."""
 
@@ -170,12 +174,8 @@ class ConsoleSink:
             self._bar.stop()
 
     def _start_bar(self, resume_step: int) -> None:
-        columns = (
-            TextColumn("train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-        )
+        self._line = BarColumn()
+        columns = (TextColumn("train"), self._line, MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("", total=self._num_steps, completed=resume_step)
         self._bar.start()
@@ -184,11 +184,23 @@ class ConsoleSink:
         remarks = ["empty batch"] * record.empty
         remarks += [] if record.skipped is None else [f"skipped: {record.skipped}"]
         remarks += [LAYOUT_DEPENDENT] * record.layout_dependent
-        text = "  ".join([as_line(step_numbers(record)), *remarks, f"eta {eta}"])
+        numbers, ends = step_numbers(record), [*remarks, f"eta {eta}"]
         if self._bar is not None:
-            self._bar.update(self._task, completed=record.step, description=text)
+            self._bar.update(self._task, completed=record.step, description=self._fitted(numbers, ends))
         elif record.step % self._interval_steps == 0 or record.step == self._num_steps:
-            self._print(f"step {record.step}/{self._num_steps}  {text}")
+            self._print(f"step {record.step}/{self._num_steps}  {'  '.join([as_line(numbers), *ends])}")
+
+    def _fitted(self, numbers: dict[str, str], ends: list[str]) -> str:
+        """Returns the text after the bar: as many numbers as the terminal has room for, at least the first, the loss;
+        the bar gets shorter before a number goes."""
+        room = self._console.width - len("train  ") - len(f" {self._num_steps}/{self._num_steps} ")
+        kept = dict(numbers)
+        while True:
+            text = "  ".join([as_line(kept), *ends])
+            self._line.bar_width = min(_BAR_WIDTH, max(_SHORTEST_BAR, room - len(text)))
+            if len(text) + self._line.bar_width <= room or len(kept) == 1:
+                return text
+            kept.popitem()
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

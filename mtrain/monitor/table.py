@@ -24,13 +24,22 @@ _COLOURS = {
     RunState.UNKNOWN: "dim",
 }
 _HEADINGS = ("run", "state", "step", "eta", "loss", "valid_loss", "tokens/s", "memory", "ranks", "checkpoint", "alarms")
+_LEAST = ("memory", "tokens/s", "valid_loss", "ranks", "checkpoint", "loss", "eta")
+"""Columns that a narrow terminal lacks, from the first to go to the last; it keeps run, state, step and alarms."""
+_FOLDED_WIDTH = {"run": 16, "state": 12, "alarms": 16}
+"""Width in which a column whose texts are folded can be read, in characters."""
 _MAX_RANKS = 8
 _ENDED = (RunState.FINISHED, RunState.FAILED, RunState.STOPPED)
 
 
-def status_view(found: Sequence[RunStatus], is_terminal: bool) -> RenderableType:
-    """Formats the status of one run as a block of lines, of several as a table."""
-    return _block(found[0]) if len(found) == 1 else _table(found, is_terminal)
+def status_view(found: Sequence[RunStatus], width: int | None) -> RenderableType:
+    """Formats the status of one run as a block of lines, of several as a table.
+
+    Args:
+        found: Status of each run.
+        width: Width of the terminal in characters; None where there is none.
+    """
+    return _block(found[0]) if len(found) == 1 else _table(found, width)
 
 
 def _block(status: RunStatus) -> Group:
@@ -84,16 +93,36 @@ def _state(status: RunStatus, now_s: float) -> Text:
     return text.append(f" since {_clock(found.since_s)}, {ago}" if found.state is RunState.SILENT else f", {ago}", "")
 
 
-def _table(found: Sequence[RunStatus], is_terminal: bool) -> Table:
+def _table(found: Sequence[RunStatus], width: int | None) -> Table:
     table = Table(pad_edge=False)
-    if not is_terminal:
+    if width is None:
         table.box = None
-    for heading in _HEADINGS:
-        is_number = heading not in ("run", "state", "alarms")
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for status in found:
-        table.add_row(*_row(status))
+    rows = [dict(zip(_HEADINGS, _row(status), strict=True)) for status in found]
+    shown = _HEADINGS if width is None else _fitting(rows, width)
+    for heading in shown:
+        folded = _FOLDED_WIDTH.get(heading)
+        widest = max(len(row[heading]) for row in rows) if rows else 0
+        table.add_column(
+            heading,
+            justify="right" if folded is None else "left",
+            no_wrap=folded is None,
+            overflow="fold",
+            min_width=None if folded is None or width is None else min(folded, widest),
+        )
+    for row in rows:
+        table.add_row(*(row[heading] for heading in shown))
     return table
+
+
+def _fitting(rows: Sequence[dict[str, Text]], width: int) -> list[str]:
+    """Returns the headings of the columns for which a terminal has room; those of _LEAST go one after the other."""
+    widths = {each: max([len(each), *(len(row[each]) for row in rows)]) for each in _HEADINGS}
+    needed = {each: min(size, _FOLDED_WIDTH.get(each, size)) + len(" | ") for each, size in widths.items()}
+    for heading in _LEAST:
+        if sum(needed.values()) <= width:
+            break
+        del needed[heading]
+    return list(needed)
 
 
 def _row(status: RunStatus) -> list[Text]:

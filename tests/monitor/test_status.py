@@ -32,7 +32,7 @@ from tests.warm import completed, program_environment
 def text(*runs: Path) -> str:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(status_view([read_status(run) for run in runs], is_terminal=False))
+        console.print(status_view([read_status(run) for run in runs], width=None))
     return capture.get()
 
 
