@@ -24,6 +24,7 @@ from starlette.routing import Route
 from mtrain.base.errors import DataError
 from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.serve import bodies
+from mtrain.serve.asked import BaseModel, asked_of
 from mtrain.serve.desk import Desk, FullError, Request, Sessions
 from mtrain.serve.http import bytes_of, fault, read_body
 from mtrain.serve.protocol import read_batch
@@ -35,26 +36,12 @@ from mtrain.serve.work import (
     KeepSampler,
     LoadWeights,
     OptimStep,
-    Sample,
     Save,
     Unload,
 )
-from mtrain.training.sampling.choice import SamplingParams
 
 _POLL_S = 25.0
 """Time that a future is waited for in one request; the SDK gives up after 45 s."""
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The model that the service offers."""
-
-    name: str
-    seq_length: int
-    stop_token_ids: frozenset[int]
-    """Tokens that end an answer where a client does not say."""
-    has_tied_output: bool = False
-    """Whether the output layer has no table of its own, for which `train_unembed`, the SDK's default, is nothing."""
 
 
 @dataclass
@@ -325,30 +312,10 @@ class App:
         body = await read_body(request, bodies.SampleBody)
         if body.sampling_session_id not in self._samplers:
             raise HTTPException(404, f"there is no sampling session {body.sampling_session_id}; create one")
-        asked = Sample(
-            body.sampling_session_id,
-            _prompt(body),
-            body.num_samples,
-            self._sampling(body),
-            bool(body.prompt_logprobs),
-            body.prompt_logprobs_last_n,
-        )
+        asked = asked_of(body, self.base)
         made = self.desk.submit(asked, f"{body.sampling_session_id}:{body.seq_id}")
         ids = [f"{made.id}:{number}" for number in range(body.num_samples)]
         return JSONResponse({"request_id": made.id, "sample_sequence_ids": ids})
-
-    def _sampling(self, body: bodies.SampleBody) -> SamplingParams:
-        given, length = body.sampling_params, sum(len(chunk.tokens) for chunk in body.prompt.chunks)
-        room = self.base.seq_length - length
-        if room < 1 or length < 1:
-            raise DataError(f"the prompt has {length} tokens; send 1 to {self.base.seq_length - 1}")
-        stop = given.stop
-        if isinstance(stop, str) or (isinstance(stop, list) and any(isinstance(each, str) for each in stop)):
-            raise DataError("stop is a text; give ids of tokens, as the service knows no tokenizer")
-        stops = self.base.stop_token_ids if stop is None else frozenset(each for each in stop if isinstance(each, int))
-        most = room if given.max_tokens is None else min(given.max_tokens, room)
-        seed = secrets.randbits(48) if given.seed is None else given.seed
-        return SamplingParams(most, given.temperature, given.top_p, max(0, given.top_k), seed, stops)
 
     # futures
 
@@ -446,20 +413,6 @@ class App:
         if not self.sessions.has(session_id):
             raise HTTPException(404, f"there is no session {session_id[:200]}; make a new ServiceClient")
         self.sessions.see(session_id)
-
-
-def _prompt(body: bodies.SampleBody) -> list[int]:
-    if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
-        raise DataError("the prompt has an image or a sound, which no model here reads; send tokens")
-    wanted = {
-        "topk_prompt_logprobs": body.topk_prompt_logprobs,
-        "topk_sample_logprobs": body.topk_sample_logprobs,
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
-        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
-    }
-    if missing := [name for name, value in wanted.items() if value]:
-        raise DataError(f"{', '.join(missing)} is not offered here; take prompt_logprobs, or leave it out")
-    return [token for chunk in body.prompt.chunks for token in chunk.tokens]
 
 
 def _refuse_lifetime(body: bodies.SaveBody) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Id = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _MOST_TOKENS = 10_000_000
 
 
@@ -137,7 +138,7 @@ class SamplingBody(Body):
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | list[TokenId] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | list[TokenId] | None = None
     temperature: float = Field(1.0, ge=0)
     top_k: int = -1
     top_p: float = Field(1.0, gt=0, le=1)
@@ -153,8 +154,8 @@ class SampleBody(Body):
     num_samples: int = Field(1, ge=1, le=1024)
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: int = Field(0, ge=0, le=128)
+    topk_sample_logprobs: int = Field(0, ge=0, le=128)
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
 

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.training.sampling.sampler import Completion
 
 _PACKAGE = "mtrain_serve"
 _FIELD = descriptor_pb2.FieldDescriptorProto
@@ -60,13 +61,25 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "loss_fn_outputs": (2, "ArrayRecord[]"),
         "metrics": (3, "{double}"),
     },
-    "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
-    "SampleResponse": {"sequences": (1, "SampledSequence[]"), "prompt_logprobs": (2, "bytes")},
+    "TopK": {"token_ids": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "uint32"), "length": (4, "uint32")},
+    "SampledSequence": {
+        "stop_reason": (1, "int32"),
+        "tokens": (2, "bytes"),
+        "logprobs": (3, "bytes"),
+        "topk_sampled_logprobs": (4, "TopK"),
+    },
+    "SampleResponse": {
+        "sequences": (1, "SampledSequence[]"),
+        "prompt_logprobs": (2, "bytes"),
+        "topk_prompt_logprobs": (3, "TopK"),
+    },
 }
 _FLOAT32, _INT64 = 1, 2
 """Numbers of the data types."""
-STOP, LENGTH = 0, 1
+_REASONS = {"stop": 0, "length": 1}
 """Numbers of the reasons for the end of an answer."""
+NO_LOG_PROB = -99999.0
+"""Log-probability that stands, with token 0, where there are no likeliest tokens."""
 _DTYPES: Mapping[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64}
 
 
@@ -207,23 +220,39 @@ def written_outputs(fields: Mapping[str, Sequence[NDArray[np.float32]]], metrics
     return written
 
 
+Likeliest = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Likeliest tokens of each place and their log-probabilities, [places, k]."""
+
+
 def written_answers(
-    answers: Sequence[tuple[Sequence[int], Sequence[float], int]], prompt_log_probs: NDArray[np.float32] | None
+    answers: Sequence[Completion], prompt_log_probs: NDArray[np.float32] | None, of_prompt: Likeliest | None = None
 ) -> bytes:
     """Returns a SampleResponse.
 
     Args:
-        answers: Tokens, their log-probabilities and STOP or LENGTH of each answer.
+        answers: Answers, with the likeliest tokens in each token's place where they were asked for.
         prompt_log_probs: Log-probabilities of the prompt's tokens, nan where there is none; None: not asked for.
+        of_prompt: Likeliest tokens in the place of each of the prompt's; None: not asked for.
     """
     message = _CLASS["SampleResponse"]()
-    for tokens, log_probs, reason in answers:
-        message.sequences.add(
-            stop_reason=reason,
-            tokens=np.asarray(tokens, np.int32).tobytes(),
-            logprobs=np.asarray(log_probs, np.float32).tobytes(),
+    for each in answers:
+        sequence = message.sequences.add(
+            stop_reason=_REASONS[each.finish_reason],
+            tokens=np.asarray(each.token_ids, np.int32).tobytes(),
+            logprobs=np.asarray(each.log_probs, np.float32).tobytes(),
         )
+        if each.likeliest:
+            pairs = np.asarray(each.likeliest)
+            _write_likeliest(sequence.topk_sampled_logprobs, (pairs[..., 0].astype(np.int32), pairs[..., 1]))
     if prompt_log_probs is not None:
         message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
+    if of_prompt is not None:
+        _write_likeliest(message.topk_prompt_logprobs, of_prompt)
     written: bytes = message.SerializeToString()
     return written
+
+
+def _write_likeliest(message: Any, found: tuple[NDArray[np.int32], NDArray[Any]]) -> None:
+    ids, log_probs = found
+    message.length, message.k = ids.shape
+    message.token_ids, message.logprobs = ids.tobytes(), log_probs.astype(np.float32).tobytes()

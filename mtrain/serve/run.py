@@ -20,7 +20,8 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.config.schema.loss import LossSection
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.runs.folder import RunFolder
-from mtrain.serve.app import App, BaseModel
+from mtrain.serve.app import App
+from mtrain.serve.asked import BaseModel
 from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.store import Store
 from mtrain.serve.work import Operation, Served, Worker
@@ -67,8 +68,9 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
                 held.enter_context(folder.locked())
                 store = Store(folder.path)
                 store.restore()
-                model = config.model
-                base = BaseModel(served.name, config.data.seq_length, _stops(model.hf), model.tied_embeddings)
+                model, has_tokenizer = config.model, served.tokenizer is not None
+                stops = _stops(model.hf)
+                base = BaseModel(served.name, config.data.seq_length, stops, has_tokenizer, model.tied_embeddings)
                 app = App(base, desk, sessions, store, token)
                 held.enter_context(_listening(app, host, port, folder))
                 return app

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +24,11 @@ from mtrain.data.datum import Datum
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.plan.adapters import all_matrices
+from mtrain.serve.likeliest import ends_with, likeliest_of_prompt
 from mtrain.serve.losses import Batch
-from mtrain.serve.protocol import LENGTH, STOP, SentBatch, written_answers, written_outputs
+from mtrain.serve.protocol import NO_LOG_PROB, Likeliest, SentBatch, written_answers, written_outputs
 from mtrain.serve.store import Described, Lora, Place, Store
+from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.engine import Engine
 from mtrain.training.held import Held
 from mtrain.training.sampling.choice import SamplingParams
@@ -60,6 +63,15 @@ class Served:
     def name(self) -> str:
         """Returns the name that clients call the model by."""
         return Path(self.config.run.dir if self.config.model.hf is None else self.config.model.hf).name
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Returns the path of the tokenizer, for texts that end an answer; None where no key names one."""
+        if self.config.data.tokenizer is not None:
+            return Path(self.config.data.tokenizer)
+        hf = self.config.model.hf
+        has_one = hf is not None and any(list(Path(hf).glob(each)) for each in ("tokenizer.json", "*.model"))
+        return Path(hf) if hf is not None and has_one else None
 
     def adapted(self, lora: Lora) -> Config:
         """Returns the configuration with the adapter that a client asks for.
@@ -139,8 +151,13 @@ class Sample:
     prompt: list[int]
     num_samples: int
     sampling: SamplingParams
-    with_prompt_log_probs: bool
-    last_n: int | None
+    stop_texts: tuple[str, ...] = ()
+    num_likeliest: int = 0
+    """Number of likeliest tokens in the place of each token of an answer."""
+    with_prompt_log_probs: bool = False
+    num_likeliest_of_prompt: int = 0
+    last_n: int | None = None
+    """Number of the prompt's last tokens that are asked for; None: all."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +214,11 @@ class Worker:
         self._samplers: dict[str, Held | None] = {}
         self._current: str | None = None
         self._base = self._whole_base()
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._served.tokenizer is not None, "the application refuses texts that nobody can compare"
+        return load_tokenizer(self._served.tokenizer)
 
     def close(self) -> None:
         """Closes the engine."""
@@ -361,11 +383,12 @@ class Worker:
             self._engine.put_back(self._base)
         is_bare = held is None and self._engine.config.adapter is not None
         with self._engine.adapters_off() if is_bare else nullcontext():
-            found = self._engine.generate([asked.prompt] * asked.num_samples, asked.sampling)
+            ends = partial(ends_with, asked.stop_texts, self._tokenizer) if asked.stop_texts else None
+            sampling = replace(asked.sampling, is_complete=ends, num_likeliest=asked.num_likeliest)
+            found = self._engine.generate([asked.prompt] * asked.num_samples, sampling)
             likely = self._prompt_log_probs(asked) if asked.with_prompt_log_probs else None
-        reasons = {"stop": STOP, "length": LENGTH}
-        answers = [(each.token_ids, each.log_probs, reasons[each.finish_reason]) for each in found]
-        return Done(written_answers(answers, likely))
+            likeliest = self._prompt_likeliest(asked) if asked.num_likeliest_of_prompt else None
+        return Done(written_answers(found, likely, likeliest))
 
     def _prompt_log_probs(self, asked: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
         found = np.full(len(asked.prompt), np.nan, np.float32)
@@ -374,6 +397,16 @@ class Worker:
         if asked.last_n is not None:
             found[: len(found) - asked.last_n] = np.nan
         return found
+
+    def _prompt_likeliest(self, asked: Sample) -> Likeliest:
+        count = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
+        ids = np.zeros((len(asked.prompt), count), np.int32)
+        log_probs = np.full(ids.shape, NO_LOG_PROB, np.float32)
+        if len(asked.prompt) > 1:
+            ids[1:], log_probs[1:] = likeliest_of_prompt(self._engine, asked.prompt, count)
+        unasked = slice(0, 0 if asked.last_n is None else len(ids) - asked.last_n)
+        ids[unasked], log_probs[unasked] = 0, NO_LOG_PROB
+        return ids, log_probs
 
     def _unload(self, asked: Unload) -> Done:
         for model_id in asked.model_ids:

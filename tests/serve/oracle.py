@@ -29,13 +29,15 @@ class Oracle:
 
     def log_probs(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         """Returns the log-probabilities of each sequence's tokens but the first, with a graph."""
+        found = zip(self.distributions(tokens), tokens, strict=True)
+        return [each.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0] for each, ids in found]
+
+    def distributions(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Returns log-probabilities of the whole vocabulary in the place of each token but the first."""
         samples = [Sample(np.array(ids[:-1]), np.array(ids[1:]), np.ones(len(ids) - 1)) for ids in tokens]
         model = Transformer(self._config.model, merged(self._config, self.parameters))
         logits = model.forward(rows_of(samples)).logits
-        return [
-            each[: len(ids) - 1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-            for each, ids in zip(logits, tokens, strict=True)
-        ]
+        return [each[: len(ids) - 1].log_softmax(-1) for each, ids in zip(logits, tokens, strict=True)]
 
     def forward_backward(
         self, tokens: Sequence[Sequence[int]], loss: str, inputs: Sequence[Mapping[str, Any]]

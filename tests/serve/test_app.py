@@ -23,7 +23,8 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.runs.folder import RunFolder
-from mtrain.serve.app import App, BaseModel
+from mtrain.serve.app import App
+from mtrain.serve.asked import BaseModel
 from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.losses import Batch

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
@@ -36,7 +37,10 @@ class Completion:
     log_probs: list[float]
     """Log-probability of each token in nats, under the model itself: temperature 1, no token excluded."""
     finish_reason: Literal["stop", "length"]
-    """Reason for the end. stop: a stop token ended the answer; length: it has max_new_tokens."""
+    """Reason for the end. stop: a stop token or `is_complete` ended the answer; length: it has max_new_tokens."""
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Likeliest tokens in each token's place with their log-probabilities, the likeliest first; empty where none were
+    asked for."""
 
 
 @dataclass
@@ -49,6 +53,7 @@ class _Answer:
     """Index of the answer's sequence in the cache."""
     prompt_length: int
     ids: list[int] = field(default_factory=list)
+    rows: list[list[float]] = field(default_factory=list)
 
 
 def generate(
@@ -83,20 +88,22 @@ def generate(
     # the same on all ranks, so that what is allocated does not depend on which prompts a replica got
     length = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
     num_sequences = max(1, min(max_sequences, -(-len(prompts) // num_replicas)))
-    ids = torch.zeros(len(prompts), sampling.max_new_tokens, dtype=torch.int64, device=device)
-    log_probs = torch.zeros(len(prompts), sampling.max_new_tokens, dtype=torch.float64, device=device)
+    sampling = replace(sampling, num_likeliest=min(sampling.num_likeliest, config.model.vocab_size))
+    # all as float64, which holds every id: one all-reduce
+    drawn = torch.zeros(
+        len(prompts), sampling.max_new_tokens, 2 + 2 * sampling.num_likeliest, dtype=torch.float64, device=device
+    )
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     with cached_model(config, groups, chunks, num_sequences, length) as model:
         replies = _Replies(model, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
         while _goes_on(replies.are_unfinished, groups):
             replies.run_pass()
-    for number, (tokens, likely) in replies.done.items():
-        lengths[number] = len(tokens)
-        ids[number, : len(tokens)] = torch.tensor(tokens, device=device)
-        log_probs[number, : len(tokens)] = torch.tensor(likely, dtype=torch.float64, device=device)
-    for values in (ids, log_probs, lengths):
+    for number, rows in replies.done.items():
+        lengths[number] = len(rows)
+        drawn[number, : len(rows)] = torch.tensor(rows, dtype=torch.float64, device=device)
+    for values in (drawn, lengths):
         dist.all_reduce(values, group=groups.dp_cp)  # the others have zeros
-    return _completions(ids.tolist(), log_probs.tolist(), lengths.tolist(), sampling)
+    return [_completion(rows[:length], sampling) for rows, length in zip(drawn.tolist(), lengths.tolist(), strict=True)]
 
 
 def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
@@ -111,20 +118,19 @@ def _goes_on(own: bool, groups: Groups) -> bool:
     return any_rank(own, groups.device) if groups.layout.ep > 1 else own
 
 
-def _completions(
-    ids: list[list[int]], log_probs: list[list[float]], lengths: list[int], sampling: SamplingParams
-) -> list[Completion]:
-    found: list[Completion] = []
-    for tokens, likely, length in zip(ids, log_probs, lengths, strict=True):
-        if -1 in tokens[:length]:
-            error = NumericError(
-                "the model's logits are not finite, so no token can be drawn; go back to an earlier checkpoint"
-            )
-            error.on_every_rank = True
-            raise error
-        stopped = tokens[length - 1] in sampling.stop_token_ids
-        found.append(Completion(tokens[:length], likely[:length], "stop" if stopped else "length"))
-    return found
+def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion:
+    """Returns an answer of rows of numbers, one a token: the token, its log-probability, and the likeliest ones."""
+    ids = [int(row[0]) for row in rows]
+    if -1 in ids:
+        error = NumericError(
+            "the model's logits are not finite, so no token can be drawn; go back to an earlier checkpoint"
+        )
+        error.on_every_rank = True
+        raise error
+    end = 2 + sampling.num_likeliest
+    likeliest = [[(int(token), value) for token, value in zip(row[2:end], row[end:], strict=True)] for row in rows]
+    reason: Literal["stop", "length"] = "stop" if sampling.ends(ids) else "length"
+    return Completion(ids, [row[1] for row in rows], reason, likeliest if sampling.num_likeliest else [])
 
 
 class _Replies:
@@ -150,9 +156,8 @@ class _Replies:
         self._waiting = deque(prompts)
         self._free = deque(range(num_sequences))
         self._active: list[_Answer] = []
-        self._likely: dict[int, list[float]] = {number: [] for number in prompts}
-        self.done: dict[int, tuple[list[int], list[float]]] = {}
-        """Tokens of finished answers and their log-probabilities, by the number of the prompt."""
+        self.done: dict[int, list[list[float]]] = {}
+        """Rows of finished answers, as `_completion` reads them, by the number of the prompt."""
 
     @property
     def are_unfinished(self) -> bool:
@@ -168,15 +173,16 @@ class _Replies:
         logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not current)
         if not current:
             return
-        # both as float64, which holds every id: one broadcast
-        drawn = torch.empty(2, len(current), dtype=torch.float64, device=self._groups.device)
+        # all as float64, which holds every id: one broadcast
+        drawn = torch.empty(
+            2 + 2 * self._sampling.num_likeliest, len(current), dtype=torch.float64, device=self._groups.device
+        )
         if logits is not None:
-            tokens, likely = choose(
-                logits, [TokenPlace(each.number, len(each.ids)) for each in current], self._sampling
-            )
-            drawn = torch.stack((tokens.double(), likely))
+            places = [TokenPlace(each.number, len(each.ids)) for each in current]
+            tokens, likely = choose(logits, places, self._sampling)
+            drawn = torch.cat((tokens.double()[None], likely[None], *_likeliest_rows(logits, self._sampling)))
         self._model.from_last_stage(drawn)
-        self._take(current, *drawn.tolist())
+        self._take(current, drawn.t().tolist())
 
     def _unread(self, answer: _Answer) -> PassTokens:
         """Returns the tokens of an answer that the model has not read: the prompt, or the latest token."""
@@ -195,13 +201,21 @@ class _Replies:
         self._active += begun
         return begun
 
-    def _take(self, answers: Sequence[_Answer], tokens: list[float], likely: list[float]) -> None:
-        for answer, token, log_prob in zip(list(answers), tokens, likely, strict=True):
-            answer.ids.append(int(token))
-            self._likely[answer.number].append(log_prob)
+    def _take(self, answers: Sequence[_Answer], rows: Sequence[list[float]]) -> None:
+        for answer, row in zip(list(answers), rows, strict=True):
+            answer.ids.append(int(row[0]))
+            answer.rows.append(row)
             # -1: the logits were not finite, which `generate` reports on all ranks
-            ends = answer.ids[-1] in self._sampling.stop_token_ids or answer.ids[-1] == -1
+            ends = answer.ids[-1] == -1 or self._sampling.ends(answer.ids)
             if ends or len(answer.ids) == self._sampling.max_new_tokens:
-                self.done[answer.number] = (answer.ids, self._likely[answer.number])
+                self.done[answer.number] = answer.rows
                 self._active.remove(answer)
                 self._free.append(answer.sequence)
+
+
+def _likeliest_rows(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
+    """Returns tokens and log-probabilities, [num_likeliest, answers] float64 each; nothing where none are sampling."""
+    if sampling.num_likeliest == 0:
+        return ()
+    found = logits.double().log_softmax(-1).topk(sampling.num_likeliest, dim=-1)
+    return found.indices.t().double(), found.values.t()

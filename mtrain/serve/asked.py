@@ -1,0 +1,77 @@
+"""What a client asks of a sampler, checked against the model that the service offers."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from mtrain.base.errors import DataError
+from mtrain.serve.bodies import SampleBody
+from mtrain.serve.work import Sample
+from mtrain.training.sampling.choice import SamplingParams
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that the service offers."""
+
+    name: str
+    seq_length: int
+    stop_token_ids: frozenset[int]
+    """Tokens that end an answer where a client does not say."""
+    has_tokenizer: bool = False
+    """Whether texts can end an answer."""
+    has_tied_output: bool = False
+    """Whether the output layer has no table of its own, for which `train_unembed`, the SDK's default, is nothing."""
+
+
+def asked_of(body: SampleBody, base: BaseModel) -> Sample:
+    """Returns the operation that answers a request.
+
+    Raises:
+        DataError: The request asks for what the model or the service does not have.
+    """
+    return Sample(
+        body.sampling_session_id,
+        _prompt(body),
+        body.num_samples,
+        _sampling(body, base),
+        _stop_texts(body, base),
+        body.topk_sample_logprobs,
+        bool(body.prompt_logprobs),
+        body.topk_prompt_logprobs,
+        body.prompt_logprobs_last_n,
+    )
+
+
+def _prompt(body: SampleBody) -> list[int]:
+    if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+        raise DataError("the prompt has an image or a sound, which no model here reads; send tokens")
+    wanted = {
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
+        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
+    }
+    if missing := [name for name, value in wanted.items() if value]:
+        raise DataError(f"{', '.join(missing)} is not offered here; take topk_prompt_logprobs, or leave it out")
+    return [token for chunk in body.prompt.chunks for token in chunk.tokens]
+
+
+def _sampling(body: SampleBody, base: BaseModel) -> SamplingParams:
+    given, length = body.sampling_params, sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+    room = base.seq_length - length
+    if room < 1 or length < 1:
+        raise DataError(f"the prompt has {length} tokens; send 1 to {base.seq_length - 1}")
+    ids = frozenset(each for each in given.stop or [] if isinstance(each, int))
+    # as for other engines: a text that ends an answer leaves the tokens that do so as they are
+    stops = ids if isinstance(given.stop, list) and len(ids) == len(set(given.stop)) else base.stop_token_ids
+    most = room if given.max_tokens is None else min(given.max_tokens, room)
+    seed = secrets.randbits(48) if given.seed is None else given.seed
+    return SamplingParams(most, given.temperature, given.top_p, max(0, given.top_k), seed, stops)
+
+
+def _stop_texts(body: SampleBody, base: BaseModel) -> tuple[str, ...]:
+    given = body.sampling_params.stop
+    texts = (given,) if isinstance(given, str) else tuple(each for each in given or [] if isinstance(each, str))
+    if texts and not base.has_tokenizer:
+        raise DataError("stop is a text, but this service has no tokenizer; give ids, or set data.tokenizer for it")
+    return texts
