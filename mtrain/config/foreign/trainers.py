@@ -110,6 +110,15 @@ def _ulysses(found: Translation, value: Any, name: str) -> None:
         found.put("layout.cp_comm", "ulysses", name)
 
 
+def _column(ours: str) -> Put:
+    def put(found: Translation, value: Any, name: str) -> None:
+        if value is not None and value != ours:
+            columns = found.content.get("data", {}).get("columns", {})
+            found.put("data.columns", {**columns, value: ours}, name)
+
+    return put
+
+
 def _optimizer(found: Translation, value: Any, name: str) -> None:
     if "adam" not in str(value).lower():
         found.lost.append(f"{name}={value}: optimizer.kind is adamw or muon")
@@ -269,10 +278,12 @@ VERL: dict[str, Put] = {
     "data.max_token_len_per_gpu": to("train.tokens_per_micro_batch"),
     "data.max_length": to("data.seq_length"),
     "data.truncation": constant("data.too_long", {"error": "refuse", "left": "start", "right": "end"}),
-    "data.messages_key": lambda found, value, name: found.put(
-        "data.columns", None if value == "messages" else {value: "messages"}, name
-    ),
-    "data.prompt_key": lambda found, value, name: found.put("data.columns", {value: "prompt"}, name),
+    "data.messages_key": _column("messages"),
+    "data.multiturn.messages_key": _column("messages"),
+    "data.multiturn.tools_key": _column("tools"),
+    "data.multiturn.enable": lambda found, value, name: found.put("data.format", "messages" if value else None, name),
+    "data.prompt_key": _column("prompt"),
+    "data.response_key": _column("response"),
     "engine.tensor_model_parallel_size": to("layout.tp"),
     "engine.pipeline_model_parallel_size": to("layout.pp"),
     "engine.context_parallel_size": to("layout.cp"),

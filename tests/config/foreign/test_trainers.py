@@ -100,6 +100,23 @@ def test_a_file_of_verl(tmp_path: Path) -> None:
     assert found.lost == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "columns"),
+    [
+        ({"prompt_key": "question", "response_key": "answer"}, {"question": "prompt", "answer": "response"}),
+        ({"prompt_key": "prompt", "response_key": "answer"}, {"answer": "response"}),
+        ({"multiturn": {"enable": True, "messages_key": "chat", "tools_key": "functions"}}, None),
+        ({"multiturn": {"enable": True, "messages_key": "messages"}}, {}),
+    ],
+)
+def test_columns_of_verl(tmp_path: Path, keys: dict[str, Any], columns: dict[str, str] | None) -> None:
+    found = from_verl(Path(write(tmp_path / "v.yaml", {"data": {"train_files": "a.parquet", **keys}})))
+    data = section(found, "data")
+    assert data.get("columns", {}) == ({"chat": "messages", "functions": "tools"} if columns is None else columns)
+    assert data.get("format") == ("messages" if "multiturn" in keys else None)
+    assert found.lost == []
+
+
 def test_arguments_of_ms_swift() -> None:
     found = from_ms_swift(SWIFT.split())
     assert section(found, "layout") == {"tp": 2, "sp": True}
