@@ -138,8 +138,8 @@ def fitting_family(model: ModelSection) -> Family:
 
 
 _DESCRIPTION = """architectures model_type transformers_version _name_or_path name_or_path _model_name_or_path
-_commit_hash torch_dtype dtype auto_map tokenizer_class model_max_length unsloth_version unsloth_fixed max_position_embeddings
-initial_context_length quantization_config pretraining_tp transformers_weights"""
+_commit_hash torch_dtype dtype auto_map tokenizer_class model_max_length unsloth_version unsloth_fixed
+max_position_embeddings initial_context_length quantization_config pretraining_tp transformers_weights"""
 _TOKENS = "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id"
 _OUTPUTS = """use_cache output_attentions output_hidden_states output_router_logits output_scores return_dict
 return_dict_in_generate attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation
