@@ -80,13 +80,13 @@ class Merging:
         adapter, wide, module = self.adapter, weight.float(), _module(name)
         if parts == ("experts",):
             down, up = (tensor_of(f"{module}.{kind}").float() for kind in (LORA_A, LORA_B))
-            return wide + adapter.scale * (up @ down)
+            return wide + adapter.scale_of("experts") * (up @ down)
         if parts == ("embedding",):
             down, up = _pair(module, "embedding", tensor_of)
-            return wide + adapter.scale * (down[: len(wide)] @ up.T)
+            return wide + adapter.scale_of("embedding") * (down[: len(wide)] @ up.T)
         changes = [self._product(module, part, tensor_of) if part in adapter.parts else None for part in parts]
         fusion = _fusion(name, parts, wide, self.config.model)
-        new = wide + adapter.scale * fusion.joined(changes, 0.0, wide.T).T
+        new = wide + fusion.joined(changes, 0.0, wide.T).T
         if not adapter.has_magnitudes:
             return new
         norms = new.norm(dim=1)
@@ -97,9 +97,10 @@ class Merging:
         return new * fusion.joined(ratios, 1.0, norms)[:, None]
 
     def _product(self, module: str, part: str, tensor_of: TensorOf) -> Tensor:
-        """Computes (B A)^T, [inputs, outputs], without rows that only pad the vocabulary."""
+        """Computes scale (B A)^T, [inputs, outputs], without rows that only pad the vocabulary."""
         down, up = _pair(module, part, tensor_of)
-        return (up[: self.config.model.vocab_size] @ down).T if part == "output" else (up @ down).T
+        product = up[: self.config.model.vocab_size] @ down if part == "output" else up @ down
+        return self.adapter.scale_of(part) * product.T
 
     def _parts_of(self, name: str) -> tuple[str, ...]:
         """Returns the parts of a tensor if one of them has an adapter; empty where the tensor stays unchanged."""

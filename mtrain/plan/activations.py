@@ -404,7 +404,7 @@ def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices
         assert each.linear != EMBEDDING, "no part of a layer"
         copies = model.experts.top_k if each.num_experts and model.experts is not None else 1
         is_local = layout.sp and (each.is_row_parallel or bool(each.num_experts))
-        found += copies * adapter.rank // (layout.tp if is_local else 1)
+        found += copies * adapter.rank_of(each.part) // (layout.tp if is_local else 1)
     if adapter.has_magnitudes:
         outputs = {each.linear: _outputs(model, layout, each) for each in matrices}
         found += 2 * sum(outputs.values())

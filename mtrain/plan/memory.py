@@ -103,8 +103,8 @@ class _StageRank:
         model, adapter, layout = self.config.model, self.config.adapter, self.layout
         if adapter is None:
             return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
-        widths = (max(each.rows, each.columns) for each in all_matrices(model, adapter))
-        return max(adapter.rank * max(widths, default=0), head_elements(model))
+        sizes = (adapter.rank_of(each.part) * max(each.rows, each.columns) for each in all_matrices(model, adapter))
+        return max(max(sizes, default=0), head_elements(model))
 
     def kept_numbers(self, held: RankParameters) -> RankParameters:
         """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""

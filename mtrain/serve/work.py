@@ -87,7 +87,7 @@ class Served:
         if not targets:
             raise ConfigError("nothing of this model would learn; set train_attn or train_mlp, or for the whole rank=0")
         given = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
-        content["adapter"] = {**given, "rank": lora.rank, "targets": targets}
+        content["adapter"] = {**given, "rank": lora.rank, "targets": targets, "rank_pattern": {}, "alpha_pattern": {}}
         try:
             return Config.model_validate(content)
         except ValidationError as fault:

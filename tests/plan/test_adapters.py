@@ -20,6 +20,11 @@ ADAPTERS: list[dict[str, Any]] = [
     {"kind": "dora", "rank": 3, "targets": ["q_proj", "fc1", "fc2"]},
     {"rank": 3, "targets": ["k_proj", "fc2", "experts"]},
     {"kind": "dora", "rank": 3, "targets": ["qkv", "proj"]},
+    {
+        "rank": 3,
+        "targets": ["qkv", "fc1", "experts", "embedding"],
+        "rank_pattern": {"qkv": 5, "k_proj": 1, "experts": 2},
+    },
 ]
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 
@@ -30,7 +35,7 @@ def adapted(adapter: dict[str, Any], **changes: Any) -> Config:
     return config(adapter=adapter, **experts, **latent, **changes)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=["tables", "dora", "experts", "latents"])
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=["tables", "dora", "experts", "latents", "patterns"])
 def test_parameters_are_those_of_the_definition_and_lie_somewhere(adapter: dict[str, Any]) -> None:
     user = adapted(adapter, model__vocab_multiple=8)  # without padding
     assert user.adapter is not None

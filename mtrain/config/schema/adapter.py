@@ -1,8 +1,9 @@
 """`adapter.*`: low-rank adapters of a frozen model, in the words of PEFT."""
 
 import math
+import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Any, Literal, TypeVar, assert_never
 
 from pydantic import Field, Tag, field_validator
 
@@ -70,6 +71,15 @@ ALL_LINEAR = "all-linear"
 """Value of PEFT's target_modules that means every linear layer but the output layer."""
 
 
+Number = TypeVar("Number", int, float)
+
+
+def _of_part(pattern: Mapping[Any, Number], part: str, default: Number) -> Number:
+    """Returns the value of a part; its own name takes precedence over that of a group."""
+    groups = (pattern[group] for group, parts in GROUPS.items() if part in parts and group in pattern)
+    return pattern[part] if part in pattern else next(groups, default)
+
+
 class AdapterSection(Section):
     """Pairs of matrices A [rank, inputs] and B [outputs, rank] that are added to frozen ones: W x + scale B A x."""
 
@@ -87,6 +97,10 @@ class AdapterSection(Section):
     targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
     """Modules that get adapters, or all-linear, the default: docs/lora.md says what each name means in PEFT and in
     Megatron-Bridge."""
+    rank_pattern: dict[Target, Annotated[int, bounds.WIDTH, Field(gt=0)]] = Field({})
+    """Ranks of single targets, in all layers, in the place of rank."""
+    alpha_pattern: dict[Target, Annotated[float, Field(gt=0)]] = Field({})
+    """Alphas of single targets, in all layers, in the place of alpha."""
 
     base_dtype: Literal["bf16"] | None = None
     """Precision of frozen weights. bf16: frozen projections and tables are held in bfloat16 in a run in float32, half
@@ -108,18 +122,54 @@ class AdapterSection(Section):
         named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]
         return tuple(dict.fromkeys(named)) if all(isinstance(each, str) for each in named) else tuple(named)
 
+    @field_validator("rank_pattern", "alpha_pattern", mode="before")
+    @classmethod
+    def patterns_name_targets(cls, value: object) -> object:
+        """Replaces names of PEFT and Megatron-Bridge by ours."""
+        if not isinstance(value, Mapping):
+            return value
+        if layered := [each for each in value if isinstance(each, str) and re.search(r"[.^*\\]", each)]:
+            raise ValueError(
+                f"names {', '.join(layered)}, but all layers have the same ranks here; name targets, such as q_proj"
+            )
+        return {SYNONYMS.get(each, each) if isinstance(each, str) else each: one for each, one in value.items()}
+
+    @rule
+    def patterns_name_what_is_adapted(self) -> str | None:
+        patterns: dict[str, Mapping[Target, float]]
+        patterns = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        for name, pattern in patterns.items():
+            if missing := [each for each in pattern if self.parts.isdisjoint(GROUPS.get(each, (each,)))]:
+                return f"{name}={', '.join(missing)} is no target; add it to targets, or remove it"
+        return None
+
     @rule
     def something_is_adapted(self) -> str | None:
         return None if self.targets else "targets is empty, so that nothing would learn; name at least one"
 
+    def rank_of(self, part: str) -> int:
+        """Returns the rank of a part."""
+        return _of_part(self.rank_pattern, part, self.rank)
+
+    def alpha_of(self, part: str) -> float:
+        """Returns the alpha of a part."""
+        return _of_part(self.alpha_pattern, part, self.alpha)
+
+    def scale_of(self, part: str) -> float:
+        """Returns the factor of a part's B A."""
+        return self._scale(self.alpha_of(part), self.rank_of(part))
+
     @property
     def scale(self) -> float:
-        """Returns the factor of B A."""
+        """Returns the factor of B A where no pattern says another."""
+        return self._scale(self.alpha, self.rank)
+
+    def _scale(self, alpha: float, rank: int) -> float:
         match self.scaling:
             case "standard":
-                return self.alpha / self.rank
+                return alpha / rank
             case "rslora":
-                return self.alpha / math.sqrt(self.rank)
+                return alpha / math.sqrt(rank)
             case _:
                 assert_never(self.scaling)
 

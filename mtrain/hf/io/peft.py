@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -16,7 +17,15 @@ from mtrain.hf.io.matching import shown
 from mtrain.hf.io.safetensors import SafetensorsFile
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import inside, read_json
-from mtrain.hf.schema.peft import CONFIG_NAME, TENSORS_NAME, PeftTensor, differences, tensors
+from mtrain.hf.schema.peft import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    PeftTensor,
+    differences,
+    path_in_model,
+    rank_and_alpha,
+    tensors,
+)
 
 _FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 """Endings of frozen tables that PEFT saves with their adapters."""
@@ -32,7 +41,7 @@ class PeftFolder:
             DataError: The folder is damaged, or holds another adapter than the run's.
         """
         config = read_json(inside(path, CONFIG_NAME))
-        if faults := differences(config, model, adapter):
+        if faults := differences(config, family, model, adapter):
             raise DataError(f"{path / CONFIG_NAME} is another adapter than the run's: {'; '.join(faults)}; change one")
         self._file = SafetensorsFile(inside(path, TENSORS_NAME))
         self._names: dict[str, tuple[PeftTensor, str]] = {}
@@ -81,13 +90,16 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
     """
     config = read_json(inside(path, CONFIG_NAME))
     there = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
-    settings = {
+    settings: dict[str, Any] = {
         "kind": "dora" if config.get("use_dora") else "lora",
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "scaling": "rslora" if config.get("use_rslora") else "standard",
         "targets": [part for part in PARTS if _is_adapted(part, there, family, model)],
     }
+    settings |= _patterns(
+        path, config, [each for part in settings["targets"] for each in _tensors_of(part, family, model)]
+    )
     try:
         return TypeAdapter[AdapterSection](AnyAdapter).validate_python(settings)
     except ValidationError as error:
@@ -95,10 +107,30 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
         raise DataError(f"{path / CONFIG_NAME} is no adapter of this model: {reasons}; name another folder") from None
 
 
+def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -> dict[str, dict[str, Any]]:
+    """Returns the section's patterns for what a file's say; empty ones where it has none."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for each in named if config.get("rank_pattern") or config.get("alpha_pattern") else ():
+        numbers = rank_and_alpha(config, path_in_model(each))
+        if found.setdefault(each.matrix.part, numbers) != numbers:
+            raise DataError(
+                f"{path / CONFIG_NAME} gives {each.matrix.part} other ranks or alphas in some layers (rank_pattern, "
+                "alpha_pattern), but all layers have the same here; merge it into the model"
+            )
+    return {
+        "rank_pattern": {part: rank for part, (rank, _) in found.items()},
+        "alpha_pattern": {part: alpha for part, (_, alpha) in found.items()},
+    }
+
+
+def _tensors_of(part: Target, family: Family, model: ModelSection) -> list[PeftTensor]:
+    return [each for each in tensors(family, model, LoraSection(targets=(part,))) if each.kind == "lora_a"]
+
+
 def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSection) -> bool:
     """Says whether any of these names is a tensor of an adapter of this part."""
     try:
-        named = [each.name for each in tensors(family, model, LoraSection(targets=(part,))) if each.kind == "lora_a"]
+        named = [each.name for each in _tensors_of(part, family, model)]
     except DataError:  # PEFT has no form for it in this family
         return False
     return not there.isdisjoint(named)

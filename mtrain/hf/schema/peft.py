@@ -8,7 +8,8 @@ Source: peft 0.21.2, tuners/lora/layer.py (Linear, Embedding, ParamWrapper), uti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
@@ -56,7 +57,7 @@ _UNREAD = frozenset(
     }
 )
 """Settings that do not affect the meaning of the tensors, or that the tensors show themselves."""
-_OURS = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "use_dora"})
+_OURS = frozenset({"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"})
 
 
 class PeftTensor(NamedTuple):
@@ -111,7 +112,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
             place = _place(matrix, rule)
             for each in _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours):
                 # outputs are rows of B, and all that there is of magnitudes
-                columns = {"lora_b": adapter.rank, "magnitude": 1}.get(each.kind)
+                columns = {"lora_b": adapter.rank_of(matrix.part), "magnitude": 1}.get(each.kind)
                 yield (
                     each
                     if columns is None
@@ -137,10 +138,10 @@ def _part_name(rule: Rule, place: int) -> str:
 
 
 def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str) -> Iterator[PeftTensor]:
-    is_table = matrix.part == "embedding"
+    is_table, rank = matrix.part == "embedding", adapter.rank_of(matrix.part)
     shapes = {
-        "lora_a": (adapter.rank, matrix.columns),
-        "lora_b": (matrix.rows, adapter.rank),
+        "lora_a": (rank, matrix.columns),
+        "lora_b": (matrix.rows, rank),
         "magnitude": (matrix.rows,),
     }
     for kind in _KINDS[: 3 if adapter.has_magnitudes else 2]:
@@ -153,7 +154,7 @@ def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, 
     linear = matrix.linear.removeprefix("mlp.experts.")
     module = f"{_ROOT}model.layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
     # PEFT puts the pairs of all experts side by side, as one pair of this rank
-    count = adapter.rank * matrix.num_experts
+    count = adapter.rank_of(matrix.part) * matrix.num_experts
     for kind, shape in (("lora_a", (count, matrix.columns)), ("lora_b", (matrix.rows, count))):
         ours = f"decoder.layers.{layer}.mlp.experts.{{E}}.{linear}_adapter.{kind}"
         mixed = family.model_type in _INTERLEAVED and linear == "linear_fc1" and kind == "lora_b"
@@ -184,7 +185,11 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "base_model_name_or_path": base,
         "r": adapter.rank,
         # declared as an int in PEFT; a float is accepted as well
-        "lora_alpha": adapter.alpha if adapter.alpha % 1 else int(adapter.alpha),
+        "lora_alpha": _whole(adapter.alpha),
+        "rank_pattern": {} if not adapter.rank_pattern else _pattern(named, adapter.rank_of),
+        "alpha_pattern": {}
+        if not adapter.alpha_pattern
+        else _pattern(named, lambda part: _whole(adapter.alpha_of(part))),
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.scaling == "rslora",
         "use_dora": adapter.has_magnitudes,
@@ -201,6 +206,69 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     return config
 
 
+def _whole(alpha: float) -> float | int:
+    """Returns an alpha as PEFT writes it: an int where it is one."""
+    return alpha if alpha % 1 else int(alpha)
+
+
+def _pattern(named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> dict[str, float]:
+    """Returns the end of the path of what is adapted -> value.
+
+    PEFT takes the first match, and files are written in the order of names: no two of them may match one path.
+    """
+    found, has_experts = {}, any(each.matrix.num_experts for each in named)
+    for each in (each for each in named if each.kind == "lora_a"):
+        last = path_in_model(each).rpartition(".")[2]
+        alone = r"(?<!mlp\.experts\.)" if has_experts and last == "down_proj" else ""
+        found[rf"mlp\.experts\.{last}" if each.matrix.num_experts else f"{alone}{last}"] = value_of(each.matrix.part)
+    return found
+
+
+def path_in_model(each: PeftTensor) -> str:
+    """Returns the path by which PEFT's patterns name what a pair adapts: of a module, or of the experts' parameter."""
+    if not each.matrix.num_experts:
+        return _module_of(each.name)
+    parameter = _PARAMETERS[list(_EXPERTS).index(each.matrix.linear)]
+    head, _, _ = each.name.removeprefix(_ROOT).partition("mlp.experts")
+    return f"{head}{parameter}"
+
+
+def _differing_numbers(config: Mapping[str, Any], named: Iterable[PeftTensor], adapter: AdapterSection) -> list[str]:
+    """Describes ranks and alphas that differ, each part's once."""
+    of_both = (config.get("rank_pattern"), config.get("alpha_pattern"), adapter.rank_pattern, adapter.alpha_pattern)
+    found: dict[tuple[str, str], str] = {}
+    for each in (each for each in named if each.kind == "lora_a"):
+        path, part = path_in_model(each), each.matrix.part
+        place = f" of {path}" if any(of_both) else ""
+        rank, alpha = rank_and_alpha(config, path)
+        if rank != adapter.rank_of(part):
+            found.setdefault(("r", part), f"r={rank}{place}, but adapter.rank={adapter.rank_of(part)}")
+        if alpha != adapter.alpha_of(part):
+            found.setdefault(
+                ("alpha", part), f"lora_alpha={alpha}{place}, but adapter.alpha={adapter.alpha_of(part):g}"
+            )
+    return list(dict.fromkeys(found.values()))
+
+
+def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[Any, Any]:
+    """Returns what a file says of one module, by PEFT's rule: the first pattern that matches the end of its path.
+
+    Source: peft 0.21.2, utils/other.py, get_pattern_key.
+
+    Raises:
+        DataError: A pattern is no regular expression.
+    """
+    found = []
+    for key, default in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
+        patterns = config.get(key) or {}
+        try:
+            first = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", path)), None)
+        except re.error as fault:
+            raise DataError(f"{key} of {CONFIG_NAME} holds no regular expression: {fault}; correct it") from None
+        found.append(default if first is None else patterns[first])
+    return found[0], found[1]
+
+
 def _module_of(name: str) -> str:
     for ending in (*_OF_LINEAR.values(), *_OF_EMBEDDING.values()):
         if name.endswith(ending):
@@ -208,14 +276,16 @@ def _module_of(name: str) -> str:
     raise AssertionError(name)
 
 
-def differences(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> list[str]:
+def differences(config: Mapping[str, Any], family: Family, model: ModelSection, adapter: AdapterSection) -> list[str]:
     """Describes where a file differs from the run, and settings that have no form here; one line each."""
     found = []
     if config.get("peft_type") != "LORA":
         return [f"peft_type={config.get('peft_type')!r}, but LORA is needed"]
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, dict):
+            return [f"{key}={config[key]!r}, but an object is needed"]
+    found += _differing_numbers(config, tensors(family, model, adapter), adapter)
     mine: dict[str, tuple[Any, str]] = {
-        "r": (adapter.rank, f"adapter.rank={adapter.rank}"),
-        "lora_alpha": (adapter.alpha, f"adapter.alpha={adapter.alpha:g}"),
         "use_rslora": (adapter.scaling == "rslora", f"adapter.scaling={adapter.scaling}"),
         "use_dora": (adapter.has_magnitudes, f"adapter.kind={adapter.kind}"),
     }

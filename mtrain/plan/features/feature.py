@@ -96,7 +96,8 @@ class AdaptedMatrix:
 
     def parameters(self, adapter: AdapterSection) -> Parameters:
         """Counts the parameters of the pair and of the magnitudes."""
-        of_a, of_b = adapter.rank * self.columns, adapter.rank * self.rows
+        rank = adapter.rank_of(self.part)
+        of_a, of_b = rank * self.columns, rank * self.rows
         if self.num_experts:
             return Parameters(experts=self.num_experts * (of_a + of_b))
         magnitudes = self.rows if adapter.has_magnitudes else 0
@@ -109,8 +110,9 @@ class AdaptedMatrix:
     def multiplied(self, adapter: AdapterSection, top_k: int) -> int:
         """Counts the elements of the pair by which one token is multiplied; `top_k` experts see it."""
         copies = top_k if self.num_experts else 1
-        looked_up = adapter.rank * self.columns if self.linear == EMBEDDING else 0
-        return copies * adapter.rank * (self.rows + self.columns) - looked_up
+        rank = adapter.rank_of(self.part)
+        looked_up = rank * self.columns if self.linear == EMBEDDING else 0
+        return copies * rank * (self.rows + self.columns) - looked_up
 
 
 SMALL_HEAD_DIM = 8

@@ -133,7 +133,11 @@ class Reference(NamedTuple):
 
 def _facts(adapter: AdapterSection) -> list[Any]:
     """Returns all settings that determine what an adapter computes, apart from its weights."""
-    return [adapter.kind, adapter.rank, adapter.scale, sorted(adapter.parts), adapter.base_dtype]
+    parts = sorted(adapter.parts)
+    found = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
+    # apart, so that hashes of adapters without patterns stay those of earlier versions
+    patterns = [[adapter.rank_of(part), adapter.scale_of(part)] for part in parts]
+    return [*found, patterns] if adapter.rank_pattern or adapter.alpha_pattern else found
 
 
 def named_reference(config: Config, named: str) -> Reference:

@@ -203,10 +203,16 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
 
 
 def _adapter(adapter: AdapterSection) -> dict[str, Any]:
-    """Returns the section of an adapter of small rank with the same scale, and with drawn values."""
+    """Returns the section of an adapter of small ranks with the same scales, and with drawn values."""
     rank = min(adapter.rank, _MAX_RANK)
     scale = adapter.model_copy(update={"rank": rank, "alpha": 1.0}).scale
-    return adapter.model_dump() | {"rank": rank, "alpha": adapter.scale / scale, "path": None}
+    small: dict[str, Any] = {"rank": rank, "alpha": adapter.scale / scale, "path": None}
+    if adapter.rank_pattern or adapter.alpha_pattern:
+        ranks = {part: min(adapter.rank_of(part), _MAX_RANK) for part in sorted(adapter.parts)}
+        ones = adapter.model_copy(update={"rank_pattern": ranks, "alpha_pattern": dict.fromkeys(ranks, 1.0)})
+        alphas = {part: adapter.scale_of(part) / ones.scale_of(part) for part in ranks}
+        small |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+    return adapter.model_dump() | small
 
 
 def _chunk_tokens(config: Config) -> str | int:

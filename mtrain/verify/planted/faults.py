@@ -77,12 +77,14 @@ class _FrozenDecayed(Optimizer):
         return super().update(lr, grad_norm)
 
 
+def _without_scale(section: Any) -> dict[str, Any]:
+    return {"alpha_pattern": {part: section.alpha_of(part) / section.scale_of(part) for part in section.parts}}
+
+
 ADAPTER_PLANTS: dict[str, Collaborators] = {
     "adapter-gradient-times-tp": Collaborators(change_model=_all_become(_SummedAgain)),
     "adapter-gradient-not-reduced": Collaborators(change_model=_not_marked),
-    "adapter-scale-dropped": Collaborators(
-        config=configured("adapter", lambda section: {"alpha": section.alpha / section.scale})
-    ),
+    "adapter-scale-dropped": Collaborators(config=configured("adapter", _without_scale)),
     "magnitude-by-tp-rank": Collaborators(change_model=_all_become(_NormsOfRank)),
     "frozen-weights-decayed": Collaborators(optimizer=_FrozenDecayed),
 }

@@ -176,7 +176,9 @@ ADAPTER_FAULTS = (
         "adapter-scale-dropped",
         "leaves alpha / rank out",
         None,
-        lambda config: config.adapter is not None and config.adapter.scale != 1,
+        lambda config: (
+            config.adapter is not None and any(config.adapter.scale_of(each) != 1 for each in config.adapter.parts)
+        ),
         "adapter with alpha / rank (rslora: alpha / sqrt(rank)) other than 1",
     ),
     Fault(

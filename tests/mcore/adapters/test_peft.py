@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 
 from mtrain.base.errors import ConfigError, DataError
@@ -20,7 +21,8 @@ from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.verifying import random_tokens
-from mtrain.hf.io.peft import PeftFolder
+from mtrain.hf.io.peft import PeftFolder, adapter_of
+from mtrain.hf.schema.peft import config_of, path_in_model, tensors
 from mtrain.hf.schema.registry import family_of_run
 from mtrain.plan.layout import Layout
 from tests.config.samples import content
@@ -33,10 +35,17 @@ from tests.training.engine_parts.hf_ranks import bits_of
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 5.0}
 ALL = ["qkv", "proj", "fc1", "fc2"]
+PATTERNS = {
+    "rank_pattern": {"qkv": 2, "k_proj": 4, "fc1": 5, "embedding": 1},
+    "alpha_pattern": {"q_proj": 7.5, "fc2": 2, "embedding": 3},
+}
+OF_EXPERTS = {"rank_pattern": {"experts": 2}, "alpha_pattern": {"experts": 7}}
 CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "lora": ("llama", LORA | {"targets": [*ALL, "embedding", "output"]}, Layout(tp=2, pp=2)),
     "rslora": ("qwen2", LORA | {"targets": ["q_proj", "v_proj", "fc1"], "scaling": "rslora"}, Layout(tp=2, sp=True)),
     "dora": ("llama", LORA | {"targets": ALL, "kind": "dora"}, Layout(tp=2)),
+    "patterns": ("llama", LORA | {"targets": [*ALL, "embedding"], **PATTERNS}, Layout(tp=2, pp=2)),
+    "patterns of experts": ("mixtral", LORA | {"targets": ["q_proj", "experts"], **OF_EXPERTS}, Layout(tp=2, sp=True)),
     "base in bf16": ("llama", LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"}, Layout()),
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
     "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
@@ -207,6 +216,62 @@ def test_a_head_with_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool:
     assert_close(last(pool.run(peft_ranks.started, Layout(dp=2), third, tokens.numpy())), torch.from_numpy(ours))
 
 
+def test_no_two_patterns_name_one_module(tmp_path: Path) -> None:
+    """PEFT takes the first that matches; a file has them in the order of their names."""
+    save("deepseek", tmp_path, torch.float32)
+    targets = ["qkv", "proj", "fc1", "fc2", "experts"]
+    user = run_config(tmp_path, tmp_path / "run", {"targets": targets, "rank_pattern": {"fc2": 2, "experts": 3}})
+    assert user.adapter is not None
+    family = family_of_run(user)
+    saved = json.loads(json.dumps(config_of(family, user.model, user.adapter, None), sort_keys=True))
+    paths = {path_in_model(each): each.matrix.part for each in tensors(family, user.model, user.adapter)}
+    for path, part in paths.items():
+        key = get_pattern_key(saved["rank_pattern"], path)
+        assert saved["rank_pattern"].get(key, saved["r"]) == user.adapter.rank_of(part), path
+    assert {path.rpartition("mlp.")[2] for path, part in paths.items() if part in ("fc2", "experts")} >= {
+        "down_proj",
+        "shared_experts.down_proj",
+        "experts.down_proj",
+    }
+
+
+@pytest.mark.parametrize("scaling", ["standard", "rslora"])
+def test_patterns_of_peft_start_a_run(pool: Pool, tmp_path: Path, scaling: str) -> None:
+    """The first pattern that matches counts, also where a later one does; names are ends of paths."""
+    hf, folder = tmp_path / "hf", tmp_path / "adapter"
+    save("llama", hf, torch.float32, **LAYERS)
+    targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
+    ranks = {"[qk]_proj": 2, "k_proj": 6, "down_proj": 3}  # in the order of names, in which PEFT saves them
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=targets,
+        rank_pattern=ranks,
+        alpha_pattern={"v_proj": 9, ".*q_proj": 2},
+        use_rslora=scaling == "rslora",
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(loaded(hf), settings)
+    model.save_pretrained(folder)
+    plain = run_config(hf, tmp_path / "run", {"rank": 4, "alpha": 6})
+    section = adapter_of(folder, family_of_run(plain), plain.model)
+    assert {part: section.rank_of(part) for part in section.parts} == {"q_proj": 2, "k_proj": 2, "v_proj": 4, "fc2": 3}
+    adapter = {"rank": 4, "alpha": 6, "targets": targets, "path": str(folder), "scaling": scaling}
+    adapter |= {"rank_pattern": {"q_proj": 2, "k_proj": 2, "down_proj": 3}, "alpha_pattern": {"v_proj": 9, "q_proj": 2}}
+    user = run_config(hf, tmp_path / "run", adapter)
+    tokens = random_tokens(user.model.vocab_size)
+    found = pool.run(peft_ranks.started, Layout(tp=2, sp=True), user, tokens.numpy())
+    assert_close(whole(found, user.model.vocab_size), logits_of(model, tokens))
+    content = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(content | {"rank_pattern": {r"layers\.1\..*": 2}}))
+    with refuses(DataError, "rank_pattern"):
+        adapter_of(folder, family_of_run(plain), plain.model)
+    with refuses(ConfigError, "adapter.rank_pattern", "layers.1.q_proj"):
+        run_config(hf, tmp_path / "run", {"rank_pattern": {"layers.1.q_proj": 2}})
+    with refuses(ConfigError, "adapter.rank_pattern", "v_proj"):
+        run_config(hf, tmp_path / "run", {"targets": ["q_proj"], "rank_pattern": {"v_proj": 2}})
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_an_adapter_that_peft_saved_starts_a_run(pool: Pool, tmp_path: Path, kind: str) -> None:
     """PEFT saves the frozen tables with the adapters on them."""
@@ -251,7 +316,10 @@ def test_another_adapter_than_the_runs_is_refused_by_name(tmp_path: Path, notice
     assert "it lacks base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight" in missing
     content = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(content | {"rank_pattern": {"q_proj": 2}}))
-    assert "rank_pattern={'q_proj': 2}, which has no form here" in refusal(
-        {"rank": 4, "alpha": 6, "targets": ["q_proj"]}
-    )
+    plain = {"rank": 4, "alpha": 6, "targets": ["q_proj"]}
+    assert "r=2 of model.layers.0.self_attn.q_proj, but adapter.rank=4" in refusal(plain)
+    (folder / "adapter_config.json").write_text(json.dumps(content | {"rank_pattern": {r"layers\.1\..*": 2}}))
+    assert "r=2 of model.layers.1.self_attn.q_proj, but adapter.rank=4" in refusal(plain)
+    (folder / "adapter_config.json").write_text(json.dumps(content | {"layers_to_transform": [1]}))
+    assert "layers_to_transform=[1], which has no form here" in refusal(plain)
     assert notice.exit_code == 3

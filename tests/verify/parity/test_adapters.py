@@ -100,6 +100,22 @@ def test_adapters_of_experts_are_exact_before_a_frozen_depth(pool: Pool, layouts
     assert_passes(check(pool, user, layouts, num_steps=NUM_STEPS))
 
 
+@pytest.mark.parametrize("layouts", ["tp2spep2mbs4", pytest.param("pp2cp2mbs2,ep2dp2mbs2", marks=pytest.mark.nightly)])
+def test_ranks_and_alphas_of_single_targets_are_exact(pool: Pool, layouts: str) -> None:
+    user = expert_config(
+        adapter=LORA
+        | {
+            "targets": ["qkv", "proj", "fc1", "experts", "output"],
+            "rank_pattern": {"qkv": 2, "k_proj": 3, "up_proj": 1, "experts": 2},
+            "alpha_pattern": {"v_proj": 5.0, "experts": 3.0, "output": 4.0},
+            "scaling": "rslora",
+        },
+        model__experts__bias_update_rate=0.0,
+        layout__etp=1,
+    )
+    assert_passes(check(pool, user, layouts, num_steps=NUM_STEPS))
+
+
 @pytest.mark.parametrize(
     "recompute",
     [

@@ -54,9 +54,9 @@ class EmbeddingAdapter(Adapter):
         self._section = section
         self._first, self._end = table.vocab_start_index, table.vocab_end_index
         self._scatters = table.reduce_scatter_embeddings
-        rows, hidden = table.weight.shape
-        self.add_parameter(f"embedding_{LORA_A}", (rows, section.rank), 0, may_be_padded=True)
-        self.add_parameter(f"embedding_{LORA_B}", (hidden, section.rank), None)
+        (rows, hidden), rank = table.weight.shape, section.rank_of("embedding")
+        self.add_parameter(f"embedding_{LORA_A}", (rows, rank), 0, may_be_padded=True)
+        self.add_parameter(f"embedding_{LORA_B}", (hidden, rank), None)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Computes what is added to embeddings of [batch, seq] tokens; one TP collective of `rank` numbers each."""
@@ -66,7 +66,7 @@ class EmbeddingAdapter(Adapter):
         # as in megatron-core's table: the gradient of functional.embedding adds rows in any order on a GPU
         is_ordered = torch.are_deterministic_algorithms_enabled()
         found = table[local] if is_ordered else functional.embedding(local, table)
-        narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale
+        narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale_of("embedding")
         if self._scatters:
             # like the table's own output under sp: [seq_local, batch, ...]
             narrow = reduce_scatter_to_sequence_parallel_region(narrow.transpose(0, 1).contiguous(), group=self._tp)

@@ -34,12 +34,12 @@ class ExpertAdapter(Adapter):
             implementation: Implementation of its products.
         """
         nn.Module.__init__(self)
-        self._section = section
+        self._section, rank = section, section.rank_of("experts")
         count, rows, columns = stack.weight.shape
         # rows of `rank` numbers may not be aligned for the grouped product: then there is one product per expert
         self._implementation: Implementation = "auto" if implementation == "grouped" else implementation
-        self._sizes = (rows, columns, section.rank)
-        for name, shape in ((LORA_A, (count, section.rank, columns)), (LORA_B, (count, rows, section.rank))):
+        self._sizes = (rows, columns, rank)
+        for name, shape in ((LORA_A, (count, rank, columns)), (LORA_B, (count, rows, rank))):
             self.register_parameter(name, _parameter(shape, config))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class ExpertAdapter(Adapter):
         product = chosen_product(self._implementation, self._sizes, down)
         # every token is on one rank here, so each rank draws its own dropout
         kept = functional.dropout(tokens, self._section.dropout) if self._drops else tokens
-        return product(product(kept, down, counts) * self._section.scale, up, counts)
+        return product(product(kept, down, counts) * self._section.scale_of("experts"), up, counts)
 
     @property
     def _drops(self) -> bool:

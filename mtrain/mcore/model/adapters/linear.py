@@ -117,11 +117,11 @@ class LinearAdapter(Adapter):
         for part, name in enumerate(parts.names):
             if name not in parts.adapted:
                 continue
-            rows = parts.fusion.width(part)
+            rows, rank = parts.fusion.width(part), section.rank_of(name)
             of_inputs = 1 if self.is_row_parallel else None
             of_outputs = None if self.is_row_parallel or self._is_replicated else 0
-            self.add_parameter(f"{name}_{LORA_A}", (section.rank, columns), of_inputs)
-            self.add_parameter(f"{name}_{LORA_B}", (rows, section.rank), of_outputs, name == "output")
+            self.add_parameter(f"{name}_{LORA_A}", (rank, columns), of_inputs)
+            self.add_parameter(f"{name}_{LORA_B}", (rows, rank), of_outputs, name == "output")
             if section.has_magnitudes:
                 self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs)
 
@@ -137,9 +137,13 @@ class LinearAdapter(Adapter):
             return self._both(inputs, plain)
         names = [name for name in self._parts.names if name in self._parts.adapted]
         narrow = self._between(self._dropped(inputs), torch.cat([self._of(name, LORA_A) for name in names]))
-        of_part = dict(zip(names, (narrow * self._section.scale).chunk(len(names), dim=-1), strict=True))
+        of_part = dict(
+            zip(names, torch.split(narrow, [self._section.rank_of(name) for name in names], dim=-1), strict=True)
+        )
         wide = [
-            functional.linear(of_part[name], self._of(name, LORA_B)) if name in of_part else None
+            functional.linear(of_part[name] * self._section.scale_of(name), self._of(name, LORA_B))
+            if name in of_part
+            else None
             for name in self._parts.names
         ]
         change = self._parts.fusion.joined(wide, 0.0, plain)
@@ -155,7 +159,7 @@ class LinearAdapter(Adapter):
         Costs a copy of the table for each microbatch, and a gradient of all of it.
         """
         (name,) = self._parts.names
-        narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale
+        narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale_of(name)
         widened = torch.cat([plain.weight, self._of(name, LORA_B)], dim=1)
         if plain.hidden.requires_grad:
             # The gradient of a concatenation is a strided view; megatron-core 0.16.1 sums a copy of it over TP and
@@ -216,11 +220,13 @@ class LinearAdapter(Adapter):
         sum is formed, a matrix of the projection's size in float32, and freed.
         """
         products = [
-            (self._of(name, LORA_B).float() @ self._of(name, LORA_A).float()).T if name in self._parts.adapted else None
+            self._section.scale_of(name) * (self._of(name, LORA_B).float() @ self._of(name, LORA_A).float()).T
+            if name in self._parts.adapted
+            else None
             for name in self._parts.names
         ]
         weight = self._weight().float()  # [outputs, inputs]
-        whole = weight.T + self._section.scale * self._parts.fusion.joined(products, 0.0, weight.T)
+        whole = weight.T + self._parts.fusion.joined(products, 0.0, weight.T)
         return self._over_ranks(whole.square().sum(0)).sqrt()
 
     def _over_ranks(self, squares: Tensor) -> Tensor:
@@ -259,7 +265,7 @@ class WeightAdapter(LinearAdapter):
         if self._tp.size() > 1 and not self._config.sequence_parallel:
             # Each rank's rows give a part of A's gradient. Under sp A is marked, and the parts are summed at the end.
             down = self._same_gradient(down)
-        whole = weight.to(down.dtype) + self._section.scale * (self._of(name, LORA_B) @ down)
+        whole = weight.to(down.dtype) + self._section.scale_of(name) * (self._of(name, LORA_B) @ down)
         return self._lengths().unsqueeze(1) * whole if self._section.has_magnitudes else whole
 
 

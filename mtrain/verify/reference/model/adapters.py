@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,16 @@ def all_shapes(config: Config) -> dict[str, Shape]:
     for adapted in _adapted(config.model, config.adapter):
         columns = frozen[adapted.weight][1]
         for part, rows in adapted.pairs.items():
-            name = _prefix(adapted.weight, part)
+            name, rank = (
+                _prefix(adapted.weight, part),
+                int(_set_for(part, config.adapter.rank_pattern, config.adapter.rank)),
+            )
             if part == "embedding":  # a row of A for each token, which B projects to the hidden size
-                found[f"{name}lora_a"] = (len(rows), config.adapter.rank)
-                found[f"{name}lora_b"] = (columns, config.adapter.rank)
+                found[f"{name}lora_a"] = (len(rows), rank)
+                found[f"{name}lora_b"] = (columns, rank)
                 continue
-            found[f"{name}lora_a"] = (config.adapter.rank, columns)
-            found[f"{name}lora_b"] = (len(rows), config.adapter.rank)
+            found[f"{name}lora_a"] = (rank, columns)
+            found[f"{name}lora_b"] = (len(rows), rank)
             if config.adapter.kind == "dora":
                 found[f"{name}magnitude"] = (len(rows),)
     return found
@@ -73,12 +76,13 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     section = config.adapter
     if section is None:
         return found
-    roots = {"standard": float(section.rank), "rslora": math.sqrt(section.rank)}
-    scale = section.alpha / roots[section.scaling]
     for adapted in _adapted(config.model, section):
         whole = tensors[adapted.weight].clone()
         for part, rows in adapted.pairs.items():
             name = _prefix(adapted.weight, part)
+            rank = _set_for(part, section.rank_pattern, section.rank)
+            alpha = _set_for(part, section.alpha_pattern, section.alpha)
+            scale = alpha / {"standard": float(rank), "rslora": math.sqrt(rank)}[section.scaling]
             a, b = tensors[f"{name}lora_a"], tensors[f"{name}lora_b"]
             product = a @ b.T if part == "embedding" else b @ a
             new = tensors[adapted.weight][rows] + scale * product
@@ -114,8 +118,18 @@ def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
 
 
 def _spelled_out(section: AdapterSection) -> set[str]:
+    return {part for target in section.targets for part in _parts(target)}
+
+
+def _parts(target: str) -> tuple[str, ...]:
     groups = {"qkv": tuple(part for kind in KINDS for part in kind.inputs), "fc1": ("gate_proj", "up_proj")}
-    return {part for target in section.targets for part in groups.get(target, (target,))}
+    return groups.get(target, (target,))
+
+
+def _set_for(part: str, pattern: Mapping[Any, float], default: float) -> float:
+    """Returns the number that a pattern has for a part: under its own name, else under that of its group."""
+    of_groups = [value for target, value in pattern.items() if target != part and part in _parts(target)]
+    return pattern[part] if part in pattern else of_groups[0] if of_groups else default
 
 
 def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[str, Tensor]:
