@@ -34,6 +34,7 @@ EXAMPLES = {
         "mtrain verify preempt configs/model/qwen3_8b.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml"
     ),
     "verify hf": "mtrain verify hf configs/run/finetune.yaml --hf models/qwen3-8b --steps 5 --layouts tp2,pp2",
+    "verify rollout": "mtrain verify rollout runs/grpo --rollouts rollouts.jsonl",
     "verify backend": "mtrain verify backend configs/model/qwen3_8b.yaml configs/run/pretrain.yaml",
     "show-batch": "mtrain show-batch configs/run/finetune.yaml model.hf=models/qwen3-8b --step 3 --html page.html",
     "from megatron-lm": (

@@ -1,5 +1,6 @@
 """`mtrain verify`: checks of the promise with one body and one set of options, and of layers of other libraries."""
 
+import enum
 import functools
 import inspect
 import json
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from mtrain.verify.core.result import Report
 
 verify_app = typer.Typer(help="Checks the promise on your own configuration.", no_args_is_help=True)
+
+
+class RolloutDtype(enum.StrEnum):
+    """Precisions of inference engines."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 def _list_injections(context: typer.Context, wanted: bool) -> None:
@@ -210,6 +219,54 @@ def backend(
 
     start = () if device is None else (f"train.device={device}",)
     _verify("backend", arguments, VerifyOptions(output=output), run, start)
+
+
+@verify_app.command()
+def rollout(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run folder, a checkpoint, an import, or a folder of Hugging Face.",
+            show_default=False,
+        ),
+    ],
+    rollouts: Annotated[
+        Path, typer.Option(help="JSON lines: prompts, token ids and log-probabilities of the inference engine.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE...", help="Changes of the run's configuration, such as layout.ep=1.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        RolloutDtype | None, typer.Option(help="Precision in which the engine computes; by default that of the run.")
+    ] = None,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(help="Another model whose weights the engine may have had; may be given again."),
+    ] = None,
+    first: Annotated[int, typer.Option(min=1, help="Number of rollouts to compare, from the first one.")] = 64,
+    max_ranks: Annotated[int, typer.Option(min=1, help="Largest number of ranks of the layout.")] = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the report; by default verify-rollout next to the file of rollouts.")
+    ] = None,
+) -> None:
+    """Compares log-probabilities of an inference engine and the trainer with float64; exit 0 pass, 1 fail."""
+    with one_message(), prefixed_traceback():
+        require_ground()
+        from mtrain.verify.rollout.page import lines_of, write_rollout_report  # loads torch
+        from mtrain.verify.rollout.run import RolloutRequest, verify_rollout
+
+        folder = rollouts.parent / "verify-rollout" if output is None else output
+        command = " ".join(["mtrain", *sys.argv[1:]])
+        given = (model, rollouts, overrides or [], None if dtype is None else dtype.value, weights or [], first)
+        report = verify_rollout(RolloutRequest(*given, max_ranks=max_ranks, command=command), _show)
+        write_rollout_report(report, folder)
+        for line in lines_of(report, folder):
+            _show(line)
+    raise typer.Exit(0 if report.passed else 1)
 
 
 def _verify(

@@ -101,6 +101,16 @@ def read_given(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Gi
     return Given(_merged(sources), tuple(sources))
 
 
+def with_overrides(sections: dict[Any, Any], overrides: Sequence[str]) -> Given:
+    """Applies `overrides`, of the form `section.key=value`, to sections that a program made.
+
+    Raises:
+        ConfigError: An override cannot be read.
+    """
+    sources = (Source("the model", sections), *(read_override(text) for text in overrides))
+    return Given(_merged(sources), sources)
+
+
 def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
     """Builds the configuration that `paths`, merged left to right, and then `overrides` describe.
 

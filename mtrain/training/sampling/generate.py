@@ -17,7 +17,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config import Config
-from mtrain.config.load import Given, load_config
+from mtrain.config.load import load_config, with_overrides
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.convert.origin import source_of_run
 from mtrain.hf.schema.files import declared_ends
@@ -52,8 +52,12 @@ class Model(NamedTuple):
     """Folder of Hugging Face that the model comes from, as in `ModelSource.origin`; None if there is none."""
 
 
-def model_at(path: Path) -> Model:
+def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
     """Finds the model of a run folder (newest good checkpoint), a checkpoint, an import or a Hugging Face folder.
+
+    Args:
+        path: Path of the model.
+        overrides: Texts of the form `section.key=value` that change the configuration.
 
     Raises:
         ConfigError, DataError: Nothing at `path` says what model it is.
@@ -63,23 +67,24 @@ def model_at(path: Path) -> Model:
             f"{path} is not there; name a run folder, a checkpoint, an import or a folder of Hugging Face"
         )
     if (path / _HF_CONFIG).exists() and not RunFolder(path).checkpoints.exists():
-        return Model(_config_of(path, {"hf": str(path)}), None, path)
+        return Model(_config_of(path, {"hf": str(path)}, overrides), None, path)
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     model = imported_model(entry.path)
     if model is not None:
-        return Model(_config_of(entry.path / ORIGIN, model.model_dump(exclude={"hf"})), entry, entry.path / ORIGIN)
+        config = _config_of(entry.path / ORIGIN, model.model_dump(exclude={"hf"}), overrides)
+        return Model(config, entry, entry.path / ORIGIN)
     folder = RunFolder(entry.path.resolve().parent.parent)
     if not folder.config.exists():
         raise ConfigError(
             f"{folder.config} is not there, which says what model {path} holds; name a run folder, a checkpoint inside "
             "one, an import or a folder of Hugging Face"
         )
-    config = load_config([folder.config], [])
+    config = load_config([folder.config], overrides)
     return Model(config, entry, source_of_run(config).origin)
 
 
-def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
+def _config_of(side_files: Path, model: dict[str, Any], overrides: Sequence[str]) -> Config:
     """Returns a configuration for weights that belong to no run."""
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     sections = {
@@ -90,7 +95,7 @@ def _config_of(side_files: Path, model: dict[str, Any]) -> Config:
         # like a finetuning run, which has a chat template if the tokenizer has one
         "data": {"kind": "sft", "seq_length": 2, "train": [{"path": "unused"}], "tokenizer": str(side_files)},
     }
-    return Given(sections, ()).config()
+    return with_overrides(sections, overrides).config()
 
 
 def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:
@@ -126,7 +131,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         config = _for_generation(found.config, dist.get_world_size())
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
-            chunks = _loaded(found.entry, config, groups)
+            chunks = loaded_model(found.entry, config, groups).chunks
             completions = generate(config, groups, chunks, [each.ids for each in questions], sampling)
     return [answer_text(tokenizer, each, sampling.stop_token_ids) for each in completions]
 
@@ -149,8 +154,17 @@ def _for_generation(config: Config, world_size: int) -> Config:
     return config.model_copy(update=changes)
 
 
-def _loaded(entry: CheckpointEntry | None, config: Config, groups: Groups) -> list[Any]:
-    """Builds the model and loads its weights: a whole model, or adapters and their frozen model."""
+def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) -> RankModel:
+    """Builds the model and loads its weights: a whole model, or adapters and their frozen model. Collective.
+
+    Args:
+        entry: Checkpoint with the weights; None: those that a run of `config` starts from.
+        config: Configuration of the model.
+        groups: Process groups.
+
+    Raises:
+        DataError: The weights are missing, damaged or of another model.
+    """
     chunks = build_model(config, groups, weights_follow=True)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     if entry is None:
@@ -161,4 +175,4 @@ def _loaded(entry: CheckpointEntry | None, config: Config, groups: Groups) -> li
         load_base(model)
         load_adapters(entry, model)
     model.optimizer.gather_parameters()
-    return chunks
+    return model

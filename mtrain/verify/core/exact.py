@@ -126,6 +126,17 @@ def initial_weights(config: Config, model: str = "trained") -> Arrays:
     }
 
 
+def tensors_of(
+    weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, Sequence[int]], device: torch.device
+) -> dict[str, Tensor]:
+    """Converts weights to float64 tensors of these shapes, without the padding of the vocabulary."""
+    return {
+        name: torch.from_numpy(weights[name][: shape[0]] if name in TABLES else weights[name]).to(device, torch.float64)
+        for name, shape in shapes.items()
+        if name in weights
+    }
+
+
 class _Evaluator:
     """Evaluates steps of one model, with its teacher."""
 
@@ -156,14 +167,7 @@ class _Evaluator:
         )
 
     def _tensors(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-        """Converts weights to float64 tensors without the padding of the vocabulary."""
-        return {
-            name: torch.from_numpy(weights[name][: shape[0]] if name in TABLES else weights[name]).to(
-                self._device, torch.float64
-            )
-            for name, shape in all_shapes(self._config).items()
-            if name in weights
-        }
+        return tensors_of(weights, all_shapes(self._config), self._device)
 
     def _user_term(self, section: TermSection, scene: Scene) -> tuple[Tensor, float]:
         """Calls a loss function of the user's, which has no second definition; returns numerator and denominator."""

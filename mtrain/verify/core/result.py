@@ -192,7 +192,7 @@ class Report:
 
     def to_json(self) -> str:
         """Returns strict JSON: numbers that are not finite become the texts "inf", "-inf" and "nan"."""
-        return json.dumps(_encoded(asdict(self)), allow_nan=False, separators=(",", ":"))
+        return json.dumps(encoded(asdict(self)), allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -258,14 +258,15 @@ class BackendReport(Report):
 _TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def _encoded(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """Replaces numbers that are not finite in nested values by the texts "inf", "-inf" and "nan"."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
         case dict():
-            return {key: _encoded(item) for key, item in value.items()}
+            return {key: encoded(item) for key, item in value.items()}
         case list() | tuple():
-            return [_encoded(item) for item in value]
+            return [encoded(item) for item in value]
         case _:
             return value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch
@@ -41,14 +41,19 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
     """Returns the output of a layer's experts, [batch, seq, hidden]; appends the router's choices to `seen`."""
     section = part.model.experts
     assert section is not None
-    logits = linear(part, "router", x)
-    chosen, weights = routed(logits, part.get("router.expert_bias"), section)
-    seen.append(Routed(f"{part.name}.router", logits, chosen, is_text))
+    router, changes = f"{part.name}.router", part.changes
+    logits = _router_logits(part, x)
+    chosen, weights = routed(logits, part.get("router.expert_bias"), section, changes.chosen.get(router))
+    seen.append(Routed(router, logits, chosen, is_text))
     output = torch.zeros_like(x)
-    for expert in range(section.num_experts):
-        rows, places = chosen[..., expert].nonzero(as_tuple=True)
-        said = network(part.inner(f"experts.{expert}"), x[rows, places])[1]
-        output = output.index_put((rows, places), said * weights[rows, places, expert, None], accumulate=True)
+    of_rank = section.num_experts // changes.num_partial_sums
+    for first in range(0, section.num_experts, of_rank):
+        own = torch.zeros_like(x)
+        for expert in range(first, first + of_rank):
+            rows, places = chosen[..., expert].nonzero(as_tuple=True)
+            said = network(part.inner(f"experts.{expert}"), x[rows, places])[1]
+            own = own.index_put((rows, places), said * weights[rows, places, expert, None], accumulate=True)
+        output = output + (own if changes.num_partial_sums == 1 else own.to(torch.bfloat16).to(own.dtype))
     if section.shared_ffn_hidden_size:
         shared = network(part.inner("shared_experts"), x)[1]
         if section.shared_gate:
@@ -57,8 +62,26 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
     return output
 
 
-def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) -> tuple[Tensor, Tensor]:
-    """Returns the chosen experts and their weights, [batch, seq, experts] each; the bias affects only the choice."""
+def _router_logits(part: Module, x: Tensor) -> Tensor:
+    dtype = part.changes.router_dtype
+    if dtype is None:
+        return linear(part, "router", x)
+    own = f"{part.name}.router."
+    rounded = {name: each.to(dtype).to(x.dtype) for name, each in part.tensors.items() if name.startswith(own)}
+    return linear(replace(part, tensors=rounded), "router", x.to(dtype).to(x.dtype)).to(dtype).to(x.dtype)
+
+
+def routed(
+    logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection, replayed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the chosen experts and their weights, [batch, seq, experts] each; the bias affects only the choice.
+
+    Args:
+        logits: Logits of the router.
+        expert_bias: Bias of the choice, if the router has one.
+        section: Section of the experts.
+        replayed: Choice to use instead of the router's, [batch, seq, experts] bool; None: the router's.
+    """
     match section.score:
         case "sigmoid":
             scores = torch.sigmoid(logits)
@@ -67,7 +90,7 @@ def routed(logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection) 
         case _:
             assert_never(section.score)
     ranking = (scores if expert_bias is None else scores + expert_bias).detach()
-    chosen = _best(_inside_groups(ranking, section), section.top_k)
+    chosen = _best(_inside_groups(ranking, section), section.top_k) if replayed is None else replayed
     if section.score == "sigmoid":
         kept = scores * chosen
         weights = kept / kept.sum(-1, keepdim=True) if section.top_k > 1 else kept

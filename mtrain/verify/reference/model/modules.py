@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import torch
@@ -17,6 +17,21 @@ _CLAMP, _SLOPE = 7.0, 1.702
 
 
 @dataclass(frozen=True)
+class ExpertChanges:
+    """Ways in which another program computes layers of experts; by default as defined."""
+
+    router_dtype: torch.dtype | None = None
+    """Precision to which a router's input, weight and logits are rounded; None: not at all."""
+    num_partial_sums: int = 1
+    """Number of ranks that each add up the experts that they hold and round this sum to bfloat16; 1: no rounding."""
+    chosen: Mapping[str, Tensor] = field(default_factory=dict)
+    """Choices to replay by name of the router, [batch, seq, experts] bool; the router makes the others."""
+
+
+AS_DEFINED = ExpertChanges()
+
+
+@dataclass(frozen=True)
 class Module:
     """Module of the model: a prefix of tensor names."""
 
@@ -25,10 +40,11 @@ class Module:
     """All tensors of the model by name, float64."""
     name: str
     """Name of this module."""
+    changes: ExpertChanges = AS_DEFINED
 
     def inner(self, name: str) -> Module:
         """Returns a submodule."""
-        return Module(self.model, self.tensors, f"{self.name}.{name}")
+        return replace(self, name=f"{self.name}.{name}")
 
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor of this module, which must exist."""

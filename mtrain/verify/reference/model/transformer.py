@@ -16,7 +16,7 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import attention
 from mtrain.verify.reference.model.experts import Routed, experts
-from mtrain.verify.reference.model.modules import Module, network, norm
+from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges, Module, network, norm
 from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_experts
 from mtrain.verify.reference.text import Rows
 
@@ -38,14 +38,15 @@ class Forward:
 class Transformer:
     """Transformer with given weights."""
 
-    def __init__(self, model: ModelSection, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: ModelSection, tensors: Mapping[str, Tensor], changes: ExpertChanges = AS_DEFINED) -> None:
         """Keeps architecture and weights.
 
         Args:
             model: Architecture; dropout is ignored.
             tensors: Weights by name, float64; tables are without vocabulary padding.
+            changes: Ways in which layers of experts are computed otherwise than defined.
         """
-        self._model, self._tensors = model, tensors
+        self._model, self._tensors, self._changes = model, tensors, changes
 
     def forward(self, rows: Rows, looks_ahead: bool = True) -> Forward:
         """Computes the logits of all rows, and those of tokens ahead if the model predicts them."""
@@ -120,4 +121,4 @@ class Transformer:
         return hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T
 
     def _module(self, name: str) -> Module:
-        return Module(self._model, self._tensors, name)
+        return Module(self._model, self._tensors, name, self._changes)

@@ -1,0 +1,131 @@
+"""Float64 reference of the log-probabilities of an answer, and of what another computation would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.training.sampling.generate import Model
+from mtrain.verify.core.exact import tensors_of
+from mtrain.verify.core.weights import Arrays
+from mtrain.verify.reference.model.adapters import all_shapes, merged
+from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges
+from mtrain.verify.reference.model.transformer import Transformer
+from mtrain.verify.reference.text import Text, rows_of
+from mtrain.verify.rollout.records import Rollout
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward pass over a prompt and its answer."""
+
+    logits: Tensor
+    """Logits, [2 + answer, vocab] float64. Row 1 + i predicts token i of the answer; the rows before and after are
+    those of the neighbouring positions, nan where there is none."""
+    chosen: Mapping[str, Tensor]
+    """Choice of each router by name, [tokens, experts] bool."""
+    outputs: Mapping[str, Tensor]
+    """Outputs by module, [tokens, columns] float64; empty if they were not wanted."""
+
+
+class Reference:
+    """Model with given weights in float64."""
+
+    def __init__(self, model: Model, weights: Arrays) -> None:
+        """Keeps the weights, adapters merged.
+
+        Args:
+            model: Model of the run.
+            weights: Whole tensors by name.
+        """
+        config = model.config
+        self._model = config.model
+        self._tensors = {torch.float64: merged(config, tensors_of(weights, all_shapes(config), _CPU))}
+
+    @torch.no_grad()
+    def run(
+        self,
+        prompt_ids: Sequence[int],
+        ids: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        changes: ExpertChanges = AS_DEFINED,
+        has_outputs: bool = False,
+    ) -> Pass:
+        """Computes the pass over a prompt and an answer.
+
+        Args:
+            prompt_ids: Token ids before the answer, at least one.
+            ids: Token ids of the answer.
+            dtype: Precision of weights and of every operation.
+            changes: Ways in which layers of experts are computed otherwise.
+            has_outputs: Whether the outputs of modules are wanted.
+        """
+        # a further token, which nothing before it sees, gives the last token of the answer a position
+        text = np.array([*prompt_ids, *ids, 0], np.int64)
+        rows = rows_of([Text(text, np.ones(len(text)))], len(text) - 1, self._model.vocab_size, _CPU)
+        found = Transformer(self._model, self._in(dtype), changes).forward(rows, looks_ahead=False)
+        logits = found.logits[0].double()
+        before = logits[len(prompt_ids) - 2 :] if len(prompt_ids) > 1 else _after_nothing(logits)
+        outputs = {name: each[0].double() for name, each in found.outputs.items()} if has_outputs else {}
+        return Pass(before, {each.name: each.chosen[0] for each in found.seen}, outputs)
+
+    def _in(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        if dtype not in self._tensors:
+            self._tensors[dtype] = {name: each.to(dtype) for name, each in self._tensors[torch.float64].items()}
+        return self._tensors[dtype]
+
+
+def _after_nothing(logits: Tensor) -> Tensor:
+    return torch.cat([torch.full_like(logits[:1], torch.nan), logits])
+
+
+def log_probs(logits: Tensor, ids: Sequence[int], temperature: float, shift: int = 0) -> Tensor:
+    """Returns the log-probability of each token of an answer, float64.
+
+    Args:
+        logits: Logits as in `Pass`.
+        ids: Token ids of the answer.
+        temperature: Divisor of the logits.
+        shift: Positions by which logits are taken too late; 0 where each token has those before it.
+    """
+    own = logits[1 + shift : 1 + shift + len(ids)] / temperature
+    return own.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
+
+
+def replayed(rollout: Rollout, passed: Pass) -> dict[str, Tensor]:
+    """Returns the experts that the engine chose, as choices of the reference's routers: [1, tokens, experts] bool.
+
+    The reference's own choice is kept where the engine's is not known, as for the last token, which it did not read.
+
+    Raises:
+        DataError: The routes are of another model.
+    """
+    routes = torch.tensor(rollout.routes)
+    found = {}
+    for name, own in passed.chosen.items():
+        layer = int(name.split(".")[2])  # decoder.layers.N.mlp.router
+        count, num_experts = int(own[0].sum()), own.shape[-1]
+        if routes.shape[1] <= layer or routes.shape[2] != count:
+            raise DataError(
+                f"{rollout.place}: routed_experts has {routes.shape[1]} layers with {routes.shape[2]} experts, but "
+                f"the model has layer {layer} with top_k={count}; give a row for every layer of the model"
+            )
+        chosen, mixed = routes[:, layer], own.clone()
+        if int(chosen.max()) >= num_experts or int(chosen.min()) < -1:
+            raise DataError(
+                f"{rollout.place}: routed_experts names expert {int(chosen.max())}, but the model has {num_experts}, "
+                "counted from 0; -1 is not known"
+            )
+        known = (chosen >= 0).all(-1)
+        mixed[: len(routes)][known] = torch.zeros_like(own[: len(routes)][known]).scatter(-1, chosen[known], True)
+        found[name] = mixed.unsqueeze(0)
+    if not found:
+        raise DataError(f"{rollout.place}: has routed_experts, but the model has no experts; remove them")
+    return found

@@ -1,0 +1,110 @@
+"""Page and terminal output of `mtrain verify rollout`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.pages.charts import Curve, difference_chart
+from mtrain.pages.html import render, write_page
+from mtrain.verify.rollout.inner import LIMIT
+from mtrain.verify.rollout.report import JSON_NAME, PAGE_NAME, RolloutReport, Side
+
+
+def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
+    """Yields what the terminal shows: a line for each side, two for each finding, and the verdict.
+
+    Args:
+        report: Report to show.
+        folder: Folder of the report's files.
+    """
+    for side in report.sides:
+        verdict = "agrees with float64" if side.passed else "DEVIATES from float64"
+        yield (
+            f"{side.name} ({side.dtype}): {verdict}: worst {side.spread.worst:.1e} nats (rounding: "
+            f"{side.allowed.worst:.1e}), rms {side.spread.rms:.1e} ({side.allowed.rms:.1e}), mean {side.mean:+.1e}"
+        )
+    if report.routes is not None:
+        yield f"routes: {report.routes}"
+    for finding in report.findings:
+        yield from ("", *finding.lines)
+    yield ""
+    compared = f"{report.num_rollouts} rollouts, {report.num_tokens} tokens"
+    causes = ", ".join(finding.cause for finding in report.findings)
+    verdict = f"PASS: {compared}: rounding explains every difference" if report.passed else f"FAIL: {causes}"
+    yield f"{verdict}; {folder / JSON_NAME}, {folder / PAGE_NAME}"
+
+
+def write_rollout_report(report: RolloutReport, folder: Path) -> None:
+    """Writes the JSON file and the page.
+
+    Raises:
+        MachineError: The folder cannot be written.
+    """
+    with disk_faults(f"write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / JSON_NAME, report.to_json())
+    write_page(folder / PAGE_NAME, rollout_page(report))
+
+
+def rollout_page(report: RolloutReport) -> str:
+    """Returns the text of the page, from the verdict to every cause that was tried."""
+    return render(
+        "rollout.html",
+        report=report,
+        headline=_headline(report),
+        notes=[
+            f"{report.num_rollouts} rollouts of {report.file}, {report.num_tokens} tokens that the model drew. Model: "
+            f"{report.model}. {report.created}"
+        ],
+        curves=_curves(report, lambda number: []),
+        figures=list(_figures(report)),
+        json_name=JSON_NAME,
+        limit=LIMIT,
+    )
+
+
+def _headline(report: RolloutReport) -> str:
+    if report.passed:
+        return "Engine and trainer compute what the weights say, as far as rounding can tell."
+    return " ".join(finding.lines[0][0].upper() + finding.lines[0][1:] + "." for finding in report.findings)
+
+
+def _figures(report: RolloutReport) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    if not report.sides:
+        return
+    limit = report.sides[0].allowed.worst
+    by_token = _curves(
+        report, lambda column: [(at, abs(row[1 + column])) for at, row in enumerate(report.tokens, start=1)]
+    )
+    yield from _figure("Every token", "difference in nats, by token of all answers", by_token, limit)
+    by_place = _curves(report, lambda column: [(at, row[column]) for at, row in enumerate(report.positions, start=1)])
+    yield from _figure(
+        "Place in the answer", "root mean square in nats, by place", by_place, report.sides[0].allowed.rms
+    )
+
+
+def _figure(
+    caption: str, words: str, curves: Sequence[Curve], limit: float
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    named = f"{words}; what rounding explains: {limit:.1e}"
+    if all(value == 0 for curve in curves for _, value in curve.points):
+        yield caption, [(f"{words}: exactly 0 everywhere", "")]
+    else:
+        yield caption, [(named, difference_chart(f"{caption}: {named}, logarithmic", curves, limit))]
+
+
+def _curves(report: RolloutReport, points: Callable[[int], list[tuple[int, float]]]) -> list[Curve]:
+    sides: Sequence[Side] = report.sides[:2]
+    return [
+        Curve(
+            str(number),
+            side.name,
+            number,
+            tuple((at, value) for at, value in points(number) if not math.isnan(value)),
+            stands_out=not side.passed,
+        )
+        for number, side in enumerate(sides)
+    ]

@@ -1,0 +1,191 @@
+"""What is exact in a rollout: the vocabulary, the tokens that begin a text, the chat template, the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.base.errors import DataError
+from mtrain.config.schema.data import SftSection
+from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.encoding.plain import asked
+from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.training.sampling.generate import Model
+from mtrain.training.sampling.prompts import questions_of
+from mtrain.verify.rollout.records import Rollout
+
+_SHOWN = 8
+"""Tokens around a difference that are shown."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Exact property that a rollout lacks."""
+
+    cause: str
+    """Name of the cause, such as `other template`."""
+    place: str
+    """File and line."""
+    fact: str
+    """What was found and what was expected, as a sentence without its end."""
+    remedy: str
+
+
+class Prompts:
+    """Token ids of prompts by the tokenizer and the chat template of a run."""
+
+    def __init__(self, model: Model) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            model: Model of the run; where its configuration names no tokenizer, texts are not compared.
+
+        Raises:
+            DataError: The tokenizer is missing or damaged.
+        """
+        self._config = config = model.config
+        self._tokenizer: Tokenizer | None = None
+        if config.data.tokenizer is not None:
+            self._tokenizer = load_tokenizer(Path(config.data.tokenizer))
+        self._section = config.data if isinstance(config.data, SftSection) else None
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """Returns the tokens that the tokenizer puts before a text."""
+        return () if self._tokenizer is None else tuple(self._tokenizer.begin_ids)
+
+    def broken(self, rollout: Rollout) -> Broken | None:
+        """Returns the first exact property that the rollout lacks; None if it has all that can be compared.
+
+        Raises:
+            DataError: The template refuses the messages.
+            ConfigError: There are messages, but the run has no chat template.
+        """
+        size = self._config.model.vocab_size
+        every = [*rollout.prompt_ids, *rollout.ids]
+        if (most := max(every)) >= size:
+            return Broken(
+                "other vocabulary",
+                rollout.place,
+                f"token id {most} is beyond the vocabulary of {size} tokens",
+                "draw with the tokenizer of this model; rows that pad a table are no tokens",
+            )
+        if rollout.prompt is None or self._tokenizer is None:
+            return self._without_begin(rollout) if rollout.prompt is None else None
+        if isinstance(rollout.prompt, dict) and _is_answered(rollout.prompt):
+            return self._broken_conversation(rollout, rollout.prompt)
+        return self._compared(rollout, rollout.prompt_ids, self._ids(rollout.prompt))
+
+    def _ids(self, prompt: str | dict[str, Any]) -> list[int]:
+        """Encodes a rendered text, or renders messages by the run's template."""
+        assert self._tokenizer is not None
+        if isinstance(prompt, str):
+            return asked(prompt, self._tokenizer, special_tokens=True)
+        return questions_of(self._config, self._tokenizer, [prompt], None)[0].ids
+
+    def _without_begin(self, rollout: Rollout) -> Broken | None:
+        begin = list(self.begin_ids)
+        if self._section is None or rollout.prompt_ids[: len(begin)] == begin:
+            return None
+        return _missing(rollout, begin)
+
+    def _broken_conversation(self, rollout: Rollout, record: dict[str, Any]) -> Broken | None:
+        """Compares a conversation with its answers: ids and mask of a sample that is trained on."""
+        assert self._tokenizer is not None
+        if self._section is None:
+            raise DataError(f"{rollout.place}: has messages, but the run's data (data.kind) are not conversations")
+        sample = encoder_of(self._section, self._tokenizer).encode(record)
+        every = [*rollout.prompt_ids, *rollout.ids]
+        expected = sample.ids.tolist()
+        # an answer that was cut has no end, and a template may write a line feed after it
+        common = min(len(every), len(expected))
+        if found := self._compared(rollout, every[:common], expected[:common]):
+            return found
+        mask = [False] * len(rollout.prompt_ids) + rollout.mask
+        for place, (drawn, weight) in enumerate(zip(mask, sample.loss_weights.tolist())):
+            if drawn != (weight > 0):
+                what = "drawn by the model" if drawn else "not drawn"
+                return Broken(
+                    "other mask",
+                    rollout.place,
+                    f"token {place} of the conversation counts as {what}, but the run's template gives it the weight "
+                    f"{weight:g}",
+                    "put exactly the tokens of answers into the loss: mask 1 for these, 0 for headers and tools",
+                )
+        return None
+
+    def _compared(self, rollout: Rollout, found: Sequence[int], expected: Sequence[int]) -> Broken | None:
+        if list(found) == list(expected):
+            return None
+        begin = list(self.begin_ids)
+        if begin and [*begin, *found] == list(expected):
+            return _missing(rollout, begin)
+        if begin and list(found) == [*begin, *expected]:
+            return Broken(
+                "doubled bos",
+                rollout.place,
+                f"the prompt begins with {begin}, the tokens that begin a text, twice",
+                "encode the rendered template with add_special_tokens=False",
+            )
+        pairs = enumerate(zip(found, expected))
+        place = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
+        return Broken(
+            "other template",
+            rollout.place,
+            f"the prompt differs from the run's template at token {place}: {self._shown(found, place)} instead of "
+            f"{self._shown(expected, place)}",
+            "use one chat template on both sides, with the same date, tools and switches (data.chat_template)",
+        )
+
+    def _shown(self, ids: Sequence[int], place: int) -> str:
+        if place >= len(ids):
+            return "its end"
+        assert self._tokenizer is not None
+        return repr(self._tokenizer.decode(list(ids[place : place + _SHOWN])))
+
+    def others(self, rollouts: Sequence[Rollout]) -> Mapping[str, list[list[int] | None]]:
+        """Returns what an engine may have read instead of the token ids of each prompt, by what it is."""
+        if self._tokenizer is None:
+            return {}
+        found: dict[str, list[list[int] | None]] = {}
+        for number, rollout in enumerate(rollouts):
+            for name, ids in self._other(rollout).items():
+                if ids and ids != rollout.prompt_ids:
+                    found.setdefault(name, [None] * len(rollouts))[number] = ids
+        return found
+
+    def _other(self, rollout: Rollout) -> dict[str, list[int]]:
+        assert self._tokenizer is not None
+        prompt = rollout.prompt
+        if prompt is None or (isinstance(prompt, dict) and _is_answered(prompt)):
+            return {}
+        if isinstance(prompt, str):
+            return {"the text of the prompt": self._ids(prompt)}
+        found, messages = {"the messages in the run's template": self._ids(prompt)}, prompt["messages"]
+        last = str(messages[-1].get("content", ""))
+        found["the last message without a template"] = asked(last, self._tokenizer)
+        others = {
+            "the messages without those of the system": [each for each in messages if each.get("role") != "system"],
+            "the last message alone": list(messages[-1:]),
+        }
+        for name, kept in others.items():
+            if kept and kept != messages:
+                found[name] = self._ids({**prompt, "messages": kept})
+        return found
+
+
+def _is_answered(record: dict[str, Any]) -> bool:
+    """Says whether a conversation ends with an answer, so that it holds the rollout too."""
+    messages = record["messages"]
+    return isinstance(messages, list) and bool(messages) and messages[-1].get("role") == "assistant"
+
+
+def _missing(rollout: Rollout, begin: Sequence[int]) -> Broken:
+    return Broken(
+        "missing bos",
+        rollout.place,
+        f"the prompt does not begin with {list(begin)}, the tokens that begin every text of this model",
+        "give the engine the token ids that the run's tokenizer makes, or encode with add_special_tokens=True",
+    )

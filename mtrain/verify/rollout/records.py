@@ -1,0 +1,253 @@
+"""Rollouts in a file: one JSON object a line, in our own form, or as vLLM and SGLang give their outputs.
+
+docs/verify-rollout.md describes the keys of our form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain.base.errors import DataError
+from mtrain.data.formats.jsonl import objects
+
+_PROMPTS = ("prompt", "messages")
+_KEYS = frozenset(
+    {
+        *_PROMPTS,
+        "tools",
+        "prompt_token_ids",
+        "token_ids",
+        "log_probs",
+        "mask",
+        "temperature",
+        "routed_experts",
+        "hidden_states",
+        "finish_reason",
+    }
+)
+_MOST_LOG_PROB = 1e-3
+"""Largest log-probability that rounding can make of 0."""
+_NEEDED = (
+    "a line needs prompt_token_ids, token_ids and log_probs, or the output of vLLM (prompt_token_ids, outputs) or "
+    "SGLang (output_ids, meta_info)"
+)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One answer as the inference engine drew it."""
+
+    place: str
+    """File and line, for messages."""
+    prompt_ids: list[int]
+    """Token ids before the answer, at least one."""
+    ids: list[int]
+    """Token ids of the answer, at least one."""
+    log_probs: list[float]
+    """Log-probability of each token of the answer in nats."""
+    mask: list[bool]
+    """Whether the model drew each token of the answer; results of tools are not drawn, and not compared."""
+    temperature: float = 1.0
+    """Temperature at which the answer was drawn, and at which a loss takes its log-probabilities."""
+    prompt: str | dict[str, Any] | None = None
+    """Text of the prompt, or a record of messages; None: not given."""
+    routes: list[list[list[int]]] | None = None
+    """Experts that the engine chose, [tokens, layers, k]: a row for each token that it read, prompt and answer without
+    the last token, and all layers; what stands in a layer without experts is not read, -1 is not known."""
+    hidden_states: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    """Output of modules by name, `embedding`, `layer N` or `final_layernorm`, [tokens, hidden], for the same tokens."""
+
+    @property
+    def num_read(self) -> int:
+        """Returns the number of tokens that the engine read to draw the answer."""
+        return len(self.prompt_ids) + len(self.ids) - 1
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """Reads a file of rollouts.
+
+    Raises:
+        DataError: The file is missing or empty, or a line is no rollout; the message names it.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} with rollouts cannot be read: there is no such file; name a file of JSON lines")
+    found = []
+    for number, record in objects(path):
+        place = f"{path} line {number}"
+        try:
+            found += [_checked(each, place) for each in _ours(record)]
+        except DataError as fault:
+            raise DataError(f"{place}: {fault}") from None
+    if not found:
+        raise DataError(f"{path} holds no rollout; {_NEEDED}")
+    return found
+
+
+def _ours(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the answers of a record in our own form."""
+    if "outputs" in record:
+        yield from _of_vllm(record)
+    elif "meta_info" in record:
+        yield _of_sglang(record)
+    else:
+        yield record
+
+
+def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the answers of a RequestOutput of vLLM as JSON.
+
+    Source: vLLM 0.32, outputs.py; the keys of JSON are texts, so the token ids of `logprobs` are.
+    """
+    outputs = record["outputs"]
+    if not isinstance(outputs, list) or not all(isinstance(each, dict) for each in outputs):
+        raise DataError("outputs must be a list of objects with token_ids and logprobs, as vLLM gives them; fix it")
+    shared = {key: record[key] for key in ("prompt", "messages", "tools", "prompt_token_ids", "temperature")
+              if record.get(key) is not None}  # fmt: skip
+    for output in outputs:
+        ids, places = output.get("token_ids"), output.get("logprobs")
+        if not isinstance(places, list) or not isinstance(ids, list) or len(places) != len(ids):
+            raise DataError(
+                "an output has no logprobs, one a token; draw with SamplingParams(logprobs=0), which costs nothing"
+            )
+        try:
+            log_probs = [place[str(token)]["logprob"] for token, place in zip(ids, places, strict=True)]
+        except (KeyError, TypeError) as fault:
+            raise DataError(
+                f'logprobs must hold {{"TOKEN ID": {{"logprob": NUMBER}}}} for each token, but lacks {fault}; write '
+                "them as docs/verify-rollout.md shows"
+            ) from None
+        answer = {**shared, "token_ids": ids, "log_probs": log_probs}
+        if output.get("routed_experts") is not None:
+            answer["routed_experts"] = output["routed_experts"]
+        yield answer
+
+
+def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answer of an output of SGLang's /generate or `Engine.generate`, with return_logprob.
+
+    Source: SGLang 0.5, managers/tokenizer_manager.py: lists of [log-probability, token id, text].
+    """
+    info = record["meta_info"]
+    said = info.get("output_token_logprobs") if isinstance(info, dict) else None
+    try:
+        log_probs, ids = [each[0] for each in said], [each[1] for each in said]  # type: ignore[union-attr]
+        read = [each[1] for each in info.get("input_token_logprobs") or ()]
+    except (KeyError, TypeError, IndexError):
+        raise DataError(
+            "meta_info has no output_token_logprobs of [log-probability, token id, text]; ask SGLang with "
+            "return_logprob=true"
+        ) from None
+    kept = {key: record[key] for key in ("prompt", "messages", "tools", "temperature", "prompt_token_ids")
+            if record.get(key) is not None}  # fmt: skip
+    if isinstance(info.get("routed_experts"), list):
+        kept["routed_experts"] = info["routed_experts"]
+    return {"prompt_token_ids": read, **kept, "token_ids": ids, "log_probs": log_probs}
+
+
+def _checked(record: dict[str, Any], place: str) -> Rollout:
+    for key in ("prompt_token_ids", "token_ids", "log_probs"):
+        if key not in record:
+            raise DataError(f"has no {key!r}, but its keys are {', '.join(record) or 'none'}; {_NEEDED}")
+    if unknown := [key for key in record if key not in _KEYS]:
+        raise DataError(f"has the key {unknown[0]!r}, which is not known; the keys are {', '.join(sorted(_KEYS))}")
+    prompt_ids, ids = (_ids(record[key], key) for key in ("prompt_token_ids", "token_ids"))
+    log_probs = _numbers(record["log_probs"], "log_probs")
+    if len(log_probs) != len(ids):
+        raise DataError(
+            f"has {len(ids)} token_ids, but {len(log_probs)} log_probs; give that of each token of the answer, and "
+            "none for the prompt"
+        )
+    if (most := max(log_probs)) > _MOST_LOG_PROB:
+        raise DataError(f"has the log-probability {most:g}, but none is above 0; give natural logarithms")
+    temperature = record.get("temperature", 1.0)
+    if not _is_number(temperature) or not (math.isfinite(temperature) and temperature > 0):
+        raise DataError(
+            f"has the temperature {temperature!r}, but needs a number above 0; log-probabilities of the likeliest "
+            "tokens (temperature 0) are those at 1"
+        )
+    rollout = Rollout(
+        place,
+        prompt_ids,
+        ids,
+        log_probs,
+        _mask(record.get("mask"), len(ids)),
+        float(temperature),
+        _prompt(record),
+        record.get("routed_experts"),
+        record.get("hidden_states") or {},
+    )
+    _check_shapes(rollout)
+    return rollout
+
+
+def _prompt(record: dict[str, Any]) -> str | dict[str, Any] | None:
+    given = [key for key in _PROMPTS if record.get(key) is not None]
+    if len(given) == 2:
+        raise DataError("has prompt and messages, but one of them is the prompt; remove the other")
+    if given == ["messages"] or (given and not isinstance(record["prompt"], str)):
+        return {"messages": record[given[0]], **({"tools": record["tools"]} if record.get("tools") else {})}
+    return record["prompt"] if given else None
+
+
+def _ids(given: object, name: str) -> list[int]:
+    if not isinstance(given, list) or not given or not all(type(each) is int and each >= 0 for each in given):
+        raise DataError(f"{name} must be a list of at least one token id, whole numbers from 0; fix it")
+    return given
+
+
+def _numbers(given: object, name: str) -> list[float]:
+    if not isinstance(given, list) or not all(_is_number(each) and math.isfinite(each) for each in given):
+        raise DataError(f"{name} must be a list of finite numbers; fix it")
+    return [float(each) for each in given]
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _mask(given: object, length: int) -> list[bool]:
+    if given is None:
+        return [True] * length
+    if not isinstance(given, list) or len(given) != length or not all(each in (0, 1) for each in given):
+        raise DataError(f"mask must be a list of {length} numbers 0 or 1, one for each of token_ids; fix it")
+    if not any(given):
+        raise DataError("mask is 0 for all tokens, so nothing was drawn; remove the line")
+    return [bool(each) for each in given]
+
+
+def _check_shapes(rollout: Rollout) -> None:
+    """Refuses routes and hidden states that are not those of the tokens read.
+
+    An engine may leave out the last token, which it drew and did not read, or give it too.
+    """
+    lengths = (rollout.num_read, rollout.num_read + 1)
+    routes = rollout.routes
+    if routes is not None:
+        shape = _shape(routes)
+        if len(shape) != 3 or shape[0] not in lengths:
+            raise DataError(
+                f"routed_experts has the shape {list(shape)}, but needs [tokens, layers, k] with a row for each of the "
+                f"{lengths[0]} tokens read (prompt and answer without the last token); fix it"
+            )
+    for name, states in rollout.hidden_states.items():
+        shape = _shape(states)
+        if len(shape) != 2 or shape[0] not in lengths:
+            raise DataError(
+                f"hidden_states[{name!r}] has the shape {list(shape)}, but needs [tokens, hidden] with a row for each "
+                f"of the {lengths[0]} tokens read; fix it"
+            )
+
+
+def _shape(given: Any) -> tuple[int, ...]:
+    """Returns the shape of nested lists of numbers; empty if it has none."""
+    if not isinstance(given, list) or not given:
+        return ()
+    if all(_is_number(each) for each in given):
+        return (len(given),)
+    shapes = {_shape(each) for each in given}
+    inner = shapes.pop()
+    return (len(given), *inner) if not shapes and inner else ()

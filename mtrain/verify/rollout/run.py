@@ -1,0 +1,353 @@
+"""Check `mtrain verify rollout`: who is wrong when an inference engine and the trainer disagree, and why."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.steps import published_steps, step_name
+from mtrain.config.schema.layout import LayoutSection
+from mtrain.mcore.model.transformer_config import DTYPES
+from mtrain.plan.layout import Layout
+from mtrain.training.sampling.generate import Model, model_at
+from mtrain.verify.core.layouts import Prepared, own_layout
+from mtrain.verify.core.ranks import Pool, environment_of
+from mtrain.verify.parity import Progress, device_for
+from mtrain.verify.rollout.causes import Disagreement, Passes, Rounding, Spread, Tried, differences, named
+from mtrain.verify.rollout.exact import Reference, log_probs
+from mtrain.verify.rollout.inner import LIMIT, agreeing_routes, layer_differences
+from mtrain.verify.rollout.prompts import Broken, Prompts
+from mtrain.verify.rollout.records import Rollout, read_rollouts
+from mtrain.verify.rollout.report import Finding, RolloutReport, Side
+from mtrain.verify.rollout.scores import Scored, for_scoring, scores
+
+PRELOADED = ("mtrain.verify.rollout.scores",)
+TIMEOUT_S = 6 * 3600
+"""Time limit of a layout in seconds; long, since models have their full size."""
+NOT_EXPLAINED = "not explained"
+_MOST_STEPS = 8
+"""Number of older checkpoints that are tried as stale weights, the newest first."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Arguments of the command line."""
+
+    model: Path
+    rollouts: Path
+    overrides: Sequence[str] = ()
+    dtype: str | None = None
+    """Precision in which the engine computes, as torch names it; None: that of the run."""
+    weights: Sequence[Path] = ()
+    """Other models whose weights the engine may have had."""
+    first: int = 64
+    """Number of rollouts that are compared, from the first one."""
+    max_ranks: int = 8
+    command: str = "mtrain verify rollout"
+
+
+def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | None = None) -> RolloutReport:
+    """Runs the check and returns its report.
+
+    Args:
+        request: Arguments of the command line.
+        progress: Function that is called with a line for every finished part.
+        pool: Pool of ranks to use; None starts one.
+
+    Raises:
+        ConfigError: The model cannot be compared, or the layout needs more ranks.
+        DataError: The file, the model or the tokenizer cannot be read.
+        MachineError: The device that was asked for does not exist.
+    """
+    rollouts = read_rollouts(request.rollouts)
+    if len(rollouts) > request.first:
+        progress(f"the first {request.first} of {len(rollouts)} rollouts are compared; --first N takes more")
+    rollouts = rollouts[: request.first]
+    model = model_at(request.model, request.overrides)
+    if model.config.model.num_labels is not None:
+        raise ConfigError(
+            f"model.num_labels={model.config.model.num_labels} is a head, which draws no tokens; verify the rollouts "
+            "of a policy"
+        )
+    device, max_ranks = device_for(model.config.train, request.max_ranks)
+    pool = pool or Pool(device, PRELOADED, TIMEOUT_S, model.config.train.deterministic)
+    return _RolloutCheck(replace(request, max_ranks=max_ranks), model, rollouts, pool, progress).report()
+
+
+class _RolloutCheck:
+    """One check."""
+
+    def __init__(
+        self, request: RolloutRequest, model: Model, rollouts: Sequence[Rollout], pool: Pool, progress: Progress
+    ) -> None:
+        self._request, self._rollouts, self._pool, self._progress = request, rollouts, pool, progress
+        self._prompts = Prompts(model)
+        self._model = for_scoring(model, rollouts, request.max_ranks)
+        self._config = self._model.config
+        self._trainer_dtype = DTYPES[model.config.train.precision]
+        self._dtype: torch.dtype = self._trainer_dtype if request.dtype is None else getattr(torch, request.dtype)
+
+    def report(self) -> RolloutReport:
+        """Compares what can be compared; tokens beyond the vocabulary leave nothing."""
+        broken = [each for each in map(self._prompts.broken, self._rollouts) if each is not None]
+        findings = _exact_findings(broken, len(self._rollouts))
+        if any(each.cause == "other vocabulary" for each in broken):
+            return self._report([], findings, [], [], 0)
+        own = own_layout(self._config, self._request.max_ranks)
+        scored = self._scored(own)
+        assert scored.weights is not None, "rank 0 holds them"
+        reference = Reference(self._model, scored.weights)
+        passes = [self._passes(reference, each, self._dtype) for each in self._rollouts]
+        exact = [log_probs(each.exact.logits, each.rollout.ids, each.rollout.temperature) for each in passes]
+        self._progress("reference: float64")
+        rounding = _rounding(passes, exact, self._dtype)
+        found = differences(self._rollouts, exact)
+        side = _side("rollout", found, rounding)
+        deviating = _deviating(side, found)
+        tried: list[Tried] = []
+        if deviating:
+            answers = [passes[number] for number in deviating]
+            missed = [found[number] for number in deviating]
+            tried = self._disagreement(reference, answers, rounding, missed).tried()
+            findings += self._explained(tried, len(deviating))
+        trainer, more = self._trainer(reference, passes, exact, scored, own)
+        both = [found, differences(_as_rollouts(self._rollouts, scored), exact)]
+        layers = layer_differences(passes)
+        findings += [*more, *_inner_finding(layers)]
+        whole = self._report([side, *trainer], findings, tried, _tokens(exact, both), len(deviating))
+        return replace(whole, positions=_positions(both), layers=layers, routes=agreeing_routes(passes))
+
+    def _scored(self, trial: Prepared) -> Scored:
+        model = self._model._replace(config=trial.config)
+        scored: Scored = self._pool.run(scores, trial.layout, model, self._rollouts, True)[0]
+        self._progress(f"trainer: {trial.name}")
+        return scored
+
+    def _passes(self, reference: Reference, rollout: Rollout, dtype: torch.dtype) -> Passes:
+        has_outputs = bool(rollout.hidden_states)
+        exact = reference.run(rollout.prompt_ids, rollout.ids, has_outputs=has_outputs)
+        return Passes(rollout, exact, reference.run(rollout.prompt_ids, rollout.ids, dtype, has_outputs=has_outputs))
+
+    def _disagreement(
+        self,
+        reference: Reference,
+        answers: Sequence[Passes],
+        rounding: Rounding,
+        missed: Sequence[Tensor],
+        of_engine: bool = True,
+    ) -> Disagreement:
+        rollouts = [each.rollout for each in answers]
+        experts = self._config.model.experts
+        return Disagreement(
+            answers=answers,
+            reference=reference,
+            rounding=rounding,
+            before=Spread.of(missed),
+            begin_ids=self._prompts.begin_ids if of_engine else (),
+            prompts=self._prompts.others(rollouts) if of_engine else {},
+            others=self._others() if of_engine else {},
+            num_experts=0 if experts is None else experts.num_experts,
+        )
+
+    def _others(self) -> Mapping[str, Callable[[], Reference]]:
+        """Returns how to load the other weights that the engine may have had, by what they are."""
+        found: dict[str, Callable[[], Reference]] = {}
+        entry = self._model.entry
+        if entry is not None and entry.path.parent.name == "checkpoints":
+            steps = [step for step in reversed(published_steps(entry.path.parent)) if step != entry.manifest.step]
+            for step in steps[:_MOST_STEPS]:
+                where = entry.path.parent / step_name(step)
+                model = self._model._replace(entry=load_entry(where))
+                found[f"step {step}, but the model is that of step {entry.manifest.step}"] = partial(self._load, model)
+            found["the start of the run"] = partial(self._load, self._model._replace(entry=None))
+        for path in self._request.weights:
+            found[str(path)] = partial(self._load, model_at(path, self._request.overrides))
+        return found
+
+    def _load(self, model: Model) -> Reference:
+        config = for_scoring(model, self._rollouts).config.model_copy(update={"layout": LayoutSection()})
+        alone = model._replace(config=config)
+        scored: Scored = self._pool.run(scores, Layout(), alone, (), True)[0]
+        assert scored.weights is not None, "they were wanted"
+        return Reference(alone, scored.weights)
+
+    def _explained(self, tried: Sequence[Tried], count: int) -> list[Finding]:
+        where = f"{count} of {len(self._rollouts)} rollouts"
+        causes = named(tried)
+        if causes:
+            first, others = causes[0].cause, [each.cause.name for each in causes[1:]]
+            if causes[0].share < 1:
+                first = replace(
+                    first, fact=f"{first.fact} ({causes[0].share:.0%} of the tokens, others follow from it)"
+                )
+            also = f" (on these tokens {', '.join(others)} would explain it as well)" if others else ""
+            return [Finding(first.name, (f"{first.name}: in {where} {first.fact}{also}", first.remedy))]
+        best = min(tried, key=lambda each: each.left.rms, default=None)
+        nearest = "" if best is None else f"; nearest is {best.cause.name}, which leaves {best.left.worst:.1e} nats"
+        return [
+            Finding(
+                NOT_EXPLAINED,
+                (
+                    f"{NOT_EXPLAINED}: {where} deviate, and no single cause that is known gives their log-probabilities"
+                    f"{nearest}",
+                    "it may be two causes at once: correct what the page shows, or name other weights by --weights, "
+                    "and run this again",
+                ),
+            )
+        ]
+
+    def _trainer(
+        self,
+        reference: Reference,
+        passes: Sequence[Passes],
+        exact: Sequence[Tensor],
+        scored: Scored,
+        own: Prepared,
+    ) -> tuple[list[Side], list[Finding]]:
+        """Compares the trainer, and where it deviates runs it with fewer ranks, to see whether it is the layout."""
+        dtype = self._trainer_dtype
+        if dtype != self._dtype:
+            passes = [self._passes(reference, each.rollout, dtype) for each in passes]
+        rounding = _rounding(passes, exact, dtype)
+
+        def side_of(name: str, scored: Scored) -> Side:
+            found = differences(_as_rollouts(self._rollouts, scored), exact)
+            return _side(f"trainer {name}", found, rounding)
+
+        sides = [side_of(own.name, scored)]
+        if sides[0].passed:
+            return sides, []
+        for name, trial in self._fewer(own):
+            sides.append(side_of(trial.name, self._scored(trial)))
+            if sides[-1].passed:
+                lines = (
+                    f"{name}: the trainer under {own.name} deviates from float64, under {trial.name} it does not",
+                    f"run mtrain verify parity --layouts with {own.name} to see the first module that deviates",
+                )
+                return sides, [Finding(name, lines)]
+        own_answers = _as_rollouts(self._rollouts, scored)
+        answers = [replace(each, rollout=own) for each, own in zip(passes, own_answers, strict=True)]
+        found = differences(own_answers, exact)
+        causes = named(self._disagreement(reference, answers, rounding, found, of_engine=False).tried())
+        fact = causes[0].cause.fact.replace("engine", "trainer") if causes else "deviates from float64 in every layout"
+        name = causes[0].cause.name if causes else NOT_EXPLAINED
+        lines = (f"{name}: the trainer: {fact}", "run mtrain verify parity to see the first module that deviates")
+        return sides, [Finding(name, lines)]
+
+    def _fewer(self, own: Prepared) -> list[tuple[str, Prepared]]:
+        """Returns what is named where a layout with less parallelism does not deviate, with that layout."""
+        layout, found = self._config.layout, []
+        if layout.ep > 1:
+            section = layout.model_copy(update={"ep": 1, "etp": LayoutSection().etp})
+            without = self._config.model_copy(update={"layout": section})
+            same = Layout.from_config(without, own.layout.world_size)  # on as many ranks, so that nothing else changes
+            name = f"{same}-mbs{self._config.train.micro_batch_size}"
+            found.append(("expert-parallel sum", Prepared(name, {}, without, same)))
+        if own.layout.world_size > 1:
+            alone = self._config.model_copy(update={"layout": LayoutSection()})
+            found.append(("layout of the trainer", own_layout(alone, 1)))
+        return found
+
+    def _report(
+        self,
+        sides: Sequence[Side],
+        findings: Sequence[Finding],
+        tried: Sequence[Tried],
+        tokens: Sequence[tuple[float, ...]],
+        num_deviating: int,
+    ) -> RolloutReport:
+        entry = self._model.entry
+        return RolloutReport(
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=self._request.command,
+            environment=environment_of(self._pool.device),
+            model=str(self._request.model) + ("" if entry is None else f", step {entry.manifest.step}"),
+            file=str(self._request.rollouts),
+            num_rollouts=len(self._rollouts),
+            num_tokens=sum(sum(each.mask) for each in self._rollouts),
+            num_deviating=num_deviating,
+            sides=tuple(sides),
+            findings=tuple(findings),
+            tried=tuple((f"{each.cause.name}: {each.cause.fact}", each.left, each.explains) for each in tried),
+            tokens=tuple(tokens),
+            positions=(),
+            layers={},
+            routes=None,
+        )
+
+
+def _exact_findings(broken: Sequence[Broken], count: int) -> list[Finding]:
+    """Returns a finding for each cause, with the first rollout that has it."""
+    found: list[Finding] = []
+    for cause in dict.fromkeys(each.cause for each in broken):
+        own = [each for each in broken if each.cause == cause]
+        first = own[0]
+        where = f"in {len(own)} of {count} rollouts, first in {first.place}"
+        found.append(Finding(cause, (f"{cause}: {where}: {first.fact}", first.remedy)))
+    return found
+
+
+def _inner_finding(layers: Mapping[str, float]) -> list[Finding]:
+    """Names the first module whose output deviates."""
+    first = next((name for name, excess in layers.items() if excess > LIMIT), None)
+    if first is None:
+        return []
+    fact = f"{first} is the first that deviates, by {layers[first]:.1e} times the rounding of the engine's precision"
+    return [Finding("hidden states", (f"hidden states: {fact}", "look for the difference in this part of the model"))]
+
+
+def _as_rollouts(rollouts: Sequence[Rollout], scored: Scored) -> list[Rollout]:
+    """Returns the rollouts with the trainer's log-probabilities."""
+    return [replace(each, log_probs=own) for each, own in zip(rollouts, scored.log_probs, strict=True)]
+
+
+def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:
+    """Returns the numbers of the rollouts that deviate; all if only many small differences add up."""
+    if side.passed:
+        return []
+    own = [number for number, each in enumerate(found) if not Spread.of([each]).within(side.allowed)]
+    return own or list(range(len(found)))
+
+
+def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dtype) -> Rounding:
+    """Measures the rounding of the precision in which the passes were computed, too."""
+    # the largest logit is rounded by every engine at the end
+    largest = max(float((each.exact.logits / each.rollout.temperature).nan_to_num().abs().max()) for each in passes)
+    floor = torch.finfo(dtype).eps / 2 * largest
+    measured = [
+        log_probs(each.rounded.logits, each.rollout.ids, each.rollout.temperature) - values
+        for each, values in zip(passes, exact, strict=True)
+    ]
+    return Rounding(dtype, floor, Spread.of(measured).allowed(floor))
+
+
+def _side(name: str, found: Sequence[Tensor], rounding: Rounding) -> Side:
+    every = torch.cat(list(found))
+    mean = float(every[~every.isnan()].mean())
+    return Side(name, str(rounding.dtype).removeprefix("torch."), Spread.of(found), rounding.allowed, mean)
+
+
+def _tokens(exact: Sequence[Tensor], both: Sequence[Sequence[Tensor]]) -> list[tuple[float, ...]]:
+    columns = [torch.cat(list(each)) for each in (exact, *both)]
+    drawn = ~columns[1].isnan()
+    return [tuple(row) for row in torch.stack(columns, 1)[drawn].tolist()]
+
+
+def _positions(both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, float], ...]:
+    """Returns the root mean square of the differences of all answers by place; 0 where none was drawn."""
+    longest = max(len(each) for each in both[0])
+    sums = torch.zeros(2, longest, dtype=torch.float64)
+    counts = torch.zeros(longest, dtype=torch.float64)
+    for number, side in enumerate(both):
+        for each in side:
+            sums[number, : len(each)] += each.nan_to_num().square()
+            counts[: len(each)] += ~each.isnan() if number == 0 else 0
+    return tuple((first, second) for first, second in (sums / counts.clamp(min=1)).sqrt().T.tolist())

@@ -1,0 +1,66 @@
+"""Log-probabilities of given tokens by the trainer, under its layout and precision, and the weights that gave them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mtrain.config.schema.loss import LossSection
+from mtrain.data.datum import Datum
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.state.gather import parameter_shards
+from mtrain.plan.features.feature import multiple_from
+from mtrain.training.batches import GlobalBatches
+from mtrain.training.forward import token_scores
+from mtrain.training.sampling.generate import Model, loaded_model
+from mtrain.verify.core.weights import Arrays, gathered
+from mtrain.verify.rollout.records import Rollout
+
+
+class Scored(NamedTuple):
+    """What a rank returns."""
+
+    log_probs: list[list[float]]
+    """Log-probability of each token of each answer."""
+    weights: Arrays | None
+    """Whole weights that computed, on rank 0; None elsewhere, or if they were not wanted."""
+
+
+def scores(groups: Groups, model: Model, rollouts: Sequence[Rollout], with_weights: bool) -> Scored:
+    """Loads the model and computes the log-probabilities as a loss of the run would. Collective.
+
+    Args:
+        groups: Process groups.
+        model: Model of the run; see `for_scoring`.
+        rollouts: Answers to score; none if only the weights are wanted.
+        with_weights: Whether the weights are wanted.
+
+    Raises:
+        DataError: The weights cannot be loaded, or a rollout does not fit the model.
+    """
+    loaded = loaded_model(model.entry, model.config, groups)
+    batch = [Datum([*each.prompt_ids, *each.ids], temperature=each.temperature) for each in rollouts]
+    found = token_scores(batch, False, None, loaded, GlobalBatches(model.config, groups)).log_probs if batch else []
+    weights = gathered(parameter_shards(loaded.chunks, groups)) if with_weights else None
+    return Scored(
+        [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found, rollouts, strict=True)],
+        None if weights is None else weights.tensors,
+    )
+
+
+def for_scoring(model: Model, rollouts: Sequence[Rollout], max_ranks: int = 1) -> Model:
+    """Returns the model with rows that hold the longest rollout, unpacked, and a loss that needs nothing.
+
+    Args:
+        model: Model of the run.
+        rollouts: Answers to score.
+        max_ranks: Largest number of ranks that the layout may use.
+    """
+    config = model.config
+    length = multiple_from(max(each.num_read for each in rollouts), [2 * config.layout.cp * config.layout.tp])
+    data = config.data.model_copy(update={"seq_length": length, "packing": None})
+    # the number of rows of a step decides nothing here, but would refuse layouts that it does not divide over
+    batch = config.train.micro_batch_size * math.lcm(*range(1, max_ranks + 1))
+    train = config.train.model_copy(update={"tokens_per_micro_batch": None, "global_batch_size": batch})
+    return model._replace(config=config.model_copy(update={"data": data, "train": train, "loss": LossSection()}))

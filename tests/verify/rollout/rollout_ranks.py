@@ -1,0 +1,34 @@
+"""Work of ranks: a run whose sampler draws before and after a step, and a trainer that adds up experts otherwise."""
+
+from typing import Any
+
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from mtrain import Completion, Config, Datum, Engine, SamplingParams
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.verify.rollout.scores import Scored, scores
+from tests.training.engine_ranks import free
+
+
+def drawn_around_a_step(groups: Groups, config: Config, prompts: list[list[int]]) -> list[list[Completion]]:
+    """Saves, draws, makes a step, saves and draws again; returns the answers of both draws."""
+    found = []
+    with free(groups), Engine(config) as engine:
+        for step in range(2):
+            if step:
+                engine.forward_backward([Datum(prompt) for prompt in prompts])
+                engine.optim_step()
+            engine.save()
+            found.append(engine.generate(prompts, SamplingParams(max_new_tokens=8, seed=step)))
+    return found
+
+
+def scores_with_rounded_experts(groups: Groups, *arguments: Any) -> Scored:
+    """Rounds what experts say to bfloat16 before expert-parallel ranks exchange it."""
+    exchanged = MoEAlltoAllTokenDispatcher.token_combine
+
+    def rounded(self: Any, hidden: Any, *options: Any, **named: Any) -> Any:
+        return exchanged(self, hidden.bfloat16().to(hidden.dtype), *options, **named)
+
+    MoEAlltoAllTokenDispatcher.token_combine = rounded
+    return scores(groups, *arguments)

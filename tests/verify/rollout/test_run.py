@@ -1,0 +1,346 @@
+"""`mtrain verify rollout`: a healthy engine is said to be, and every planted cause is named."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mtrain import Completion
+from mtrain.cli.main import app
+from mtrain.config.load import load_config
+from mtrain.plan.layout import Layout
+from mtrain.verify.rollout.report import RolloutReport
+from mtrain.verify.rollout.run import NOT_EXPLAINED, RolloutRequest, verify_rollout
+from mtrain.verify.rollout.scores import scores
+from tests.config.yaml_files import write
+from tests.pool import Pool
+from tests.verify.rollout import engine, rollout_ranks
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+class Engine:
+    """Model in a folder, with answers to all questions."""
+
+    def __init__(self, folder: Path, name: str, **changes: Any) -> None:
+        self.folder = folder / "hf"
+        self.model = engine.save_model(self.folder, name, **changes)
+        self.prompts = [engine.prompt_ids(self.folder, messages) for messages in engine.QUESTIONS]
+        self.answers = [engine.answer(self.model, prompt, seed) for seed, prompt in enumerate(self.prompts)]
+
+    def records(self, **changes: Any) -> list[dict[str, Any]]:
+        """Returns healthy rollouts; `changes` are keys with a value for each."""
+        found = [
+            {"messages": messages, "prompt_token_ids": prompt, "token_ids": ids, "log_probs": log_probs}
+            for messages, prompt, ids, log_probs in zip(
+                engine.QUESTIONS, self.prompts, self.answers, self.log_probs(), strict=True
+            )
+        ]
+        for number, record in enumerate(found):
+            record.update({key: values[number] for key, values in changes.items()})
+        return found
+
+    def log_probs(self, prompts: list[list[int]] | None = None, **options: Any) -> list[list[float]]:
+        pairs = zip(prompts or self.prompts, self.answers, strict=True)
+        return [engine.log_probs(self.model, prompt, ids, **options) for prompt, ids in pairs]
+
+    def verified(self, pool: Pool, records: list[dict[str, Any]], *overrides: str, **options: Any) -> RolloutReport:
+        file = self.folder.parent / "rollouts.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        given = ["train.device=cpu", "train.precision=fp32", *overrides]
+        return verify_rollout(RolloutRequest(self.folder, file, given, **options), print, pool)
+
+
+def cause(report: RolloutReport) -> str:
+    """Returns the only cause that is named."""
+    (finding,) = report.findings
+    return finding.cause
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Engine:
+    return Engine(tmp_path, "llama")
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Engine:
+    return Engine(tmp_path, "qwen3-moe", num_experts=8, num_experts_per_tok=3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_healthy_engine_is_said_to_be(pool: Pool, tmp_path: Path, name: str) -> None:
+    found = Engine(tmp_path, name, num_key_value_heads=2)
+    report = found.verified(pool, found.records(), "layout.tp=2", "layout.sp=true")
+    assert report.passed
+    assert [side.name for side in report.sides] == ["rollout", "trainer tp2sp-pp1-cp1-dp1-mbs1"]
+    assert 0 < report.sides[0].spread.worst < 1e-5
+    assert report.num_tokens == 48
+
+
+def test_a_temperature_is_found(pool: Pool, dense: Engine) -> None:
+    hot = dense.log_probs(change=lambda logits: logits / 0.7)
+    report = dense.verified(pool, dense.records(log_probs=hot))
+    assert cause(report) == "temperature"
+    assert "temperature 0.7, but the file says 1" in report.findings[0].lines[0]
+    assert dense.verified(pool, dense.records(log_probs=hot, temperature=[0.7] * 4)).passed
+
+
+def test_log_probabilities_before_the_temperature_are_found(pool: Pool, dense: Engine) -> None:
+    report = dense.verified(pool, dense.records(temperature=[0.7, 0.7, 1.3, 1.3]))
+    assert cause(report) == "temperature"
+    assert "temperature 1, but the file says 0.7, 1.3" in report.findings[0].lines[0]
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_log_probabilities_of_the_neighbour_are_found(pool: Pool, dense: Engine, by: int) -> None:
+    moved = [[*each[by:], *each[:by]] for each in dense.log_probs()]
+    assert cause(dense.verified(pool, dense.records(log_probs=moved))) == "off by one"
+
+
+def test_logits_of_the_token_itself_are_found(pool: Pool, dense: Engine) -> None:
+    late = []
+    for prompt, ids in zip(dense.prompts, dense.answers, strict=True):
+        with torch.no_grad():
+            logits = dense.model(torch.tensor([prompt + ids])).logits[0, len(prompt) :]
+        late.append(logits.log_softmax(-1)[range(len(ids)), ids].tolist())
+    assert cause(dense.verified(pool, dense.records(log_probs=late))) == "off by one"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(engine.top_k(20), "top_k=20"), (engine.top_p(0.9), "top_p=0.9")], ids=["top-k", "top-p"]
+)
+def test_a_truncated_vocabulary_is_found(pool: Pool, tmp_path: Path, change: Any, said: str) -> None:
+    found = Engine(tmp_path, "llama")
+    for number, prompt in enumerate(found.prompts):  # the tokens that are drawn are those that are left
+        ids: list[int] = []
+        generator = torch.Generator().manual_seed(number)
+        while len(ids) < engine.NUM_TOKENS:
+            with torch.no_grad():
+                logits = change(found.model(torch.tensor([prompt + ids])).logits[0, -1:])
+            ids.append(int(torch.multinomial(logits[0].softmax(-1), 1, generator=generator)))
+        found.answers[number] = ids
+    report = found.verified(pool, found.records(log_probs=found.log_probs(change=change)))
+    assert cause(report) == "truncated vocabulary"
+    assert said in report.findings[0].lines[0]
+
+
+def test_rows_that_pad_the_vocabulary_are_found(pool: Pool, dense: Engine) -> None:
+    padded = dense.log_probs(change=lambda logits: torch.nn.functional.pad(logits, (0, 7)))
+    report = dense.verified(pool, dense.records(log_probs=padded))
+    assert cause(report) == "padded vocabulary"
+    assert "7 rows" in report.findings[0].lines[0]
+
+
+def test_a_missing_bos_is_found_in_the_ids(pool: Pool, dense: Engine) -> None:
+    bare = [prompt[1:] for prompt in dense.prompts]
+    report = dense.verified(pool, dense.records(prompt_token_ids=bare, log_probs=dense.log_probs(bare)))
+    assert cause(report) == "missing bos"
+    assert report.sides[0].passed  # of these ids the engine says what the reference says
+
+
+def test_a_missing_bos_is_found_in_the_log_probabilities(pool: Pool, dense: Engine) -> None:
+    bare = dense.log_probs([prompt[1:] for prompt in dense.prompts])
+    assert cause(dense.verified(pool, dense.records(log_probs=bare))) == "missing bos"
+
+
+def test_a_doubled_bos_is_found(pool: Pool, dense: Engine) -> None:
+    twice = dense.log_probs([[1, *prompt] for prompt in dense.prompts])
+    assert cause(dense.verified(pool, dense.records(log_probs=twice))) == "doubled bos"
+
+
+def test_another_template_is_found_in_the_ids(pool: Pool, dense: Engine) -> None:
+    other = [[*prompt[:-1], engine.WORDS.index("w9"), prompt[-1]] for prompt in dense.prompts]
+    report = dense.verified(pool, dense.records(prompt_token_ids=other, log_probs=dense.log_probs(other)))
+    assert cause(report) == "other template"
+    assert "'w9 assistant' instead of 'assistant'" in report.findings[0].lines[0]
+
+
+def test_another_template_is_found_in_the_log_probabilities(pool: Pool, dense: Engine) -> None:
+    alone = [engine.prompt_ids(dense.folder, messages[1:]) for messages in engine.QUESTIONS]
+    report = dense.verified(pool, dense.records(log_probs=dense.log_probs(alone)))
+    assert cause(report) == "other template"
+    assert "without those of the system" in report.findings[0].lines[0]
+
+
+def test_stale_weights_are_found(pool: Pool, dense: Engine, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for each in dense.model.parameters():
+            each.add_(torch.randn(each.shape) * 1e-3)
+    old = dense.folder.parent / "old"
+    dense.model.save_pretrained(old)
+    stale = dense.log_probs()
+    records = dense.records(log_probs=stale)
+    assert cause(dense.verified(pool, records)) == NOT_EXPLAINED
+    report = dense.verified(pool, records, weights=[old])
+    assert cause(report) == "stale weights"
+    assert str(old) in report.findings[0].lines[0]
+
+
+def test_bfloat16_routers_are_found(pool: Pool, experts: Engine) -> None:
+    with engine.bfloat16_routers(experts.model):
+        found = experts.log_probs()
+    assert cause(experts.verified(pool, experts.records(log_probs=found))) == "bf16 router"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_another_expert_parallel_sum_is_found(pool: Pool, experts: Engine, num_ranks: int) -> None:
+    with engine.expert_sums(experts.model, num_ranks):
+        found = experts.log_probs()
+    report = experts.verified(pool, experts.records(log_probs=found))
+    assert cause(report) == "expert-parallel sum"
+    assert f"each of {num_ranks} expert-parallel ranks" in report.findings[0].lines[0]
+
+
+def test_two_causes_at_once_are_not_taken_for_one(pool: Pool, experts: Engine) -> None:
+    bare = [prompt[1:] for prompt in experts.prompts]
+    both = experts.log_probs(bare, change=lambda logits: logits / 0.8)
+    assert cause(experts.verified(pool, experts.records(log_probs=both))) == NOT_EXPLAINED
+    with engine.bfloat16_routers(experts.model):
+        both = experts.log_probs(change=lambda logits: logits / 0.8)
+    assert cause(experts.verified(pool, experts.records(log_probs=both))) == NOT_EXPLAINED
+
+
+def test_a_cause_in_some_rollouts_is_found_there(pool: Pool, dense: Engine) -> None:
+    records = dense.records()
+    records[2]["log_probs"] = dense.log_probs(change=lambda logits: logits / 1.5)[2]
+    report = dense.verified(pool, records)
+    assert cause(report) == "temperature"
+    assert "in 1 of 4 rollouts" in report.findings[0].lines[0]
+
+
+def test_a_conversation_is_compared_with_its_mask(pool: Pool, dense: Engine) -> None:
+    records = dense.records()[:1]
+    said = " ".join(engine.WORDS[token] for token in records[0]["token_ids"])
+    answered = [*engine.QUESTIONS[0], {"role": "assistant", "content": said}]
+    records[0]["messages"] = answered
+    assert dense.verified(pool, records).passed
+    records[0]["mask"] = [0, 0, *[1] * (engine.NUM_TOKENS - 2)]
+    report = dense.verified(pool, records)
+    assert cause(report) == "other mask"
+    assert f"token {len(dense.prompts[0])} of the conversation counts as not drawn" in report.findings[0].lines[0]
+
+
+def test_tokens_beyond_the_vocabulary_end_the_check(pool: Pool, dense: Engine) -> None:
+    records = dense.records()
+    records[1]["token_ids"] = [*records[1]["token_ids"][:-1], len(engine.WORDS)]
+    report = dense.verified(pool, records)
+    assert cause(report) == "other vocabulary"
+    assert report.sides == ()
+
+
+def test_the_first_layer_that_deviates_is_named(pool: Pool, dense: Engine) -> None:
+    with torch.no_grad():
+        read = [prompt + ids[:-1] for prompt, ids in zip(dense.prompts, dense.answers, strict=True)]
+        states = [dense.model(torch.tensor([ids]), output_hidden_states=True).hidden_states for ids in read]
+    names = ["embedding", "layer 0", "layer 1", "final_layernorm"]  # transformers gives the last layer after its norm
+    given = [{name: each[0].tolist() for name, each in zip(names, of, strict=True)} for of in states]
+    report = dense.verified(pool, dense.records(hidden_states=given))
+    assert list(report.layers) == names
+    assert max(report.layers.values()) < 4
+    for each in given:
+        each["layer 1"] = [[1.001 * value for value in row] for row in each["layer 1"]]
+    report = dense.verified(pool, dense.records(hidden_states=given))
+    assert [name for name, excess in report.layers.items() if excess > 4] == ["layer 1"]
+    assert "layer 1 is the first that deviates" in report.findings[0].lines[0]
+
+
+def test_routes_of_the_engine_are_compared_and_replayed(pool: Pool, experts: Engine) -> None:
+    with engine.recorded_routes(experts.model) as own, torch.no_grad():
+        routes = []
+        for prompt, ids in zip(experts.prompts, experts.answers, strict=True):
+            experts.model(torch.tensor([prompt + ids[:-1]]))
+            routes.append(torch.stack(own, 1).tolist())
+            own.clear()
+    report = experts.verified(pool, experts.records(routed_experts=routes))
+    assert report.passed
+    count = sum(len(each) for each in routes) * 3
+    assert report.routes == f"{count} of {count} choices of experts are those of float64"
+    with engine.forced_routes(experts.model) as own, torch.no_grad():
+        forced = experts.log_probs()
+        own.clear()
+        routes = []
+        for prompt, ids in zip(experts.prompts, experts.answers, strict=True):
+            experts.model(torch.tensor([prompt + ids[:-1]]))
+            routes.append(torch.stack(own, 1).tolist())
+            own.clear()
+    report = experts.verified(pool, experts.records(log_probs=forced, routed_experts=routes))
+    assert cause(report) == "other routes"
+    assert cause(experts.verified(pool, experts.records(log_probs=forced))) == NOT_EXPLAINED
+
+
+def test_our_sampler_is_healthy_and_the_step_before_is_stale(pool: Pool, dense: Engine) -> None:
+    sections = {
+        "run": {"dir": str(dense.folder.parent / "run")},
+        "model": {"hf": str(dense.folder)},
+        "train": {"global_batch_size": 4, "num_steps": 2, "precision": "fp32", "device": "cpu"},
+        "optimizer": {"lr": 1e-3, "schedule": "constant"},
+        "data": {"kind": "mock", "seq_length": 32},
+    }
+    run = load_config([write(dense.folder.parent / "run.yaml", sections)])
+    (before, after), *_ = pool.run(rollout_ranks.drawn_around_a_step, Layout(), run, dense.prompts)
+
+    def verified(completions: list[Completion]) -> RolloutReport:
+        file = dense.folder.parent / "drawn.jsonl"
+        drawn = [
+            {"prompt_token_ids": prompt, **asdict(each)}
+            for prompt, each in zip(dense.prompts, completions, strict=True)
+        ]
+        file.write_text("".join(json.dumps(each) + "\n" for each in drawn))
+        return verify_rollout(RolloutRequest(dense.folder.parent / "run", file), print, pool)
+
+    assert verified(after).passed
+    report = verified(before)
+    assert cause(report) == "stale weights"
+    assert "those of step 0, but the model is that of step 1" in report.findings[0].lines[0]
+
+
+def test_a_trainer_that_adds_up_experts_otherwise_is_to_blame(pool: Pool, experts: Engine) -> None:
+    class Faulty:
+        """Pool whose ranks round what expert-parallel ranks exchange."""
+
+        device = pool.device
+
+        def run(self, function: Any, layout: Layout, *arguments: Any) -> Any:
+            if layout.ep > 1 and function is scores:
+                function = rollout_ranks.scores_with_rounded_experts
+            return pool.run(function, layout, *arguments)
+
+    report = experts.verified(Faulty(), experts.records(), "layout.ep=2")  # type: ignore[arg-type]
+    assert cause(report) == "expert-parallel sum"
+    assert [side.passed for side in report.sides] == [True, False, True]
+    assert "the trainer under tp1-pp1-cp1-dp2-ep2etp1-mbs1 deviates" in report.findings[0].lines[0]
+
+
+def test_the_command_writes_a_page(dense: Engine) -> None:
+    file, folder = dense.folder.parent / "rollouts.jsonl", dense.folder.parent / "report"
+    file.write_text("".join(json.dumps(record) + "\n" for record in dense.records()))
+    arguments = ["verify", "rollout", str(dense.folder), "--rollouts", str(file), "--output", str(folder)]
+    arguments += ["train.device=cpu", "train.precision=fp32"]
+    good = CliRunner().invoke(app, arguments)
+    assert good.exit_code == 0, good.output
+    assert "PASS: 4 rollouts, 48 tokens" in good.output
+    assert "Engine and trainer compute what the weights say" in (folder / "rollout.html").read_text()
+    cold = dense.records(log_probs=dense.log_probs(change=lambda logits: logits / 0.5))
+    file.write_text("".join(json.dumps(record) + "\n" for record in cold))
+    wrong = CliRunner().invoke(app, arguments)
+    assert wrong.exit_code == 1, wrong.output
+    assert "temperature: in 4 of 4 rollouts" in wrong.output
+    page = (folder / "rollout.html").read_text()
+    assert "Causes that were tried" in page
+    assert json.loads((folder / "rollout.json").read_text())["findings"][0]["cause"] == "temperature"
+    file.write_text("{}\n")
+    bad = CliRunner().invoke(app, arguments)
+    assert bad.exit_code == 3
+    assert "rollouts.jsonl line 1" in bad.output
