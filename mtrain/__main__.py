@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 from mtrain.base.background import is_anything_running
 from mtrain.base.signals import end_at_interrupt, hold_stop_signals, ignore_stop_signals, was_interrupted
 
-_VERBS_THAT_SAVE = ("train", "launch")
+_VERBS_THAT_SAVE = (["train"], ["launch", "local"])
 """Verbs that neither a stop signal during their start nor a full disk of their log may end, as it ends other
 programs."""
 
@@ -23,12 +23,13 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Runs the command line."""
-    saves = bool(sys.argv[1:2]) and sys.argv[1] in _VERBS_THAT_SAVE
+    saves = any(sys.argv[1 : 1 + len(words)] == words for words in _VERBS_THAT_SAVE)
     if saves:
         hold_stop_signals()
         survive_full_disks()
     else:  # a training program may contain code of the user, with its plugins
         end_at_interrupt()
+    if sys.argv[1:2] not in (["train"], ["launch"]):  # a job inherits the environment of the verb that submits it
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # else pydantic reads the metadata of each package
     try:
         from mtrain.cli.main import app  # this and the trainer take ten seconds to import: signals must be held by now

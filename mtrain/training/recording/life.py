@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from mtrain.base.errors import MtrainError, RankLostError, RunFolderError
+from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
 from mtrain.runs.events import EventKind, EventLog, Fact
 from mtrain.runs.folder import RunFolder
+
+_log = logging.getLogger(__name__)
 
 _RANKS_THAT_TELL_OF_LOST_ONES = 2
 """Number of ranks that report a lost rank: all ranks notice it, and the second one reports if the first has died."""
@@ -27,7 +31,8 @@ class Life:
         """
         self._folder, self._rank = folder, rank
         self._log = EventLog(folder.events, rank)
-        self._step = 0
+        self._step = self._num_steps = 0
+        self._way_on = "the same command goes on"
         self._stop: str | None = None
         self._check: Callable[[], None] = lambda: None
 
@@ -48,7 +53,9 @@ class Life:
 
     def started(self, config: Config, environment: Mapping[str, str], check: Callable[[], None]) -> None:
         """Records that the start has claimed the run folder, as long as `check` does not raise. On rank 0."""
-        self._check = check
+        self._check, self._num_steps = check, config.train.num_steps
+        if config.checkpoint.resume == "never":
+            self._way_on = "checkpoint.resume=auto goes on"
         known: dict[str, Fact] = {"num_steps": config.train.num_steps, "name": config.run.name}
         known |= {key: environment[key] for key in ("mtrain", "device", "layout")}
         known |= {"world_size": int(environment["world_size"]), "job": os.environ.get("SLURM_JOB_ID")}
@@ -86,10 +93,14 @@ class Life:
             self._log.write(EventKind.ROLLBACK, step, text, {"from_step": from_step})
 
     def stopped(self, reason: str) -> None:
-        """Notes that the run ends early and has to be started again. On rank 0."""
+        """Notes that the run ends early and has to be started again, and tells the user how. On rank 0."""
         self._check()
         self._folder.set_requeue(reason)
         self._stop = reason
+        saved = max(published_steps(self._folder.checkpoints), default=0)
+        step = max(self._step, saved)  # before the model is built only the checkpoints are known
+        start = "" if saved == step else f" from step {saved}"  # the last save has failed
+        _log.info(f"stopped at step {step} of {self._num_steps}; {self._way_on}{start}")
 
     def _tells(self, error: BaseException) -> bool:
         """Says whether this rank records an error: an error of all ranks is recorded once."""

@@ -16,9 +16,12 @@ import pytest
 
 from mtrain.base import fault_points
 from mtrain.launch.local import free_port
+from mtrain.runs.folder import RunFolder
+from mtrain.training.recording.life import Life
+from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.paths import ROOT
-from tests.training.test_trainer import DEADLINE_S, command, finished, records, start, start_cold
+from tests.training.test_trainer import DEADLINE_S, command, finished, records, start, start_cold, wait_for_file
 
 __all__ = ["command", "start", "start_cold"]
 pytestmark = pytest.mark.usefixtures("hangup")
@@ -133,6 +136,51 @@ def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
     assert "stopped by a signal before" in (tmp_path / "run" / "REQUEUE").read_text()
     assert "torchrun was stopped by SIGUSR1" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupt_says_where_the_run_stands(
+    command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    arguments = command("train.num_steps=13", f"layout.tp={ranks}", ranks=ranks)
+    monkeypatch.setenv(fault_points.VARIABLE, "await_stop rank=0 step=11 phase=data")
+    monkeypatch.setenv(fault_points.REACHED, str(tmp_path / "reached"))
+    process = start(arguments)
+    wait_for_file(tmp_path / "reached")
+    process.send_signal(signal.SIGINT)
+    code, output, errors = finished(process)
+    monkeypatch.delenv(fault_points.VARIABLE)
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("*.log")]
+    assert (code, errors, len(logs)) == (0, "", ranks - 1)
+    said = [line for text in (output, *logs) for line in text.splitlines() if "stopped" in line]
+    assert said == ["stopped at step 11 of 13; the same command goes on"]
+    code, output, errors = finished(start(arguments))
+    assert (code, errors) == (0, "")
+    assert [record["step"] for record in records(tmp_path / "run")] == [*range(1, 14)]
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "line"),
+    [
+        ("auto", [4, 9], "stopped at step 9 of 10; the same command goes on"),
+        ("auto", [4], "stopped at step 9 of 10; the same command goes on from step 4"),
+        ("auto", [], "stopped at step 9 of 10; the same command goes on from step 0"),
+        ("auto", [10], "stopped at step 10 of 10; the same command goes on"),
+        ("never", [9], "stopped at step 9 of 10; checkpoint.resume=auto goes on"),
+    ],
+)
+def test_what_was_saved_decides_where_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: str, saved: list[int], line: str
+) -> None:
+    (tmp_path / "events.jsonl").touch()
+    for step in saved:
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    life = Life(RunFolder(tmp_path), rank=0)
+    facts = {"mtrain": "1", "device": "cpu", "layout": "tp1", "world_size": "1"}
+    life.started(config(checkpoint={"resume": resume}, train__num_steps=10), facts, lambda: None)
+    life.stepped(9)
+    life.stopped("stopped by a signal after step 9")
+    assert capsys.readouterr() == (line + "\n", "")
 
 
 def test_a_wrong_configuration_is_reported_although_a_signal_came(command: Any, start_cold: Any) -> None:
