@@ -1,4 +1,4 @@
-"""The core of a delta net on the ranks of a context-parallel group, for `test_delta_net_core.py`."""
+"""The core of a delta net, or of Mamba-2, on the ranks of a context-parallel group, for `test_delta_net_core.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from mtrain.config.schema.layout import CpComm
 from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.cache import CachedPass, remembering
-from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore, Heads
+from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
+from mtrain.mcore.model.attention.mamba.core import MambaCore
+from mtrain.mcore.model.attention.recurrent.core import Heads, RecurrentCore
 from mtrain.mcore.model.transformer_config import CP_COMM_TYPES
 
 
@@ -28,14 +30,23 @@ class Whole(NamedTuple):
     beta: Tensor
     gradient: Tensor
     """[seq, batch, value_heads x value_dim]."""
+    bias: Tensor | None = None
+    """[channels], with `skip`."""
+    skip: Tensor | None = None
+    """[value_heads] of Mamba-2; None: a delta net."""
+
+    def core(self, heads: Heads, groups: Groups, cp_comm_type: str | None, chunk: int) -> RecurrentCore:
+        kind = DeltaNetCore if self.skip is None else MambaCore
+        return kind(heads, groups.cp, cp_comm_type, chunk)
 
 
 class Found(NamedTuple):
-    """Results of a rank's tokens, the gradient of the weight of its share, and the collectives of both passes."""
+    """Results of a rank's tokens, the gradients of parameters of its share, and the collectives of both passes."""
 
     output: Tensor
     mixed: Tensor
-    weight: Tensor
+    parameters: list[Tensor]
+    """Gradients of weight, and of bias and skip where there are any."""
     log_decay: Tensor
     beta: Tensor
     forward: list[str]
@@ -62,15 +73,17 @@ def computed(
     cp, seq = groups.layout.cp, len(whole.mixed)
     own = zigzag_index(seq, cp, groups.cp_rank) if cp > 1 else torch.arange(seq)
     mixed, log_decay, beta = (part[own].requires_grad_() for part in (whole.mixed, whole.log_decay, whole.beta))
-    weight = whole.weight.clone().requires_grad_()
-    core = DeltaNetCore(heads, groups.cp, CP_COMM_TYPES[cp_comm], chunk)
+    given = (whole.weight, whole.bias, whole.skip)
+    weight, *further = [each.clone().requires_grad_() for each in given if each is not None]
+    core = whole.core(heads, groups, CP_COMM_TYPES[cp_comm], chunk)
     forward, backward = _Collectives(), _Collectives()
     with forward:
-        output = core(mixed, weight, log_decay, beta, document_starts)
+        output = core(mixed, weight, log_decay, beta, document_starts, *further)
     with backward:
         output.backward(whole.gradient[own])
-    of_mixed, of_weight, of_decay, of_beta = (gradient_of(each) for each in (mixed, weight, log_decay, beta))
-    return Found(output.detach(), of_mixed, of_weight, of_decay, of_beta, forward.names, backward.names)
+    of_mixed, of_decay, of_beta = (gradient_of(each) for each in (mixed, log_decay, beta))
+    parameters = [gradient_of(each) for each in (weight, *further)]
+    return Found(output.detach(), of_mixed, parameters, of_decay, of_beta, forward.names, backward.names)
 
 
 def generated(
@@ -79,7 +92,7 @@ def generated(
     """Returns the outputs of each pass, [tokens, value_heads x value_dim], with two tokens that only pad its row."""
     seq, rows = whole.mixed.shape[:2]
     reading = CachedPass(rows, seq, groups.device)
-    core = DeltaNetCore(heads, groups.cp, None, chunk=4)
+    core = whole.core(heads, groups, None, chunk=4)
     outputs = []
     with remembering([core], reading):
         for of_prompts, pieces in passes:
@@ -91,7 +104,7 @@ def generated(
                 torch.stack([part[place, sequence % rows] for sequence, place in tokens]).unsqueeze(1)
                 for part in (whole.mixed, whole.log_decay, whole.beta)
             )
-            outputs.append(core(mixed, whole.weight, log_decay, beta, None)[:, 0])
+            outputs.append(core(mixed, whole.weight, log_decay, beta, None, whole.bias, whole.skip)[:, 0])
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""The delta rule and its convolution by their definitions, one token of one head after the other, in float64."""
+"""The rules of delta nets and Mamba-2 and their convolution, one token of one head after the other, in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.mcore.model.attention.delta_net.rule import Projected
+from mtrain.mcore.model.attention.recurrent.chunks import Projected
 
 KEY_DIM, VALUE_DIM, KERNEL = 5, 3, 4
 Documents = list[list[int]]
@@ -54,8 +54,9 @@ def starts_of(documents: Documents) -> Tensor:
     return torch.stack(rows).to(torch.int32)
 
 
-def one_by_one(given: Inputs, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Applies the definition to one token of one head after the other."""
+def one_by_one(given: Inputs, starts: Tensor | None, corrects: bool = True) -> tuple[Tensor, Tensor]:
+    """Applies the definition to one token of one head after the other: the delta rule, or without corrections that of
+    Mamba-2."""
     seq, rows, heads = given.log_decay.shape
     shared = heads // given.key.shape[2]
     outputs = torch.zeros(seq, rows, heads, VALUE_DIM, dtype=torch.float64)
@@ -65,18 +66,22 @@ def one_by_one(given: Inputs, starts: Tensor | None) -> tuple[Tensor, Tensor]:
             state = given.state[row, head]
             for t in range(seq):
                 query, key = (part[t, row, head // shared] for part in (given.query, given.key))
-                query, key = (part / torch.sqrt((part @ part) + 1e-6) for part in (query, key))
+                if corrects:
+                    query, key = (part / torch.sqrt((part @ part) + 1e-6) for part in (query, key))
+                    query = query / KEY_DIM**0.5
                 if starts is not None and int(starts[row, t]) == t:
                     state = torch.zeros_like(state)
                 state = state * torch.exp(given.log_decay[t, row, head])
-                correction = given.beta[t, row, head] * (given.value[t, row, head] - state.T @ key)
-                state = state + torch.outer(key, correction)
-                outputs[t, row, head] = state.T @ query / KEY_DIM**0.5
+                known = state.T @ key if corrects else 0
+                state = state + torch.outer(key, given.beta[t, row, head] * (given.value[t, row, head] - known))
+                outputs[t, row, head] = state.T @ query
             states[row, head] = state
     return outputs, states
 
 
-def convolved(x: Tensor, weight: Tensor, state: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+def convolved(
+    x: Tensor, weight: Tensor, state: Tensor, starts: Tensor | None, bias: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Applies the definition to one token after the other."""
     seq, rows, _ = x.shape
     outputs = []
@@ -92,5 +97,5 @@ def convolved(x: Tensor, weight: Tensor, state: Tensor, starts: Tensor | None) -
             ]
             total.append(torch.stack(window).sum(0))
         outputs.append(torch.stack(total))
-    pre = torch.stack(outputs)
+    pre = torch.stack(outputs) + bias
     return pre / (1 + torch.exp(-pre)), torch.cat((state, x))[-(KERNEL - 1) :]

@@ -1,4 +1,4 @@
-"""The core of a delta net is that of whole rows, one token after the other in float64, whatever the ranks hold."""
+"""Cores of delta nets and Mamba-2 are those of whole rows, one token after the other in float64, on any ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtrain.config.schema.layout import CpComm
 from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.model.attention.delta_net.core import Heads
+from mtrain.mcore.model.attention.recurrent.core import Heads
 from mtrain.plan.layout import Layout
 from tests.mcore.model.attention import delta_net_ranks
 from tests.mcore.model.attention.delta_net_ranks import Found, Whole
@@ -31,7 +31,7 @@ PASSED_STATES = (["allgather_base"] * 2, ["reduce_scatter_base"] * 2)
 EXCHANGED_HEADS = (["alltoall_base"] * 3, ["alltoall_base"] * 3)
 
 
-def drawn(heads: Heads) -> Whole:
+def drawn(heads: Heads, is_mamba: bool = False) -> Whole:
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -44,21 +44,27 @@ def drawn(heads: Heads) -> Whole:
         log_decay=-draw(*tokens, values).exp() / 4,
         beta=draw(*tokens, values).sigmoid(),
         gradient=draw(*tokens, values * heads.value_dim),
+        bias=draw(heads.key_heads * heads.channels) if is_mamba else None,
+        skip=draw(values) if is_mamba else None,
     )
 
 
 def expected(heads: Heads, whole: Whole, starts: Tensor | None) -> list[Tensor]:
-    """Returns the output and the gradients of mixed, weight, log_decay and beta."""
-    leaves = [part.clone().requires_grad_() for part in whole[:4]]
-    mixed, weight, log_decay, beta = leaves
+    """Returns the output and the gradients of mixed, log_decay, beta, weight, and of bias and skip if there are any."""
+    given = (whole.mixed, whole.log_decay, whole.beta, whole.weight, whole.bias, whole.skip)
+    leaves = [part.clone().requires_grad_() for part in given if part is not None]
+    mixed, log_decay, beta, weight, *further = leaves
     zeros = torch.zeros(KERNEL - 1, *mixed.shape[1:], dtype=torch.float64)
-    smooth, _ = convolved(mixed, weight, zeros, starts)
+    smooth, _ = convolved(mixed, weight, zeros, starts, *further[:1])
     shared = heads.value_heads // heads.key_heads
     groups = smooth.view(*mixed.shape[:2], heads.key_heads, -1)
     query, key = groups[..., :KEY_DIM], groups[..., KEY_DIM : 2 * KEY_DIM]
     values = groups[..., 2 * KEY_DIM :].reshape(*mixed.shape[:2], heads.key_heads * shared, VALUE_DIM)
     state = torch.zeros(mixed.shape[1], heads.value_heads, KEY_DIM, VALUE_DIM, dtype=torch.float64)
-    output = one_by_one(Inputs(query, key, values, log_decay, beta, state), starts)[0].flatten(2)
+    output, _ = one_by_one(Inputs(query, key, values, log_decay, beta, state), starts, corrects=not further)
+    if further:
+        output = output + further[1][:, None] * values
+    output = output.flatten(2)
     return [output.detach(), *torch.autograd.grad(output, leaves, whole.gradient)]
 
 
@@ -67,10 +73,10 @@ def assert_is_that_of_whole_rows(found: list[Found], exact: list[Tensor]) -> Non
     for rank, part in enumerate(found):
         own = zigzag_index(SEQ, cp, rank) if cp > 1 else torch.arange(SEQ)
         of_tokens = (part.output, part.mixed, part.log_decay, part.beta)
-        for each, whole in zip(of_tokens, (exact[0], exact[1], exact[3], exact[4]), strict=True):
+        for each, whole in zip(of_tokens, exact[:4], strict=True):
             torch.testing.assert_close(each, whole[own], rtol=1e-10, atol=1e-10)
-    of_weight = torch.stack([part.weight for part in found]).sum(0)
-    torch.testing.assert_close(of_weight, exact[2], rtol=1e-10, atol=1e-10)
+    for parts, whole in zip(zip(*(part.parameters for part in found)), exact[4:], strict=True):
+        torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-10, atol=1e-10)
 
 
 PASSES: list[tuple[bool, list[tuple[int, int, int]]]] = [
@@ -96,13 +102,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("has_documents", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize(
+    ("is_mamba", "has_documents"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["rows", "documents", "mamba-rows", "mamba-documents"],
+)
 @pytest.mark.parametrize(("cp", "cp_comm", "key_heads", "chunk"), CASES)
 def test_rows_are_those_of_one_process(
-    pool: Pool, cp: int, cp_comm: CpComm, key_heads: int, chunk: int, has_documents: bool
+    pool: Pool, cp: int, cp_comm: CpComm, key_heads: int, chunk: int, is_mamba: bool, has_documents: bool
 ) -> None:
     heads = Heads(key_heads, 2 * key_heads, KEY_DIM, VALUE_DIM)
-    whole, starts = drawn(heads), starts_of(DOCUMENTS) if has_documents else None
+    whole, starts = drawn(heads, is_mamba), starts_of(DOCUMENTS) if has_documents else None
     found = pool.run(delta_net_ranks.computed, Layout(cp=cp), heads, cp_comm, chunk, whole, starts)
     assert_is_that_of_whole_rows(found, expected(heads, whole, starts))
 
@@ -115,10 +125,11 @@ def test_collectives_are_counted(pool: Pool, key_heads: int, counts: tuple[list[
     assert [(part.forward, part.backward) for part in found] == [counts] * 4
 
 
-def test_generation_continues_prompts_of_any_lengths(pool: Pool) -> None:
+@pytest.mark.parametrize("is_mamba", [False, True], ids=["delta", "mamba"])
+def test_generation_continues_prompts_of_any_lengths(pool: Pool, is_mamba: bool) -> None:
     """Prompts are read together, then a token of each sequence at a time; some sequences end, and others begin."""
     heads = Heads(2, 4, KEY_DIM, VALUE_DIM)
-    whole = drawn(heads)
+    whole = drawn(heads, is_mamba)
     exact = expected(heads, whole, None)[0]
     (found,) = pool.run(delta_net_ranks.generated, Layout(), heads, whole, PASSES)
     for (_, pieces), output in zip(PASSES, found, strict=True):

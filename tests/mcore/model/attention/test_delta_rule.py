@@ -1,4 +1,4 @@
-"""Delta rule and convolution against one token after the other in float64, and against transformers."""
+"""Rules of delta nets and Mamba-2, and convolution, against one token after the other, and against transformers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
 
-from mtrain.mcore.model.attention.delta_net.convolution import causal_convolution
 from mtrain.mcore.model.attention.delta_net.rule import delta_rule
+from mtrain.mcore.model.attention.mamba import rule as mamba
+from mtrain.mcore.model.attention.recurrent import chunks
+from mtrain.mcore.model.attention.recurrent.convolution import causal_convolution
 from tests.mcore.model.attention.recurrence import KERNEL, Documents, Inputs, convolved, inputs, one_by_one, starts_of
 
 
-def applied(given: Inputs, starts: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    return delta_rule(given.tokens, starts, chunk, given.state)
+def applied(given: Inputs, starts: Tensor | None, chunk: int, corrects: bool = True) -> tuple[Tensor, Tensor]:
+    if corrects:
+        return delta_rule(given.tokens, starts, chunk, given.state)
+    return chunks.applied(mamba.row_chunks(given.tokens, starts, chunk), given.value, given.state)
 
 
 def with_gradients(found: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
@@ -54,19 +59,20 @@ def test_rule_is_that_of_one_token_after_the_other(
     seq = sum(documents[0])
     chunk = data.draw(st.integers(1, seq + 1))
     # a start before the first token: the first document goes on from the state
-    continues = data.draw(st.booleans())
+    continues, corrects = data.draw(st.booleans()), data.draw(st.booleans())
     leaves = Inputs._make(part.requires_grad_() for part in inputs(seq, len(documents), *heads, seed=seq))
     starts = starts_of(documents)
     starts = torch.where(starts == 0, -3, starts) if continues else starts
-    expected = with_gradients(one_by_one(leaves, starts), list(leaves))
-    assert_same(with_gradients(applied(leaves, starts, chunk), list(leaves)), expected)
+    expected = with_gradients(one_by_one(leaves, starts, corrects), list(leaves))
+    assert_same(with_gradients(applied(leaves, starts, chunk, corrects), list(leaves)), expected)
 
 
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta", "mamba"])
 @pytest.mark.parametrize("chunk", range(1, 13))
-def test_rule_of_a_single_document_needs_no_starts(chunk: int) -> None:
+def test_rule_of_a_single_document_needs_no_starts(chunk: int, corrects: bool) -> None:
     leaves = Inputs._make(part.requires_grad_() for part in inputs(12, 2, 2, 2))
-    expected = with_gradients(one_by_one(leaves, None), list(leaves))
-    assert_same(with_gradients(applied(leaves, None, chunk), list(leaves)), expected)
+    expected = with_gradients(one_by_one(leaves, None, corrects), list(leaves))
+    assert_same(with_gradients(applied(leaves, None, chunk, corrects), list(leaves)), expected)
 
 
 def test_state_begins_with_zeros() -> None:
@@ -93,6 +99,28 @@ def test_rule_is_that_of_transformers(theirs: Callable[..., Any]) -> None:
         torch.testing.assert_close(states[row], last[0], rtol=1e-5, atol=1e-5)
 
 
+def test_rule_without_corrections_is_mamba2_of_transformers() -> None:
+    """Theirs computes in float32, and adds the input times D; documents are separate calls there."""
+    documents = [[70, 1, 60], [131]]
+    given = Inputs._make(part.float() for part in inputs(131, 2, 2, 2))
+    given = given._replace(state=torch.zeros_like(given.state))
+    output, states = applied(given, starts_of(documents), 64, corrects=False)
+    skip = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    output = output + skip[:, None] * given.value
+    for row, lengths in enumerate(documents):
+        end = 0
+        for length in lengths:
+            start, end = end, end + length
+            query, key, value, log_decay, beta = (part[start:end, row].unsqueeze(0) for part in given[:5])
+            # theirs multiplies values and rates by steps: both have been, so that any decays and steps can be tried
+            expected, last = mamba2_chunk_scan(
+                value * beta[..., None], torch.ones_like(beta), log_decay, key, query, 32, return_final_states=True
+            )
+            expected = expected + skip[:, None] * value
+            torch.testing.assert_close(output[start:end, row], expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states[row], last[0].mT, rtol=1e-5, atol=1e-5)
+
+
 @settings(max_examples=40, deadline=None)
 @given(documents=rows_of_documents(), continues=st.booleans(), has_starts=st.booleans())
 def test_convolution_is_that_of_one_token_after_the_other(
@@ -102,13 +130,14 @@ def test_convolution_is_that_of_one_token_after_the_other(
     seq, rows, channels = sum(documents[0]), len(documents), 6
     leaves = [
         torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
-        for shape in ((seq, rows, channels), (channels, KERNEL), (KERNEL - 1, rows, channels))
+        for shape in ((seq, rows, channels), (channels, KERNEL), (KERNEL - 1, rows, channels), (channels,))
     ]
+    x, weight, state, bias = leaves
     starts = starts_of(documents) if has_starts else None
     if starts is not None and continues:
         starts = torch.where(starts == 0, -KERNEL, starts)
-    expected = with_gradients(convolved(leaves[0], leaves[1], leaves[2], starts), leaves)
-    assert_same(with_gradients(causal_convolution(leaves[0], leaves[1], starts, leaves[2]), leaves), expected)
+    expected = with_gradients(convolved(x, weight, state, starts, bias), leaves)
+    assert_same(with_gradients(causal_convolution(x, weight, starts, state, bias), leaves), expected)
 
 
 def test_convolution_is_torchs_and_begins_with_zeros() -> None:

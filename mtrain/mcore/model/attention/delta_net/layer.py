@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.delta_net import DeltaNetSection
-from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore, Heads
+from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
+from mtrain.mcore.model.attention.recurrent.core import Heads
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
 
 

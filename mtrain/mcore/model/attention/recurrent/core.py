@@ -1,0 +1,234 @@
+"""Convolution and states of a layer's heads, exact under context parallelism and while text is generated.
+
+Under context parallelism a rank holds the parts r and 2 cp - 1 - r of every row (zigzag). Ulysses exchanges sequence
+for heads where its ranks divide the key heads, and whole rows are computed. Everywhere else states are passed: a part
+turns the state S before it into carrying @ S + update, whatever S is. Ranks collect these maps of all parts, apply
+those before their own, and compute from the states that they find; a part that holds a document's start carries
+nothing. The convolution needs the last inputs of the part before, which are collected likewise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.mcore.model.attention.cache import CachedPass, Remembering
+from mtrain.mcore.model.attention.exchange import row_order, to_heads, to_sequence
+from mtrain.mcore.model.attention.recurrent.chunks import Chunks, Projected, applied, transition
+from mtrain.mcore.model.attention.recurrent.convolution import causal_convolution
+from mtrain.mcore.model.attention.recurrent.memory import Memory
+
+
+class Heads(NamedTuple):
+    """Heads of a tensor-parallel rank; each key head serves value_heads / key_heads adjacent value heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of a key head: its query, its key and the values that it serves."""
+        return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
+
+
+class Inputs(NamedTuple):
+    """What tokens give to a core; channels are grouped by key head: query, key, values."""
+
+    mixed: Tensor
+    """[seq, batch, key_heads x channels] before the convolution."""
+    log_decay: Tensor
+    """[seq, batch, value_heads], float32 or float64."""
+    beta: Tensor
+    """[seq, batch, value_heads]."""
+
+
+class Held(NamedTuple):
+    """Parameters of a core, of the heads that compute."""
+
+    weight: Tensor
+    """[key_heads x channels, kernel] of the convolution."""
+    bias: Tensor | None
+    """[key_heads x channels] of the convolution."""
+    skip: Tensor | None
+    """[value_heads] factors with which values are added to the outputs."""
+
+    def of_part(self, part: int, count: int) -> Held:
+        """Returns the parameters of one of `count` equal parts of the heads."""
+        return Held._make(None if each is None else each.chunk(count)[part] for each in self)
+
+
+class RecurrentCore(nn.Module, Remembering, ABC):
+    """What replaces core attention in a layer with a state; it has no parameters. Classes say how tokens change it."""
+
+    memory: Memory | None = None
+    """States during generation. Every context-parallel rank then reads whole rows, of sequences of its own."""
+
+    def __init__(self, heads: Heads, cp: dist.ProcessGroup, cp_comm_type: str | None, chunk: int = 64) -> None:
+        """
+        Args:
+            heads: Heads of this rank of TP.
+            cp: Group of context parallelism.
+            cp_comm_type: megatron-core's name of how context-parallel ranks attend.
+            chunk: Number of tokens of a chunk of the rule.
+        """
+        super().__init__()
+        self.heads, self.cp, self.chunk = heads, cp, chunk
+        self.exchanges_heads = cp_comm_type == "a2a" and heads.key_heads % cp.size() == 0
+
+    @abstractmethod
+    def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
+        """Returns what the chunks of rows do to states; `document_starts` as in `causal_convolution`."""
+
+    def remember(self, reading: CachedPass | None) -> None:
+        """Keeps a state and the convolution's last inputs of each sequence."""
+        self.memory = None if reading is None else Memory(reading)
+
+    def forward(
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        document_starts: Tensor | None,
+        bias: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Convolves, and carries states inside documents.
+
+        Args:
+            mixed: [seq_local, batch, key_heads_local x channels] inputs of the convolution.
+            weight: [key_heads_local x channels, kernel] of the convolution.
+            log_decay: [seq_local, batch, value_heads_local], float32 or float64.
+            beta: [seq_local, batch, value_heads_local] steps.
+            document_starts: [batch, seq] start of each token's document in full rows; None where each row is one
+                document.
+            bias: [key_heads_local x channels] of the convolution; None: 0.
+            skip: [value_heads_local] factors with which values are added to the output; None: they are not.
+
+        Returns:
+            [seq_local, batch, value_heads_local x value_dim].
+        """
+        inputs, held = Inputs(mixed, log_decay, beta), Held(weight, bias, skip)
+        if self.memory is not None:
+            output = self._generated(self.memory, inputs, held)
+        elif self.cp.size() == 1:
+            output = self._whole_rows(inputs, held, document_starts)
+        elif self.exchanges_heads:
+            output = self._with_own_heads(inputs, held, document_starts)
+        else:
+            output = self._with_states_of_parts(inputs, held, document_starts)
+        return output.flatten(2)
+
+    def _whole_rows(self, inputs: Inputs, held: Held, document_starts: Tensor | None) -> Tensor:
+        """Computes rows from their first tokens on; the heads may be fewer than a rank's."""
+        convolved, _ = causal_convolution(inputs.mixed, held.weight, document_starts, bias=held.bias)
+        tokens = self._tokens(convolved, inputs)
+        return applied(self.chunks(tokens, document_starts), tokens.value, None, held.skip)[0]
+
+    def _tokens(self, convolved: Tensor, inputs: Inputs) -> Projected:
+        """Cuts what the convolution returns into heads, [seq, batch, heads, dim]; the heads may be fewer than a
+        rank's."""
+        heads = self.heads
+        groups = torch.unflatten(convolved, -1, (-1, heads.channels))
+        query, key, values = torch.split(
+            groups, [heads.key_dim, heads.key_dim, groups.shape[-1] - 2 * heads.key_dim], -1
+        )
+        values = values.reshape(*values.shape[:2], -1, heads.value_dim)
+        return Projected(query, key, values, inputs.log_decay, inputs.beta)
+
+    def _with_own_heads(self, inputs: Inputs, held: Held, document_starts: Tensor | None) -> Tensor:
+        """Computes whole rows of a part of the heads: two all-to-alls over CP before, and one after; the same again in
+        backward."""
+        key_heads, cp = self.heads.key_heads, self.cp
+        in_zigzag, in_row = row_order(len(inputs.mixed) * cp.size(), cp.size(), inputs.mixed.device)
+        mixed = to_heads(torch.unflatten(inputs.mixed, -1, (key_heads, -1)), cp).index_select(0, in_row)
+        # not together with the first, whose precision may be half
+        rates = torch.stack((inputs.log_decay, inputs.beta.to(inputs.log_decay.dtype)), dim=-1)
+        rates = to_heads(torch.unflatten(rates.flatten(2), -1, (key_heads, -1)), cp).index_select(0, in_row)
+        log_decay, beta = torch.unflatten(rates.flatten(2), -1, (-1, 2)).unbind(-1)
+        own = held.of_part(cp.rank(), cp.size())
+        output = self._whole_rows(Inputs(mixed.flatten(2), log_decay, beta), own, document_starts)
+        return to_sequence(output.index_select(0, in_zigzag), cp)
+
+    def _with_states_of_parts(self, inputs: Inputs, held: Held, document_starts: Tensor | None) -> Tensor:
+        """Computes this rank's two parts of every row from the states before them: two all-gathers over CP, of inputs
+        of the convolution and of maps of states; in backward a reduce-scatter for each."""
+        parts = Inputs._make(_parts_as_rows(each) for each in inputs)
+        length = len(parts.mixed)
+        starts = document_starts
+        if starts is not None:
+            # counted from a part's own first token: negative where the document starts before it
+            starts = torch.cat([starts[:, part * length :][:, :length] - part * length for part in self._own_parts])
+        window = self._inputs_before(parts.mixed, held.weight.shape[1] - 1)
+        convolved, _ = causal_convolution(parts.mixed, held.weight, starts, window, held.bias)
+        tokens = self._tokens(convolved, parts)
+        chunks = self.chunks(tokens, starts)
+        output, _ = applied(chunks, tokens.value, self._states_before(transition(chunks)), held.skip)
+        return _parts_apart(output).flatten(0, 1)
+
+    def _inputs_before(self, mixed: Tensor, count: int) -> Tensor:
+        """Returns the last `count` inputs before each of this rank's parts, 0 before the row: [count, 2 x batch,
+        channels] of [length, 2 x batch, channels]. One all-gather over CP."""
+        # parts shorter than the window: it then reaches over several of them
+        size = min(count, len(mixed))
+        ends = self._collected(_parts_apart(mixed[len(mixed) - size :]))
+        # [count + 2 cp x size, batch, channels]
+        ends = functional.pad(ends.flatten(0, 1), (0, 0, 0, 0, count, 0))
+        return torch.cat([ends[part * size :][:count] for part in self._own_parts], dim=1)
+
+    def _states_before(self, maps: Tensor) -> Tensor:
+        """Returns the state before each of this rank's parts from what their tokens do to states.
+
+        One all-gather over CP.
+
+        Args:
+            maps: [2 x batch, value_heads, key_dim, value_dim + key_dim], of `transition`.
+
+        Returns:
+            [2 x batch, value_heads, key_dim, value_dim].
+        """
+        collected = self._collected(torch.unflatten(maps, 0, (2, -1)))
+        updates, carrying = torch.split(collected, [self.heads.value_dim, self.heads.key_dim], dim=-1)
+        states = [torch.zeros_like(updates[0])]
+        for update, carried in zip(updates.unbind(0), carrying.unbind(0)):
+            states.append(carried @ states[-1] + update)
+        return torch.cat([states[part] for part in self._own_parts])
+
+    @property
+    def _own_parts(self) -> tuple[int, int]:
+        """Returns which of the 2 cp parts of a row this rank holds."""
+        return self.cp.rank(), 2 * self.cp.size() - 1 - self.cp.rank()
+
+    def _collected(self, own: Tensor) -> Tensor:
+        """Collects the parts of all ranks, [2, ...] of each -> [2 cp, ...] in the order of the row; one all-gather."""
+        # its backward is a reduce-scatter that sums, since the later parts of every rank depend on a part
+        gathered = gather_from_sequence_parallel_region(own.contiguous(), group=self.cp)
+        return gathered.index_select(0, row_order(len(gathered), self.cp.size(), own.device)[1])
+
+    def _generated(self, memory: Memory, inputs: Inputs, held: Held) -> Tensor:
+        """Continues the sequences of a pass, whose tokens are [tokens, 1, ...]."""
+        places = memory.places()
+        rows = Inputs._make(places.as_rows(each) for each in inputs)
+        convolved, window = causal_convolution(rows.mixed, held.weight, None, memory.window(places), held.bias)
+        tokens = self._tokens(convolved, rows)
+        output, state = applied(self.chunks(tokens, None), tokens.value, memory.state(places), held.skip)
+        memory.keep(places, window, state)
+        return places.as_tokens(output)
+
+
+def _parts_apart(held: Tensor) -> Tensor:
+    """[length, 2 x batch, ...] -> [2, length, batch, ...]."""
+    return torch.unflatten(held, 1, (2, -1)).transpose(0, 1)
+
+
+def _parts_as_rows(held: Tensor) -> Tensor:
+    """[seq_local, batch, ...] -> [seq_local / 2, 2 x batch, ...]: rows of the first part, then of the last."""
+    return torch.unflatten(held, 0, (2, -1)).transpose(0, 1).flatten(1, 2)
