@@ -9,7 +9,8 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 
 _ATTENTION = frozenset(GROUPS["qkv"])
-_DELTA_NET = {*GROUPS["in_proj"], "out_proj"}
+_INTO_MAMBA = "in_proj_zxbcdt"
+_OF_STATES = {*GROUPS["in_proj"], "in_proj", "out_proj"}
 _FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
 
 
@@ -31,8 +32,12 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
             "latents after the exchange of context parallelism; set it to 0, or name the other projections"
         )
-    if adapter.parts & _DELTA_NET and model.delta_net is None:
-        yield f"adapter.targets={_given(adapter, 'in_proj', 'out_proj')} needs model.delta_net; remove it"
+    own = {_INTO_MAMBA, "in_proj", "out_proj"} if model.mamba is not None else set()
+    if model.delta_net is not None:
+        own |= _OF_STATES - {_INTO_MAMBA}
+    if missing := [target for target in adapter.targets if target in _OF_STATES - own]:
+        needed = "model.mamba" if missing == [_INTO_MAMBA] else "model.delta_net"
+        yield f"adapter.targets={', '.join(missing)} needs {needed}; remove it"
     if "gate_proj" in adapter.targets and not model.is_gated:
         yield f"adapter.targets=gate_proj needs a gate, but model.activation={model.activation} has none; remove it"
     if "experts" in adapter.parts and model.experts is None:
@@ -61,7 +66,7 @@ def _given(adapter: AdapterSection, *groups: str) -> str:
 
 def _has_networks(model: ModelSection) -> bool:
     is_shared = model.experts is not None and model.experts.shared_ffn_hidden_size > 0
-    return is_shared or not all(model.has_experts(layer) for layer in range(model.num_layers))
+    return is_shared or any(model.has_dense(layer) for layer in range(model.num_layers))
 
 
 def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:

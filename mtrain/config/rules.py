@@ -197,7 +197,7 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
     if layout.tp > 1 and not layout.sp:
         yield f"model.experts with layout.tp={layout.tp} needs layout.sp=true; turn it on or set layout.tp to 1"
-    if not any(model.has_experts(layer) for layer in range(model.num_layers)):
+    if model.layer_pattern is None and not any(model.has_experts(layer) for layer in range(model.num_layers)):
         yield (
             f"model.experts.first_dense_layers={model.experts.first_dense_layers} leaves no layer of model.num_layers="
             f"{model.num_layers} for experts; lower it or remove model.experts"
@@ -208,7 +208,7 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
     """Checks that recomputed parts exist, and that megatron-core can recompute them."""
     layers = [model.has_experts(layer) for layer in range(model.num_layers)]
     modules, key = train.recompute_modules or (), "train.recompute_modules"
-    if "mlp" in modules and all(layers):
+    if "mlp" in modules and not any(model.has_dense(layer) for layer in range(model.num_layers)):
         yield f"{key} names mlp, but every layer of the model has experts; name moe in its place"
     for name in sorted({"moe", "shared_experts"} & set(modules)):
         if not any(layers):

@@ -279,7 +279,7 @@ class Activations:
         if adapter is not None:
             elements += kept_in_attention(model, adapter, layout, layer)
             elements += kept_in_feed_forward(model, adapter, layout, layer)
-            elements -= spared_in_norms(model, adapter, layout)
+            elements -= spared_in_norms(model, adapter, layout, layer)
             elements -= sum(part.spared_elements(model, layout, adapter.parts, not self.is_on_cpu) for part in parts)
         norms = sum(part.num_hidden_norms for part in parts)
         modules = self._module_bytes(layer)
@@ -369,18 +369,22 @@ def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
     if model.has_experts(layer) and model.experts is not None:
         experts = model.experts
         return (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) // layout.tp
-    return model.ffn_hidden_size // layout.tp
+    return model.ffn_hidden_size // layout.tp if model.has_dense(layer) else 0
 
 
 _BEHIND_INPUT_NORM = frozenset(GROUPS["qkv"]) - {"q_b_proj", "kv_b_proj"}  # these read latents
 
 
-def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout) -> int:
-    """Counts, for a layer, the elements a token of outputs of norms that only frozen weights would have read."""
+def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
+    """Counts the elements a token of outputs of a layer's norms that only frozen weights would have read."""
     if model.post_norm:
         return 0
-    readers = (_BEHIND_INPUT_NORM, {*GROUPS["fc1"], "experts"})
-    read = [bool(adapter.parts & names) for names in readers]
+    of_state = {"in_proj_zxbcdt"} if model.attention(layer) == "mamba" else set()
+    readers = {
+        _BEHIND_INPUT_NORM | of_state: model.attention(layer) != "none",
+        frozenset((*GROUPS["fc1"], "experts")): model.has_feed_forward(layer),
+    }
+    read = [bool(adapter.parts & names) for names, is_there in readers.items() if is_there]
     return read.count(False) * hidden_local(model, layout)
 
 

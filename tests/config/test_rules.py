@@ -24,6 +24,11 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 DELTA_NET: dict[str, Any] = {
     "model__delta_net": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8},
 }
+MAMBA: dict[str, Any] = {
+    "model__num_layers": 4,
+    "model__layer_pattern": "M*-M",
+    "model__mamba": {"num_heads": 8, "head_dim": 4, "num_groups": 2, "state_dim": 8},
+}
 RECORDS: dict[str, Any] = {"kind": "sft", "seq_length": 64, "train": [{"path": "t"}], "tokenizer": "t"}
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 
@@ -295,6 +300,19 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model__global_attention_every": 2}, "model.global_attention_every=2"),
     ({"model__delta_net": DELTA_NET["model__delta_net"] | {"num_key_heads": 3}}, "model.delta_net.num_key_heads=3"),
     ({"adapter": {"targets": ["in_proj", "out_proj"]}}, "adapter.targets=in_proj,"),
+    ({"adapter": {"targets": ["in_proj_zxbcdt"]}, **DELTA_NET}, "adapter.targets=in_proj_zxbcdt"),
+    (MAMBA | {"model__mamba": MAMBA["model__mamba"] | {"num_groups": 3}}, "model.mamba.num_groups=3"),
+    (MAMBA | {"model__layer_pattern": None}, "model.mamba"),
+    (MAMBA | {"model__layer_pattern": "M*-X"}, "model.layer_pattern=M*-X"),
+    (MAMBA | {"model__layer_pattern": "M*-"}, "model.layer_pattern=M*-"),
+    (MAMBA | {"model__layer_pattern": "M*-E"}, "model.layer_pattern=M*-E"),
+    (MAMBA | {"model__layer_pattern": "-*-*"}, "model.layer_pattern=-*-*"),
+    (
+        MAMBA | {"model__layer_pattern": "M*-E", "model__experts": EXPERTS | {"every": 2}},
+        "model.layer_pattern=M*-E",
+    ),
+    (MAMBA | {"model__mtp_depths": 1}, "model.layer_pattern=M*-M"),
+    (MAMBA | {"layout": {"tp": 4, "sp": True}}, "model.mamba.num_groups=2"),
     (DELTA_NET | {"model__sliding_window": 7}, "model.delta_net"),
     (DELTA_NET | LATENT | {"model__num_query_groups": None}, "model.delta_net"),
     (DELTA_NET | {"model__mtp_depths": 1, "model__num_layers": 6}, "model.mtp_depths=1"),

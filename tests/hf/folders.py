@@ -219,6 +219,23 @@ CONFIGS: dict[str, Any] = {
         num_experts_per_tok=3,
         rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.375},
     ),
+    "nemotron-h": lambda: transformers.NemotronHConfig(
+        **{**AWKWARD, "num_hidden_layers": 5, "num_key_value_heads": 2},
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        ssm_state_size=6,
+        mamba_num_heads=4,
+        mamba_head_dim=5,
+        n_groups=2,
+        conv_kernel=3,
+        # above many steps
+        time_step_min=0.7,
+        chunk_size=5,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        layer_norm_epsilon=1e-2,
+    ),
     "gpt-oss": lambda: transformers.GptOssConfig(
         **AWKWARD, num_local_experts=3, num_experts_per_tok=2, sliding_window=6
     ),

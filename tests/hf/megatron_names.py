@@ -42,6 +42,8 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
         state: Tensors whose names start with `model.` or `lm_head.`.
         model: Our section of the same architecture.
     """
+    if model.layer_pattern is not None:
+        return _nemotron(state, model)
     parameters = {"embedding.word_embeddings.weight": state["model.embed_tokens.weight"]}
     for kind in ("weight", "bias"):
         if f"model.norm.{kind}" in state:
@@ -122,6 +124,64 @@ def _delta_net(state: Mapping[str, Tensor], theirs: str, ours: str, model: Model
     for their_name, our_name in (unchanged | {"out_proj.weight": "out_proj.weight"}).items():
         found[our_name] = state[f"{theirs}.{their_name}"]
     return {f"{ours}.{name}": value for name, value in found.items()}
+
+
+def _nemotron(state: Mapping[str, Tensor], model: ModelSection) -> Parameters:
+    """Renames the tensors of Nemotron-H, whose layers have one norm and one mixer each."""
+    found = {
+        "embedding.word_embeddings.weight": state["model.embeddings.weight"],
+        "decoder.final_layernorm.weight": state["model.norm_f.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for i, letter in enumerate(model.layer_pattern or ""):
+        theirs, ours = f"model.layers.{i}.mixer", f"decoder.layers.{i}"
+        norm = "input_layernorm" if letter in "M*" else "pre_mlp_layernorm"
+        found[f"{ours}.{norm}.weight"] = state[f"model.layers.{i}.norm.weight"]
+        mixer = {name.removeprefix(f"{theirs}."): each for name, each in state.items() if name.startswith(f"{theirs}.")}
+        own: dict[str, Tensor] = {}
+        match letter:
+            case "M":
+                own = _mamba(mixer, model)
+            case "*":
+                query, key, value = (mixer[f"{name}_proj.weight"] for name in "qkv")
+                own = {
+                    "linear_qkv.weight": _by_group(query, key, value, model),
+                    "linear_proj.weight": mixer["o_proj.weight"],
+                }
+            case "-":
+                own = {"linear_fc1.weight": mixer["up_proj.weight"], "linear_fc2.weight": mixer["down_proj.weight"]}
+            case "E":
+                own = {"router.weight": mixer["gate.weight"]}
+                if "gate.e_score_correction_bias" in mixer:  # not among gradients
+                    own["router.expert_bias"] = mixer["gate.e_score_correction_bias"]
+                for their_name, our_name in {"up_proj": "linear_fc1", "down_proj": "linear_fc2"}.items():
+                    own[f"shared_experts.{our_name}.weight"] = mixer[f"shared_experts.{their_name}.weight"]
+                    for expert, weight in enumerate(mixer[f"experts.{their_name}"]):
+                        own[f"experts.{expert}.{our_name}.weight"] = weight
+        part = "self_attention" if letter in "M*" else "mlp"
+        found |= {f"{ours}.{part}.{name}": each for name, each in own.items()}
+    return {name: each.detach().clone() for name, each in found.items()}
+
+
+def _mamba(mixer: Mapping[str, Tensor], model: ModelSection) -> Parameters:
+    """Renames Mamba-2, and puts the rows of each group together: C, B, inputs, gates, steps; there each kind is of all
+    groups."""
+    mamba = model.mamba
+    assert mamba is not None
+    of_groups = mamba.num_groups * mamba.state_dim
+
+    def by_group(*matrices: Tensor) -> Tensor:
+        return torch.cat([each.view(mamba.num_groups, -1, *each.shape[1:]) for each in matrices], dim=1).flatten(0, 1)
+
+    gate, inputs, b, c, step = mixer["in_proj.weight"].split(
+        [mamba.width, mamba.width, of_groups, of_groups, mamba.num_heads]
+    )
+    found = {"in_proj.weight": by_group(c, b, inputs, gate, step)}
+    for kind in ("weight", "bias"):
+        inputs, b, c = mixer[f"conv1d.{kind}"].split([mamba.width, of_groups, of_groups])
+        found[f"conv1d.{kind}"] = by_group(c, b, inputs)
+    names = {"A_log": "A_log", "dt_bias": "dt_bias", "D": "D", "norm.weight": "out_norm.weight"}
+    return found | {ours: mixer[theirs] for theirs, ours in (names | {"out_proj.weight": "out_proj.weight"}).items()}
 
 
 def _gpt_oss_experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:

@@ -46,6 +46,7 @@ _WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_atte
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _FULL = {"layer_types": ["full_attention"] * 4}
+_MAMBA = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
 _DENSE_FIRST = {"mlp_layer_types": ["dense", *["sparse"] * 3]}
 
 
@@ -89,6 +90,7 @@ MODELS: dict[str, Model] = {
     "olmo3": Model("olmo3", _WINDOWS, "olmo3_7b"),
     "minimax_m2": Model("minimax", {"num_local_experts": 4}, "minimax_m2"),
     "glm4_moe": Model("glm4-moe", {}, "glm4.5_air"),
+    "nemotron_h": Model("nemotron-h", {"n_routed_experts": 4, **_MAMBA}, "nemotron3_nano_30b_a3b"),
 }
 LAYOUTS = {
     "tp": "tp2sp",

@@ -101,6 +101,29 @@ HYBRID: dict[str, Any] = {
 }
 """Qwen3-Next without experts, every second layer with attention."""
 
+MAMBA: dict[str, Any] = {
+    "model__mamba": {"num_heads": 8, "head_dim": 5, "num_groups": 4, "state_dim": 6, "conv_kernel": 3, "step_min": 0.6},
+    "model__layer_pattern": "M*-M",
+    "model__activation": "relu2",
+    "model__head_dim": 8,
+    "model__megatron": {"no_rope_freq": 1},
+}
+"""Nemotron-H without experts; some steps are the smallest."""
+
+NEMOTRON: dict[str, Any] = MAMBA | {
+    "model__layer_pattern": "ME*E",
+    "model__experts": {
+        "num_experts": 4,
+        "top_k": 2,
+        "ffn_hidden_size": 24,
+        "shared_ffn_hidden_size": 20,
+        "score": "sigmoid",
+        "expert_bias": True,
+        "scaling_factor": 1.5,
+    },
+}
+"""Nemotron 3: experts in the place of dense networks."""
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

@@ -12,7 +12,18 @@ from mtrain.verify.reference.model.shapes import EXPERT_BIAS, shapes_of
 from tests.config.samples import config
 from tests.parity.cases import case
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN
-from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, GPT_OSS, HYBRID, MINIMAX, OLMO2, OLMO3
+from tests.parity.families import (
+    DEEPSEEK_ATTENTION,
+    GATED,
+    GEMMA,
+    GPT_OSS,
+    HYBRID,
+    MAMBA,
+    MINIMAX,
+    NEMOTRON,
+    OLMO2,
+    OLMO3,
+)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
@@ -21,6 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gated": GATED,
     "gpt_oss": GPT_OSS,
     "hybrid": HYBRID,
+    "mamba": MAMBA | {"model__layer_pattern": "M*-MM"},
+    "nemotron": NEMOTRON | {"model__layer_pattern": "ME*EM"},
     "minimax": MINIMAX,
     "mixtral": MIXTRAL,
     "qwen": QWEN,
@@ -74,13 +87,18 @@ def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection)
 
 
 def num_delta_nets(model: ModelSection) -> int:
-    """Counts the layers that have a delta net."""
+    """Counts the layers that have a delta net or Mamba-2."""
     return sum(name.endswith(".A_log") for name in sizes(model))
 
 
 def products_with_states(model: ModelSection) -> int:
     """Counts the multiply-adds of a token: its kernels, and its state read at the key, corrected, read at the query."""
-    net = model.delta_net
+    net, mamba = model.delta_net, model.mamba
+    if mamba is not None:
+        # the state is decayed, written to and read
+        inputs = mamba.num_heads * mamba.head_dim
+        channels = inputs + 2 * mamba.num_groups * mamba.state_dim
+        return channels * mamba.conv_kernel + 3 * inputs * mamba.state_dim
     if net is None:
         return 0
     channels = 2 * net.num_key_heads * net.key_head_dim + net.num_value_heads * net.value_head_dim
@@ -93,6 +111,8 @@ def num_pairs(model: ModelSection) -> int:
     layers = [*range(1, model.num_layers + 1), *[model.num_layers] * model.mtp_depths]  # depths are like the last layer
     for layer in layers:
         if model.delta_net is not None and layer % model.delta_net.full_attention_every:
+            continue
+        if model.layer_pattern is not None and model.layer_pattern[layer - 1] != "*":
             continue
         every = model.global_attention_every
         is_global = model.sliding_window is None or (every is not None and layer % every == 0)

@@ -24,6 +24,7 @@ Target = Literal[
     "in_proj_z",
     "in_proj_b",
     "in_proj_a",
+    "in_proj_zxbcdt",
     "proj",
     "out_proj",
     "fc1",
@@ -39,14 +40,14 @@ LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_p
 DELTA_NET_PARTS: tuple[Target, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Projections into a delta net: queries, keys and values; gates of the output; steps; decays."""
 PARTS: tuple[Target, ...] = (
-    *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "proj", "out_proj", "gate_proj", "up_proj", "fc2"),
-    *("experts", "embedding", "output"),
+    *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "in_proj_zxbcdt", "proj", "out_proj"),
+    *("gate_proj", "up_proj", "fc2", "experts", "embedding", "output"),
 )
-"""Targets that have a pair of matrices of their own; experts: one pair for each of the two projections of every
-expert."""
+"""Targets that have a pair of matrices of their own; in_proj_zxbcdt: the projection into Mamba-2; experts: one pair for
+each of the two projections of every expert."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
-    "in_proj": DELTA_NET_PARTS,
+    "in_proj": (*DELTA_NET_PARTS, "in_proj_zxbcdt"),
     "fc1": ("gate_proj", "up_proj"),
 }
 SYNONYMS: Mapping[str, Target] = {

@@ -1,4 +1,4 @@
-"""`model.*`: the architecture, with multi-head latent attention in `model.mla.*`.
+"""`model.*`: the architecture.
 
 Every knob here is read by our own code; a few other fields of Megatron-Core's TransformerConfig pass through
 `model.megatron`.
@@ -14,46 +14,9 @@ from mtrain.config import megatron_fields
 from mtrain.config.schema import bounds
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.mamba import OF_TWO_SUBLAYERS, MambaSection, broken_rules_of_pattern
 from mtrain.config.schema.section import Section, rule
-
-
-class LatentAttentionSection(Section):
-    """Low-rank queries, keys and values, with a rotary part of each key that all heads share.
-
-    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
-    """
-
-    q_lora_rank: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
-    """Rank of the queries; null: queries are projected directly."""
-    kv_lora_rank: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Rank that keys and values share."""
-    qk_nope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a query or key head without a position."""
-    qk_rope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a query or key head that are rotated."""
-    v_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a value head."""
-    norm_epsilon: float | None = Field(None, gt=0)
-    """Epsilon of the norms of both latents; null: model.norm_epsilon. DeepSeek's is always 1e-6."""
-
-    @property
-    def query_head_dim(self) -> int:
-        """Returns the number of dimensions of a query or key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def projections(self) -> frozenset[str]:
-        """Returns the names in adapter.targets of the projections that queries, keys and values come from."""
-        queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
-        return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
-
-    @rule
-    def the_rotary_part_is_even(self) -> str | None:
-        if self.qk_rope_head_dim % 2 == 0:
-            return None
-        return (
-            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; change it"
-        )
 
 
 @dataclass(frozen=True)
@@ -217,9 +180,9 @@ class ModelSection(Section):
     post_norm: bool = False
     """Whether norms stand after attention and the feed-forward part, before the residual is added, and none before
     them, as in OLMo-2."""
-    activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
+    activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     """Activation of the feed-forward part. swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and
-    up within -7 and 7."""
+    up within -7 and 7; relu2: relu(up)^2."""
     qkv_bias: bool = False
     """Whether the projection to queries, keys and values has a bias."""
     linear_bias: bool = False
@@ -251,6 +214,11 @@ class ModelSection(Section):
     """Multi-head latent attention in the place of grouped-query attention; null: there is none."""
     delta_net: DeltaNetSection | None = None
     """Gated delta net in the place of attention in most layers; null: all layers have attention."""
+    layer_pattern: str | None = None
+    """Layers of one sublayer each, a letter a layer: M Mamba-2, * attention, - a dense feed-forward part, E experts;
+    null: each layer has attention, or what is in its place, and a feed-forward part."""
+    mamba: MambaSection | None = None
+    """Mamba-2 of the layers M of layer_pattern; null: there are none."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers; null: all layers are dense."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
@@ -267,7 +235,7 @@ class ModelSection(Section):
     dropped; 0 turns dropout off."""
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of initial weights; projections back into the residual stream have init_std /
-    sqrt(2 x num_layers)."""
+    sqrt(2 x num_layers), or init_std / sqrt(num_layers) in layers of one sublayer (layer_pattern)."""
     backend: Literal["auto", "torch", "te"] = "auto"
     """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it works, a GPU is present,
     and it can do what the run asks for (not float32, documents of a row, adapters or experts, for instance)."""
@@ -287,9 +255,11 @@ class ModelSection(Section):
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
-    def attention(self, layer: int) -> Literal["grouped", "latent", "delta_net"]:
+    def attention(self, layer: int) -> Literal["grouped", "latent", "delta_net", "mamba", "none"]:
         """Returns the kind of attention of layer `layer`, counted from 0, or what is in its place; all code that
         depends on it asks this method."""
+        if self.layer_pattern is not None:
+            return {"*": "grouped", "M": "mamba"}.get(self.layer_pattern[layer], "none")  # type: ignore[return-value]
         if self.delta_net is not None and self.delta_net.is_in(layer):
             return "delta_net"
         return "grouped" if self.mla is None else "latent"
@@ -304,6 +274,8 @@ class ModelSection(Section):
         }
         if self.delta_net is not None:  # value heads are a multiple of them
             sizes["model.delta_net.num_key_heads"] = self.delta_net.num_key_heads
+        if self.mamba is not None:  # heads are a multiple of them
+            sizes["model.mamba.num_groups"] = self.mamba.num_groups
         return sizes
 
     @property
@@ -344,7 +316,17 @@ class ModelSection(Section):
 
     def has_experts(self, layer: int) -> bool:
         """Says whether layer `layer`, counted from 0, has experts."""
+        if self.layer_pattern is not None:
+            return self.layer_pattern[layer] == "E"
         return self.experts is not None and self.experts.has_experts(layer)
+
+    def has_dense(self, layer: int) -> bool:
+        """Says whether layer `layer`, counted from 0, has a dense feed-forward part."""
+        return not self.has_experts(layer) if self.layer_pattern is None else self.layer_pattern[layer] == "-"
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Says whether layer `layer`, counted from 0, has a feed-forward part."""
+        return self.has_dense(layer) or self.has_experts(layer)
 
     @property
     def has_transformer_engine_experts(self) -> bool:
@@ -396,6 +378,12 @@ class ModelSection(Section):
     @rule
     def delta_nets_stand_among_plain_attention(self) -> str | None:
         return "\n".join(_refused_with_delta_nets(self)) or None
+
+    @rule
+    def a_pattern_names_the_sublayers(self) -> str | None:
+        others = [name for name in OF_TWO_SUBLAYERS if getattr(self, name)]
+        broken = broken_rules_of_pattern(self.layer_pattern, self.num_layers, self.mamba, self.experts, others)
+        return "\n".join(broken) or None
 
     @rule
     def norms_stand_in_one_way(self) -> str | None:

@@ -49,9 +49,10 @@ def open_model(folder: Path) -> Any:
             "this needs transformers, which is not installed; pip install 'transformers>=5,<6'"
         ) from None
     transformers.utils.logging.disable_progress_bar()
-    said = read_json(folder / CONFIG_NAME)
+    known = getattr(transformers, family_of(read_json(folder / CONFIG_NAME)).architecture)
+    # by transformers, which has a form of its own for infinity
+    said, _ = known.config_class.get_config_dict(folder, local_files_only=True)
     # under the class's own name: transformers knows Kimi-K2 only by code of the folder
-    known = getattr(transformers, family_of(said).architecture)
     config = known.config_class.from_dict({**said, "model_type": known.config_class.model_type})
     # eager: fused attention rounds otherwise and differs by version; local files only: missing ones would be fetched
     return known.from_pretrained(

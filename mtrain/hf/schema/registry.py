@@ -34,6 +34,7 @@ from mtrain.hf.schema.families.hybrid import (
 )
 from mtrain.hf.schema.families.minimax import MINIMAX_M2
 from mtrain.hf.schema.families.ministral import MINISTRAL3, MINISTRAL3_IMAGES
+from mtrain.hf.schema.families.nemotron import NEMOTRON_H
 from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
 from mtrain.hf.schema.families.phi import PHI3
 from mtrain.hf.schema.families.smollm import SMOLLM3
@@ -70,6 +71,7 @@ _FAMILIES = (
     GLM4_MOE,
     SMOLLM3,
     PHI3,
+    NEMOTRON_H,
 )
 
 FAMILIES: dict[str, Family] = {}

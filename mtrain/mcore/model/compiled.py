@@ -18,6 +18,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from mtrain.base.errors import MachineError
@@ -26,6 +27,7 @@ from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
+from mtrain.mcore.model.attention.mamba.layer import MambaMixer
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
@@ -90,10 +92,12 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
         kept.append((feed_forward, "forward"))
     is_divided = layout.tp > 1 or layout.cp > 1
     # latent attention, norms over the heads of all ranks; one that keeps a tensor on itself during a call
-    if isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
+    if isinstance(attention, IdentityOp):
+        pass  # a layer of one sublayer
+    elif isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
         kept.append((attention, "forward"))
     elif (
-        isinstance(attention, GatedDeltaNet)  # a loop over the chunks of a row
+        isinstance(attention, GatedDeltaNet | MambaMixer)  # a loop over the chunks of a row
         or layout.cp > 1
         or config.data.isolate_documents
         or config.model.attention_dropout

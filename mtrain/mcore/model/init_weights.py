@@ -23,6 +23,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import HeadOutput, ModelSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
+from mtrain.mcore.model.attention.mamba.layer import first_step_biases
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 
@@ -35,7 +36,6 @@ _EMBEDDING_B = f"embedding_{LORA_B}"
 # Of an embedding's adapter, A is zero and B drawn, as in PEFT: A has a row for each token.
 _ZERO = (f"proj_{LORA_B}", f"fc2_{LORA_B}", f"output_{LORA_B}", f".{LORA_B}", f"embedding_{LORA_A}")
 """Endings of the names of parameters that start at zero."""
-_DECAY = ".A_log"
 _DECAYS = 0.01, 16.0
 """Bounds between which decays of delta nets are uniform, as in transformers; parameters are their logarithms."""
 
@@ -59,10 +59,10 @@ def sharded_tensors(
 
 @torch.no_grad()
 def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_follow: bool = False) -> None:
-    """Fills matrices from a normal distribution, and decays of delta nets as transformers does; norms (ones) and biases
-    (zeros) stay as built.
+    """Fills matrices from a normal distribution, and decays of delta nets and biases of Mamba's steps as transformers
+    does; norms (ones) and biases (zeros) stay as built.
 
-    Standard deviation: model.init_std; projections back into the residual stream: init_std / sqrt(2 * num_layers).
+    Standard deviation: model.init_std; projections back into the residual stream: see the key.
     Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
     stays zero, so that a model begins as its frozen part.
 
@@ -78,7 +78,8 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         axes = shard.prepend_axis_num  # leading axes that number layers and experts
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
-        if name.endswith(_ZERO) or (len(shape) < 2 and not name.endswith(_DECAY)):
+        transformed = _of_heads(name, config.model)
+        if name.endswith(_ZERO) or (len(shape) < 2 and transformed is None):
             continue
         if name == "output_layer.weight" and config.model.ties_output:
             # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
@@ -89,12 +90,11 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         else:
             # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
-            deviation = _deviation(name, shape, config.model)
+            deviation = 1.0 if transformed is not None else _deviation(name, shape, config.model)
             draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
-            if name.endswith(_DECAY):
-                least, most = _DECAYS
+            if transformed is not None:
                 # the distribution function of a normal number is uniform
-                host.copy_((least + (most - least) * torch.special.ndtr(host.float())).log())
+                host.copy_(transformed(torch.special.ndtr(host.float())))
             if host is not shard.data:
                 shard.data.copy_(host)
         if name in _VOCABULARY:
@@ -132,13 +132,26 @@ def _may_lack(name: str, model: ModelSection) -> bool:
 
 
 def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
-    if name.endswith((_EMBEDDING_B, _DECAY)):
+    if name.endswith(_EMBEDDING_B):
         return 1.0
     if name.endswith(LORA_A):
         return 1 / math.sqrt(3 * shape[-1])  # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
     into_residual = name.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight"))
-    # 2 for a layer's two additions to the residual: its variance then does not grow with the depth
-    return model.init_std / math.sqrt(2 * model.num_layers) if into_residual else model.init_std
+    # for each layer's additions to the residual: its variance then does not grow with the depth
+    additions = (2 if model.layer_pattern is None else 1) * model.num_layers
+    return model.init_std / math.sqrt(additions) if into_residual else model.init_std
+
+
+def _of_heads(name: str, model: ModelSection) -> Callable[[Tensor], Tensor] | None:
+    """Returns what turns uniform numbers into the values of a parameter of heads; None for every other parameter."""
+    if model.delta_net is not None and name.endswith(".A_log"):
+        return _log_decays
+    return first_step_biases if model.mamba is not None and name.endswith(".dt_bias") else None
+
+
+def _log_decays(uniform: Tensor) -> Tensor:
+    least, most = _DECAYS
+    return (least + (most - least) * uniform).log()
 
 
 def draw(

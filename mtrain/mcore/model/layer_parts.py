@@ -27,6 +27,7 @@ from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
+from mtrain.mcore.model.attention.mamba.layer import MambaMixer
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
@@ -52,20 +53,20 @@ class LayerDraft:
     """Beginning of a name inside the layer -> its replacement in checkpoints."""
 
     def spec(self) -> ModuleSpec:
-        """Returns the spec of the layer, once it has all its parts."""
-        assert self.attention is not None
-        assert self.feed_forward is not None
+        """Returns the spec of the layer, once it has all its parts; megatron-core passes a sublayer that it has not."""
+        sublayers: dict[str, Any] = {}
+        if self.attention is not None:
+            sublayers |= {"self_attention": self.attention, "self_attn_bda": get_bias_dropout_add}
+        if self.feed_forward is not None:
+            sublayers |= {"mlp": self.feed_forward, "mlp_bda": get_bias_dropout_add}
         return ModuleSpec(
             module=self.module,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=self.input_norm,
-                self_attention=self.attention,
-                self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=self.feed_forward_norm,
-                mlp=self.feed_forward,
-                mlp_bda=get_bias_dropout_add,
                 # TransformerLayer renames with this map when it describes a checkpoint
                 sharded_state_dict_keys_map=self.checkpoint_names,
+                **sublayers,
             ),
         )
 
@@ -74,9 +75,14 @@ def _nothing(draft: LayerDraft, model: ModelSection) -> None:
     """Adds nothing, for a part that other modules build."""
 
 
-def _input_norms(draft: LayerDraft, model: ModelSection) -> None:
-    draft.input_norm = draft.feed_forward_norm = Norm
-    draft.checkpoint_names |= _INPUT_NORM_NAMES
+def _attention_norm(draft: LayerDraft, model: ModelSection) -> None:
+    draft.input_norm = Norm
+    draft.checkpoint_names |= _ATTENTION_NORM_NAMES
+
+
+def _feed_forward_norm(draft: LayerDraft, model: ModelSection) -> None:
+    draft.feed_forward_norm = Norm
+    draft.checkpoint_names |= _FEED_FORWARD_NORM_NAMES
 
 
 def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
@@ -139,6 +145,11 @@ def _delta_net(draft: LayerDraft, model: ModelSection) -> None:
     draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
 
 
+def _mamba(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = ModuleSpec(module=MambaMixer, params={"mamba": model.mamba})
+    draft.checkpoint_names.pop("input_layernorm.", None)  # fused into no other layer, as with delta nets
+
+
 def _hybrid_fields(model: ModelSection) -> dict[str, Any]:
     # layers are stacked in checkpoints only where all are alike, which megatron-core sees of experts alone
     return {"hetereogenous_dist_checkpoint": len(set(features.kinds(model))) > 1}
@@ -167,21 +178,26 @@ class Modules(NamedTuple):
     """Fields of TransformerConfig for a model in which some layer has the part."""
 
 
-_INPUT_NORM_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+_ATTENTION_NORM_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_FEED_FORWARD_NORM_NAMES = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 LATENT_NORM_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-FUSED_NAMES: Mapping[str, str] = {**_INPUT_NORM_NAMES, **OUTPUT_NORM_NAMES, **LATENT_NORM_NAMES}
+FUSED_NAMES: Mapping[str, str] = {
+    **_ATTENTION_NORM_NAMES,
+    **_FEED_FORWARD_NORM_NAMES,
+    **OUTPUT_NORM_NAMES,
+    **LATENT_NORM_NAMES,
+}
 """Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection after them,
 and Megatron-Bridge's, where they belong to the projection before them."""
 
 MODULES: Mapping[type[LayerPart], Modules] = {
-    features.Residual: Modules(),  # TransformerLayer itself adds it
-    features.InputNorms: Modules(_input_norms),
+    features.AttentionResidual: Modules(),  # TransformerLayer itself adds it
+    features.FeedForwardResidual: Modules(),
+    features.AttentionNorm: Modules(_attention_norm),
+    features.FeedForwardNorm: Modules(_feed_forward_norm),
     features.OutputNorms: Modules(_output_norms),
     features.GroupedQueryAttention: Modules(
         _grouped_query_attention, lambda model: {"softmax_scale": softmax_scale(model)}
@@ -195,6 +211,7 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
     features.GatedDeltaNet: Modules(_delta_net, _hybrid_fields),
+    features.Mamba: Modules(_mamba),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields),
 }
@@ -212,9 +229,10 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
 
 def transformer_fields(model: ModelSection) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that the parts of the model's layers ask for."""
-    return {
-        name: value for part in features.present(model) for name, value in MODULES[type(part)].fields(model).items()
-    }
+    fields = {} if model.layer_pattern is None else _hybrid_fields(model)
+    for part in features.present(model):
+        fields |= MODULES[type(part)].fields(model)
+    return fields
 
 
 def softmax_scale(model: ModelSection) -> float:

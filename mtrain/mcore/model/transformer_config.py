@@ -32,6 +32,11 @@ def gelu_tanh(hidden: Tensor) -> Tensor:
     return functional.gelu(hidden, approximate="tanh")
 
 
+def relu2(hidden: Tensor) -> Tensor:
+    """Computes relu(x)^2."""
+    return functional.relu(hidden).square()
+
+
 def as_it_is(weight: Tensor) -> Tensor:
     """Returns the weight unchanged: an initializer that leaves it to be drawn later."""
     return weight
@@ -43,6 +48,7 @@ _ACTIVATIONS = {
     "geglu_tanh": gelu_tanh,
     "gelu": functional.gelu,
     "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
 }
 CP_COMM_TYPES: Mapping[CpComm, str] = {"allgather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}

@@ -17,13 +17,22 @@ from mtrain.plan.features.attention import (
 from mtrain.plan.features.delta_net import GatedDeltaNet
 from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, once_a_model
 from mtrain.plan.features.feed_forward import DenseFeedForward, ExpertFeedForward
+from mtrain.plan.features.mamba import Mamba, OneSublayer
 from mtrain.plan.features.mla import MultiHeadLatentAttention
 from mtrain.plan.features.mtp import MultiTokenPrediction
-from mtrain.plan.features.norms import InputNorms, OutputNorms, Residual
+from mtrain.plan.features.norms import (
+    AttentionNorm,
+    AttentionResidual,
+    FeedForwardNorm,
+    FeedForwardResidual,
+    OutputNorms,
+)
 
 LAYER_PARTS: tuple[LayerPart, ...] = (
-    Residual(),
-    InputNorms(),
+    AttentionResidual(),
+    FeedForwardResidual(),
+    AttentionNorm(),
+    FeedForwardNorm(),
     OutputNorms(),
     GroupedQueryAttention(),
     QkNorm(),
@@ -33,6 +42,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     AttentionSinks(),
     MultiHeadLatentAttention(),
     GatedDeltaNet(),
+    Mamba(),
     DenseFeedForward(),
     ExpertFeedForward(),
 )
@@ -71,26 +81,35 @@ def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]
     return next(filter(None, found), (num_rows,))
 
 
-FEATURES: tuple[Feature, ...] = (*LAYER_PARTS, SlidingWindow(), UnrotatedLayers(), MultiTokenPrediction())
+FEATURES: tuple[Feature, ...] = (
+    *LAYER_PARTS,
+    SlidingWindow(),
+    UnrotatedLayers(),
+    OneSublayer(),
+    MultiTokenPrediction(),
+)
 
 __all__ = [
     "FEATURES",
     "LAYER_PARTS",
     "AttentionGate",
+    "AttentionNorm",
+    "AttentionResidual",
     "AttentionSinks",
     "AttentionTemperature",
     "DenseFeedForward",
     "ExpertFeedForward",
     "Feature",
+    "FeedForwardNorm",
+    "FeedForwardResidual",
     "FullWidthQkNorm",
     "GatedDeltaNet",
     "GroupedQueryAttention",
-    "InputNorms",
     "LayerPart",
+    "Mamba",
     "MultiHeadLatentAttention",
     "OutputNorms",
     "QkNorm",
-    "Residual",
     "SmallRun",
     "alike",
     "kinds",

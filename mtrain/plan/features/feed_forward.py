@@ -16,7 +16,7 @@ class DenseFeedForward(LayerPart):
     """Two projections, three where one is a gate."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return not model.has_experts(layer)
+        return model.has_dense(layer)
 
     def parameters(self, model: ModelSection) -> Parameters:
         return _network(model, model.ffn_hidden_size)

@@ -9,39 +9,63 @@ from mtrain.plan.features.feature import LayerPart, Parameters, hidden_local, no
 from mtrain.plan.layout import Layout
 
 
-@final
-class Residual(LayerPart):
-    """The residual stream in front of attention and of the feed-forward part."""
-
-    def is_in(self, model: ModelSection, layer: int) -> bool:
-        return True
+class _Residual(LayerPart):
+    """The residual stream in front of a sublayer."""
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        return 2 * hidden_local(model, layout)
+        return hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the widths of the projections' inputs where no norm precedes them."""
-        return (hidden_local(model, layout),) * 2 if model.post_norm else ()
+        """Returns the width of the projection's input where no norm precedes it."""
+        return (hidden_local(model, layout),) if model.post_norm else ()
 
 
 @final
-class InputNorms(LayerPart):
-    """A norm in front of attention and one in front of the feed-forward part."""
-
-    num_hidden_norms = 2
+class AttentionResidual(_Residual):
+    """The residual stream in front of attention."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return not model.post_norm
+        return model.attention(layer) != "none"
+
+
+@final
+class FeedForwardResidual(_Residual):
+    """The residual stream in front of the feed-forward part."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.has_feed_forward(layer)
+
+
+class _InputNorm(LayerPart):
+    """A norm in front of a sublayer."""
+
+    num_hidden_norms = 1
 
     def parameters(self, model: ModelSection) -> Parameters:
-        return Parameters(replicated=2 * norm_elements(model, model.hidden_size))
+        return Parameters(replicated=norm_elements(model, model.hidden_size))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        return 2 * hidden_local(model, layout)
+        return hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the widths of the outputs; inputs are the residual stream, which is counted there."""
-        return (hidden_local(model, layout),) * 2
+        """Returns the width of the output; the input is the residual stream, which is counted there."""
+        return (hidden_local(model, layout),)
+
+
+@final
+class AttentionNorm(_InputNorm):
+    """A norm in front of attention."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return not model.post_norm and model.attention(layer) != "none"
+
+
+@final
+class FeedForwardNorm(_InputNorm):
+    """A norm in front of the feed-forward part."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return not model.post_norm and model.has_feed_forward(layer)
 
 
 @final

@@ -139,7 +139,7 @@ def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
     hidden_bytes = tokens * model.hidden_size * size
     has_experts = model.has_experts(layer) and model.experts is not None
     # before a part all tokens are gathered, and after it scattered; experts get theirs otherwise
-    num_parts = 1 if has_experts else 2
+    num_parts = (model.attention(layer) != "none") + model.has_dense(layer)
     tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
     ep = Transfer()
     if has_experts and model.experts is not None:

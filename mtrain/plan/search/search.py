@@ -133,7 +133,7 @@ def _try(work: Workload, usable: int, best: _Best, counts: Counts) -> None:
 
 def recomputations(config: Config) -> Iterator[Config]:
     """Yields ways to recompute, from nothing to everything, each of which takes longer than the one before."""
-    has_dense = any(not config.model.has_experts(layer) for layer in dict.fromkeys(kinds(config.model)))
+    has_dense = any(config.model.has_dense(layer) for layer in dict.fromkeys(kinds(config.model)))
     parts = (["mlp"] if has_dense else []) + (["moe"] if config.model.experts is not None else [])
     for recompute, modules in (
         ("none", None),

@@ -122,6 +122,8 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         yield "embedding", model.embedding
     for layer in model.decoder.layers:
         for name in IN_LAYER:
+            if name == "self_attention.core_attention" and not hasattr(layer.self_attention, "core_attention"):
+                continue  # a layer without attention
             yield f"layer {layer.layer_number - 1} {name}", layer.get_submodule(name)
         yield f"layer {layer.layer_number - 1}", layer
     if model.post_process:

@@ -32,9 +32,9 @@ from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
 from mtrain.mcore.model.adapters.adapter import Adapter
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
-from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
 from mtrain.mcore.model.attention.mla import LatentCore
+from mtrain.mcore.model.attention.recurrent.core import RecurrentCore
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.plan import padded_vocab_size
@@ -326,30 +326,44 @@ def _full_width_norm_by_rank(chunks: Sequence[nn.Module]) -> None:
         become(norm, _NormOfRank)
 
 
-class _OneDocument(DeltaNetCore):
+class _OneDocument(RecurrentCore):
     def forward(
-        self, mixed: Tensor, weight: Tensor, log_decay: Tensor, beta: Tensor, document_starts: Tensor | None
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        document_starts: Tensor | None,
+        bias: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> Tensor:
-        return super().forward(mixed, weight, log_decay, beta, None)
+        return super().forward(mixed, weight, log_decay, beta, None, bias, skip)
 
 
-class _HalfDecay(DeltaNetCore):
+class _HalfDecay(RecurrentCore):
     def forward(
-        self, mixed: Tensor, weight: Tensor, log_decay: Tensor, beta: Tensor, document_starts: Tensor | None
+        self,
+        mixed: Tensor,
+        weight: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        document_starts: Tensor | None,
+        bias: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> Tensor:
         rounded = log_decay.bfloat16().to(log_decay.dtype)
-        return super().forward(mixed, weight, rounded, beta, document_starts)
+        return super().forward(mixed, weight, rounded, beta, document_starts, bias, skip)
 
 
-class _StateDropped(DeltaNetCore):
+class _StateDropped(RecurrentCore):
     def _states_before(self, maps: Tensor) -> Tensor:
         return torch.zeros_like(super()._states_before(maps))
 
 
-def _delta_nets_become(kind: type[DeltaNetCore]) -> Callable[[Sequence[nn.Module]], None]:
+def _cores_become(kind: type[RecurrentCore]) -> Callable[[Sequence[nn.Module]], None]:
     def change(chunks: Sequence[nn.Module]) -> None:
-        for core in modules(chunks, DeltaNetCore):
-            become(core, kind)
+        for core in modules(chunks, RecurrentCore):
+            become(core, type(kind.__name__, (kind, type(core)), {}))
 
     return change
 
@@ -430,9 +444,9 @@ PLANTS: dict[str, Collaborators] = {
     "norms-decayed": Collaborators(config=configured("optimizer", lambda section: {"decay_norms_and_biases": True})),
     "norms-counted-per-tp-rank": _norm_parameters(tensor_model_parallel=True),
     "full-width-norm-by-tp-rank": Collaborators(change_model=_full_width_norm_by_rank),
-    "state-across-documents": Collaborators(change_model=_delta_nets_become(_OneDocument)),
-    "state-dropped-at-parts": Collaborators(change_model=_delta_nets_become(_StateDropped)),
-    "decay-in-half-precision": Collaborators(change_model=_delta_nets_become(_HalfDecay)),
+    "state-across-documents": Collaborators(change_model=_cores_become(_OneDocument)),
+    "state-dropped-at-parts": Collaborators(change_model=_cores_become(_StateDropped)),
+    "decay-in-half-precision": Collaborators(change_model=_cores_become(_HalfDecay)),
     "router-losses-shared-out": Collaborators(step=step_of(routers=_SharedOut)),
     "expert-loads-per-rank": Collaborators(step=step_of(routers=_LoadsOfRank)),
     "experts-left-out-of-norm": Collaborators(optimizer=_ExpertsLeftOut),

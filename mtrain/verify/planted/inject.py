@@ -10,9 +10,15 @@ from collections.abc import Iterable, Sequence
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
 from mtrain.plan import padded_vocab_size
 from mtrain.verify.planted.fault import Fault, side_terms_differ
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
+
+
+def _has_states(model: ModelSection) -> bool:
+    return model.delta_net is not None or model.mamba is not None
+
 
 LAYOUT_FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
@@ -95,24 +101,24 @@ LAYOUT_FAULTS = (
     ),
     Fault(
         "state-across-documents",
-        "lets delta nets carry their state over the documents of a row, and their convolution see those before",
+        "lets delta nets and Mamba-2 carry states over the documents of a row, and their convolution see those before",
         None,
-        lambda config: config.model.delta_net is not None and config.data.isolate_documents,
-        "model.delta_net, and data.isolate_documents=true or data.packing",
+        lambda config: _has_states(config.model) and config.data.isolate_documents,
+        "model.delta_net or model.mamba, and data.isolate_documents=true or data.packing",
     ),
     Fault(
         "state-dropped-at-parts",
         "begins the part of a row that a context-parallel rank holds with an empty state",
         "cp",
-        lambda config: config.model.delta_net is not None,
-        "model.delta_net",
+        lambda config: _has_states(config.model),
+        "model.delta_net or model.mamba",
     ),
     Fault(
         "decay-in-half-precision",
-        "rounds the decays of delta nets to bfloat16",
+        "rounds the decays of delta nets and Mamba-2 to bfloat16",
         None,
-        lambda config: config.model.delta_net is not None,
-        "model.delta_net",
+        lambda config: _has_states(config.model),
+        "model.delta_net or model.mamba",
     ),
     Fault(
         "router-losses-shared-out",

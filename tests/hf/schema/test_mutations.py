@@ -8,6 +8,7 @@ function that differs.
 import copy
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -84,11 +85,30 @@ HYBRID: list[dict[str, Any]] = [
     {"attn_output_gate": False},
     {"mamba_ssm_dtype": "bfloat16"},
 ]
+NEMOTRON: list[dict[str, Any]] = [
+    {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"]},
+    {"layers_block_type": None, "hybrid_override_pattern": "ME*-M"},
+    {"layers_block_type": None, "hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5},
+    {"hybrid_override_pattern": "ME*-M"},
+    {"hybrid_override_pattern": "MEM-M"},
+    {"layers_block_type": None},
+    {"num_hidden_layers": 4},
+    {"time_step_limit": [0.0, 0.1]},
+    {"time_step_min": 0.0},
+    {"mamba_dt_min": 0.5},
+    {"mamba_n_groups": 1},
+    {"mamba_conv_bias": False},
+    {"mamba_d_conv": 3},
+    {"mamba_expand": 3},
+    {"num_nextn_predict_layers": 1},
+]
 TOKENS = torch.arange(24)[None] * 7 % 57
 
 
 def base(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((CONFIGS | TOWERS)[name]().to_json_string(use_diff=False))
+    text = (CONFIGS | TOWERS)[name]().to_json_string(use_diff=False)
+    found: dict[str, Any] = json.loads(text, object_hook=lambda each: math.inf if "__float__" in each else each)
     return found
 
 
@@ -110,6 +130,8 @@ def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from OTHERS
     if "linear_num_key_heads" in config:
         yield from HYBRID
+    if "ssm_state_size" in config:
+        yield from NEMOTRON
     parameters = config.get("rope_parameters", {})
     for name, value in parameters.items():
         if isinstance(value, float | int) and not isinstance(value, bool):
@@ -159,7 +181,7 @@ def answered(config: dict[str, Any], state: dict[str, Any]) -> Answer | None:
         model = class_of(read).from_config(read, dtype=torch.float64).double()
         model.load_state_dict(state)
         with torch.no_grad():
-            return Answer(model.eval()(TOKENS).logits, model.state_dict())
+            return Answer(model.eval()(TOKENS).logits.double(), model.state_dict())
     except Exception:  # a type, a shape, a missing key: such a folder computes nothing in transformers
         return None
 
@@ -264,6 +286,16 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3.5", {"layer_types": ["sliding_attention"] * 3}, "layer_types must list full_attention or linear_attention"),
     ("qwen3.5", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0 must be above 0"),
     ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+    ("nemotron-h", {"layers_block_type": ["moe", "conv"]}, "layers_block_type=['moe', 'conv'] must list"),
+    ("nemotron-h", {"hybrid_override_pattern": "MEM-M"}, "hybrid_override_pattern has 5 layers ('MEM-M')"),
+    ("nemotron-h", {"hybrid_override_pattern": "ME*-X"}, "hybrid_override_pattern='ME*-X' must have a letter"),
+    ("nemotron-h", {"num_hidden_layers": 4}, "num_hidden_layers=4: they must say the same"),
+    ("nemotron-h", {"moe_latent_size": 8}, "moe_latent_size=8 is not supported"),
+    ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported"),
+    ("nemotron-h", {"use_bias": True}, "use_bias=True is not supported"),
+    ("nemotron-h", {"attention_bias": True}, "attention_bias=True is not supported"),
+    ("nemotron-h", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+    ("nemotron-h", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
     ("qwen3-next", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
     ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "but yarn is needed"),
     (

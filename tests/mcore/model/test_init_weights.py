@@ -16,7 +16,7 @@ from mtrain.plan.layout import Layout
 from tests.parity.batches import VOCAB
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding
-from tests.parity.families import HYBRID
+from tests.parity.families import HYBRID, MAMBA
 from tests.parity.ranks import Arrays, arrays
 from tests.pool import Pool
 
@@ -61,6 +61,26 @@ def test_decays_of_delta_nets_are_uniform_between_their_bounds(pool: Pool) -> No
     assert (one[f"{inside}dt_bias"] == 1).all()
     assert (one[f"{inside}out_norm.weight"] == 1).all()
     assert one[f"{inside}conv1d.weight"].std() == pytest.approx(0.02, rel=0.1)
+    assert one[f"{inside}out_proj.weight"].std() == pytest.approx(0.01, rel=0.1)
+
+
+def test_parameters_of_mamba_are_those_of_transformers(pool: Pool) -> None:
+    heads = {"model__mamba": MAMBA["model__mamba"] | {"num_heads": 400, "num_groups": 100}}
+    one, other = (weights_of(pool, each, **MAMBA | heads) for each in (case(num_layers=4), case(num_layers=4, tp=2)))
+    assert {name: value.tobytes() for name, value in one.items()} == {
+        name: value.tobytes() for name, value in other.items()
+    }
+    inside = "decoder.layers.0.self_attention."
+    np.testing.assert_array_equal(one[f"{inside}A_log"], torch.arange(1.0, 401.0).log().numpy())
+    steps = np.log(np.log1p(np.exp(one[f"{inside}dt_bias"].astype(np.float64))))
+    assert np.log(0.001) <= steps.min() + 1e-4 < np.log(0.0012)
+    assert np.log(0.09) < steps.max() <= np.log(0.1) + 1e-4
+    assert steps.mean() == pytest.approx(np.log(0.01), abs=0.2)
+    assert (one[f"{inside}D"] == 1).all()
+    assert (one[f"{inside}out_norm.weight"] == 1).all()
+    assert (one[f"{inside}conv1d.bias"] == 0).all()
+    assert one[f"{inside}conv1d.weight"].std() == pytest.approx(0.02, rel=0.1)
+    # one addition to the residual a layer
     assert one[f"{inside}out_proj.weight"].std() == pytest.approx(0.01, rel=0.1)
 
 

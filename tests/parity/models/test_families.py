@@ -18,8 +18,10 @@ from tests.parity.families import (
     GEMMA,
     GPT_OSS,
     HYBRID,
+    MAMBA,
     MINIMAX,
     MINISTRAL,
+    NEMOTRON,
     OLMO2,
     OLMO3,
     PARTIAL,
@@ -67,6 +69,15 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (HYBRID | ISOLATED | AHEAD, case(2, pp=2, vpp=2, dp=2)),
     (HYBRID | SELECTIVE, case(4, cp=2, cp_comm="ring", dp=2)),
     (HYBRID | ISOLATED | EXPERTS, case(4, tp=2, sp=True, cp=2, ep=2)),
+    (MAMBA, case(8)),
+    (MAMBA | ISOLATED, case(4, tp=2, cp=2)),
+    (MAMBA | ISOLATED | FULL, case(4, tp=2, sp=True, cp=2, cp_comm="ulysses", dp=2)),
+    (MAMBA | ISOLATED, case(4, cp=4, dp=2)),
+    (MAMBA | ISOLATED, case(4, cp=4, cp_comm="ulysses")),
+    (MAMBA | ISOLATED, case(2, pp=2, vpp=2, dp=2)),
+    (MAMBA | SELECTIVE, case(4, cp=2, cp_comm="ring", dp=2)),
+    (NEMOTRON | ISOLATED, case(4, tp=2, sp=True, cp=2, ep=2)),
+    (NEMOTRON | ISOLATED | FULL, case(4, tp=2, sp=True, pp=2, ep=2)),
     (MINIMAX, case(8)),
     (MINIMAX | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
     (MINIMAX | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=4)),
@@ -92,6 +103,8 @@ ranks, which tests/parity/layouts/test_options.py divides."""
 
 def family(changes: dict[str, Any]) -> str:
     """Names the family of a case."""
+    if "model__mamba" in changes:
+        return "nemotron" if "model__experts" in changes else "mamba"
     if "model__attention_gate" in changes:
         return "hybrid" if "model__delta_net" in changes else "gated attention"
     if "partial" in changes.get("model__rope", {}):
@@ -108,7 +121,7 @@ def steps_of(changes: dict[str, Any]) -> list[GlobalBatch]:
     return documents_steps() if changes.keys() & ISOLATED.keys() else three_steps()[:2]
 
 
-NUM_LAYERS = {"gemma": 4, "olmo3": 4}
+NUM_LAYERS = {"gemma": 4, "olmo3": 4, "mamba": 4, "nemotron": 4}
 """Number of layers of families whose layers follow a pattern; elsewhere two layers have everything."""
 ROWS = [
     Row(name, changes, lean(each, NUM_LAYERS.get(name, 2)), steps_of(changes)[:1])
@@ -130,6 +143,9 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("hybrid", HYBRID | ISOLATED, SEEN_APART),
     ("hybrid", HYBRID | ISOLATED | EXPERTS | SELECTIVE, WITH_EXPERTS),
     ("hybrid", HYBRID | ISOLATED | AHEAD, IN_A_PIPELINE),
+    ("mamba", MAMBA | ISOLATED, SEEN_APART),
+    ("mamba", MAMBA | ISOLATED | SELECTIVE, IN_A_PIPELINE),
+    ("nemotron", NEMOTRON | ISOLATED, WITH_EXPERTS),
     ("minimax", MINIMAX | ISOLATED | AHEAD, WITH_EXPERTS),
     ("gpt_oss", GPT_OSS | ISOLATED, WITH_EXPERTS),
     ("deepseek", DEEPSEEK_ATTENTION | DEEPSEEK_EXPERTS | FULL, WITH_EXPERTS),

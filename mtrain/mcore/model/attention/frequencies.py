@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.model import LatentAttentionSection, RopeSection
+from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.model import RopeSection
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:

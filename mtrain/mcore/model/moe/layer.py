@@ -118,7 +118,7 @@ def experts_fields(model: ModelSection) -> dict[str, Any]:
     section = model.experts
     if section is None:
         return {}
-    pattern = [int(section.has_experts(layer)) for layer in range(model.num_layers)]
+    pattern = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
     return {
         "num_moe_experts": section.num_experts,
         "moe_ffn_hidden_size": section.ffn_hidden_size,

@@ -122,7 +122,9 @@ def _spelled_out(section: AdapterSection) -> set[str]:
 
 
 def _parts(target: str) -> tuple[str, ...]:
-    groups = {"qkv": tuple(part for kind in KINDS for part in kind.inputs), "fc1": ("gate_proj", "up_proj")}
+    groups = {"fc1": ("gate_proj", "up_proj")}
+    for kind in KINDS:
+        groups[kind.group] = (*groups.get(kind.group, ()), *kind.inputs)
     return groups.get(target, (target,))
 
 
@@ -135,7 +137,8 @@ def _set_for(part: str, pattern: Mapping[Any, float], default: float) -> float:
 def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[str, Tensor]:
     """Returns the rows of each part of a layer's matrix; none if the tensor cannot have an adapter."""
     every, linear = torch.arange(count), weight.split(".")[-2]
-    if (found := kind_of(model, layer).adapted(linear, every, model)) is not None:
+    kind = kind_of(model, layer)
+    if kind is not None and (found := kind.adapted(linear, every, model)) is not None:
         return found
     if not linear.startswith("linear_fc"):
         return {}

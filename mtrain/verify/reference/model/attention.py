@@ -14,15 +14,16 @@ from mtrain.verify.reference.model.attention_kind import AttentionKind
 from mtrain.verify.reference.model.delta_net import DeltaNet
 from mtrain.verify.reference.model.grouped_attention import GroupedAttention
 from mtrain.verify.reference.model.latent_attention import LatentAttention
+from mtrain.verify.reference.model.mamba import Mamba
 from mtrain.verify.reference.model.modules import Module
 from mtrain.verify.reference.text import Rows
 
-_GROUPED, _LATENT, _DELTA_NET = GroupedAttention(), LatentAttention(), DeltaNet()
-KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT, _DELTA_NET)
+_GROUPED, _LATENT, _DELTA_NET, _MAMBA = GroupedAttention(), LatentAttention(), DeltaNet(), Mamba()
+KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT, _DELTA_NET, _MAMBA)
 
 
-def kind_of(model: ModelSection, layer: int) -> AttentionKind:
-    """Returns the kind of attention of layer `layer`, counted from 0."""
+def kind_of(model: ModelSection, layer: int) -> AttentionKind | None:
+    """Returns the kind of attention of layer `layer`, counted from 0; None where it is a feed-forward part alone."""
     match model.attention(layer):
         case "grouped":
             return _GROUPED
@@ -30,13 +31,18 @@ def kind_of(model: ModelSection, layer: int) -> AttentionKind:
             return _LATENT
         case "delta_net":
             return _DELTA_NET
+        case "mamba":
+            return _MAMBA
+        case "none":
+            return None
         case _ as never:
             assert_never(never)
 
 
 def kinds_of(model: ModelSection) -> tuple[AttentionKind, ...]:
     """Returns the kinds of attention of all layers, each once."""
-    return tuple(dict.fromkeys(kind_of(model, layer) for layer in range(model.num_layers)))
+    kinds = dict.fromkeys(kind_of(model, layer) for layer in range(model.num_layers))
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 class Attended(NamedTuple):
@@ -50,8 +56,9 @@ class Attended(NamedTuple):
 
 
 def attention(part: Module, layer: int, x: Tensor, rows: Rows) -> Attended:
-    """Computes the self-attention of layer `layer`, counted from 0."""
+    """Computes the self-attention of layer `layer`, counted from 0, which has one."""
     kind = kind_of(part.model, layer)
+    assert kind is not None
     heads = kind.context(part, layer, x, rows)
     projected = kind.projected(part, x, heads)
     bias = part.get("linear_proj.bias")

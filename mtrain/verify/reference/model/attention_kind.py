@@ -21,7 +21,9 @@ class AttentionKind(ABC):
     """Kind of self-attention: its tensors, forward pass, adapters, and matrices for Muon."""
 
     inputs: tuple[str, ...]
-    """Parts to which adapter.targets=qkv refers."""
+    """Parts of the projection that reads the hidden states."""
+    group: str = "qkv"
+    """Name in adapter.targets that refers to them."""
 
     @abstractmethod
     def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:

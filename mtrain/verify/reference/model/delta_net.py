@@ -20,7 +20,7 @@ from torch import Tensor
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind, Shape
-from mtrain.verify.reference.model.modules import Module, linear
+from mtrain.verify.reference.model.modules import Module, linear, silu
 from mtrain.verify.reference.text import Rows
 
 _UNIT_EPSILON = 1e-6
@@ -42,6 +42,7 @@ class DeltaNet(AttentionKind):
     """Layer with a state of fixed size in the place of keys and values."""
 
     inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    group = "in_proj"
 
     def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
         section = _section(model)
@@ -81,7 +82,7 @@ class DeltaNet(AttentionKind):
         heads = context.view(*context.shape[:2], -1, size)
         spread = torch.sqrt((heads * heads).mean(-1, keepdim=True) + part.model.norm_epsilon)
         normed = (heads / spread * part.tensor("out_norm.weight")).flatten(2)
-        return _silu(gate) * normed @ part.tensor("out_proj.weight").T
+        return silu(gate) * normed @ part.tensor("out_proj.weight").T
 
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
         if linear == "in_proj":
@@ -122,12 +123,8 @@ def _convolved(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
         before = x[:, : x.shape[1] - back] * weight[:, weight.shape[1] - 1 - back]
         together = rows.documents[:, back:] == rows.documents[:, : x.shape[1] - back]
         total[:, back:] += before * together[..., None]
-    return _silu(total)
+    return silu(total)
 
 
 def _unit(vectors: Tensor) -> Tensor:
     return vectors / torch.sqrt((vectors * vectors).sum(-1, keepdim=True) + _UNIT_EPSILON)
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))

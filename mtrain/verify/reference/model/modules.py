@@ -92,10 +92,12 @@ def activated(model: ModelSection, x: Tensor) -> Tensor:
             return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
         case "gelu_tanh":
             return _gelu_tanh(x)
+        case "relu2":
+            return torch.where(x > 0, x * x, 0)
     gate, up = x.chunk(2, dim=-1)
     match model.activation:
         case "swiglu":
-            return gate / (1 + torch.exp(-gate)) * up
+            return silu(gate) * up
         case "geglu_tanh":
             return _gelu_tanh(gate) * up
         case "swiglu_clamped":
@@ -103,6 +105,11 @@ def activated(model: ModelSection, x: Tensor) -> Tensor:
             return (up + 1) * gate / (1 + torch.exp(-_SLOPE * gate))
         case _:
             assert_never(model.activation)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Computes x sigmoid(x)."""
+    return x / (1 + torch.exp(-x))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

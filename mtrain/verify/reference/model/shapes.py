@@ -15,11 +15,19 @@ EXPERT_BIAS = "router.expert_bias"
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Says whether layer `layer`, counted from 0, has experts: every n-th after the first dense ones."""
+    """Says whether layer `layer`, counted from 0, has experts: as its letter says, or every n-th after the first dense
+    ones."""
+    if model.layer_pattern is not None:
+        return model.layer_pattern[layer] == "E"
     section = model.experts
     if section is None or layer < section.first_dense_layers:
         return False
     return (layer - section.first_dense_layers) % section.every == 0
+
+
+def has_network(model: ModelSection, layer: int) -> bool:
+    """Says whether layer `layer`, counted from 0, has a feed-forward part, dense or with experts."""
+    return model.layer_pattern is None or model.layer_pattern[layer] in "-E"
 
 
 def layers(model: ModelSection) -> dict[str, int]:
@@ -53,10 +61,13 @@ def _tensors(model: ModelSection) -> Iterator[tuple[str, Shape]]:
 
 
 def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
-    hidden = model.hidden_size
-    if not model.post_norm:
-        yield from norm_shapes(f"{name}.input_layernorm", hidden, model)
-    yield from kind_of(model, number).shapes(f"{name}.self_attention", model)
+    hidden, kind = model.hidden_size, kind_of(model, number)
+    if kind is not None:
+        if not model.post_norm:
+            yield from norm_shapes(f"{name}.input_layernorm", hidden, model)
+        yield from kind.shapes(f"{name}.self_attention", model)
+    if not has_network(model, number):
+        return
     if model.sandwich_norm or model.post_norm:
         yield from norm_shapes(f"{name}.post_self_attn_layernorm", hidden, model)
     if not model.post_norm:

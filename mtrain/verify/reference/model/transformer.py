@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.verify.reference.model.attention import attention
+from mtrain.verify.reference.model.attention import attention, kind_of
 from mtrain.verify.reference.model.experts import Routed, experts
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges, Module, network, norm
-from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_experts
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_experts, has_network
 from mtrain.verify.reference.text import Rows
 
 
@@ -83,25 +83,27 @@ class Transformer:
         self, name: str, number: int, hidden: Tensor, rows: Rows, is_text: Tensor, found: Forward, place: str | None
     ) -> Tensor:
         """Computes a layer of the kind of layer `number`; `place` is its name in the outputs, None to record none."""
-        part = self._module(name)
-        normed = self._before(part, "input_layernorm", hidden)
-        attended = attention(part.inner("self_attention"), number, normed, rows)
-        between = hidden + self._norm_after(part, "post_self_attn_layernorm", attended.output)
-        inner = self._before(part, "pre_mlp_layernorm", between)
-        if has_experts(self._model, number):
-            shown = output = experts(part.inner("mlp"), inner, is_text, found.seen)
-        else:
-            shown, output = network(part.inner("mlp"), inner)
-        after = between + self._norm_after(part, "post_mlp_layernorm", output)
-        if place is not None:
-            found.outputs |= {
-                f"{place} input_layernorm": normed,
-                f"{place} self_attention.core_attention": attended.context,
-                f"{place} self_attention": attended.projected,
-                f"{place} pre_mlp_layernorm": inner,
-                f"{place} mlp": shown,
-                place: after,
+        part, between, shown = self._module(name), hidden, {}
+        if kind_of(self._model, number) is not None:
+            normed = self._before(part, "input_layernorm", hidden)
+            attended = attention(part.inner("self_attention"), number, normed, rows)
+            between = hidden + self._norm_after(part, "post_self_attn_layernorm", attended.output)
+            shown = {
+                "input_layernorm": normed,
+                "self_attention.core_attention": attended.context,
+                "self_attention": attended.projected,
             }
+        after = between
+        if has_network(self._model, number):
+            inner = self._before(part, "pre_mlp_layernorm", between)
+            if has_experts(self._model, number):
+                product = output = experts(part.inner("mlp"), inner, is_text, found.seen)
+            else:
+                product, output = network(part.inner("mlp"), inner)
+            after = between + self._norm_after(part, "post_mlp_layernorm", output)
+            shown |= {"pre_mlp_layernorm": inner, "mlp": product}
+        if place is not None:
+            found.outputs |= {f"{place} {module}": each for module, each in shown.items()} | {place: after}
         return after
 
     def _before(self, part: Module, name: str, x: Tensor) -> Tensor:

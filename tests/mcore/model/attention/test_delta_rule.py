@@ -100,7 +100,7 @@ def test_rule_is_that_of_transformers(theirs: Callable[..., Any]) -> None:
 
 
 def test_rule_without_corrections_is_mamba2_of_transformers() -> None:
-    """Theirs computes in float32, and adds the input times D; documents are separate calls there."""
+    """Transformers computes in float32, and adds the input times D; documents are separate calls there."""
     documents = [[70, 1, 60], [131]]
     given = Inputs._make(part.float() for part in inputs(131, 2, 2, 2))
     given = given._replace(state=torch.zeros_like(given.state))

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    checkpoint,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -31,6 +26,7 @@ from torch.nn import functional
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
 from mtrain.mcore.model.attention.recurrent.core import Heads
+from mtrain.mcore.model.attention.recurrent.parameters import Convolution, device_of, divided_parameter
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
 
 
@@ -102,7 +98,7 @@ class GatedDeltaNet(MegatronModule):
         mixed, gate, step, decay = torch.split(grouped, sizes, dim=-1)
         arguments = (
             mixed.flatten(2),
-            self.conv1d(),
+            self.conv1d()[0],
             self._log_decay(decay.flatten(2)),
             step.flatten(2).sigmoid(),
             attention_mask,
@@ -144,38 +140,6 @@ def heads_of_rank(delta_net: DeltaNetSection, tp: int) -> Heads:
     )
 
 
-class Convolution(MegatronModule):
-    """Weights of a causal convolution, each channel by itself; a call returns them for the core, which convolves after
-    the exchange of context parallelism."""
-
-    def __init__(self, config: TransformerConfig, channels: int, kernel: int, tp: dist.ProcessGroup) -> None:
-        """
-        Args:
-            config: Configuration of the model.
-            channels: Number of channels of this rank.
-            kernel: Number of tokens that a channel sees.
-            tp: Ranks that hold the others.
-        """
-        super().__init__(config=config)
-        self.tp_group = tp
-        # with an axis of one input, as torch's Conv1d has it
-        self.weight = divided_parameter(config, torch.empty(channels, 1, kernel))
-
-    def forward(self) -> Tensor:
-        """Returns [channels, kernel].
-
-        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter, see
-        `KeyValueProjection`.
-        """
-        return self.weight.squeeze(1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the place of the weights, whose channels are divided over TP."""
-        return own_places(self, {"weight": 0}, self.tp_group, prefix, sharded_offsets, metadata)
-
-
 class GatedNorm(nn.Module):
     """RMSNorm of each head, with one weight for all of them, multiplied by silu of a gate."""
 
@@ -207,16 +171,3 @@ class GatedNorm(nn.Module):
         given = heads.to(wide)
         normed = given * torch.rsqrt(given.square().mean(-1, keepdim=True) + self.epsilon)
         return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide))).to(heads.dtype)
-
-
-def device_of(config: TransformerConfig) -> str | int:
-    """Returns the device on which parameters are built."""
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-
-
-def divided_parameter(config: TransformerConfig, values: Tensor) -> nn.Parameter:
-    """Returns this rank's part of a parameter whose first axis is divided over TP: the gradient norm counts those of
-    every rank."""
-    parameter = nn.Parameter(values.to(dtype=config.params_dtype, device=device_of(config)))
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return parameter

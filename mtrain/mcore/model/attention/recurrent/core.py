@@ -9,7 +9,6 @@ nothing. The convolution needs the last inputs of the part before, which are col
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -50,7 +49,7 @@ class Inputs(NamedTuple):
     """[seq, batch, value_heads]."""
 
 
-class Held(NamedTuple):
+class CoreParameters(NamedTuple):
     """Parameters of a core, of the heads that compute."""
 
     weight: Tensor
@@ -60,12 +59,12 @@ class Held(NamedTuple):
     skip: Tensor | None
     """[value_heads] factors with which values are added to the outputs."""
 
-    def of_part(self, part: int, count: int) -> Held:
+    def of_part(self, part: int, count: int) -> CoreParameters:
         """Returns the parameters of one of `count` equal parts of the heads."""
-        return Held._make(None if each is None else each.chunk(count)[part] for each in self)
+        return CoreParameters._make(None if each is None else each.chunk(count)[part] for each in self)
 
 
-class RecurrentCore(nn.Module, Remembering, ABC):
+class RecurrentCore(nn.Module, Remembering):
     """What replaces core attention in a layer with a state; it has no parameters. Classes say how tokens change it."""
 
     memory: Memory | None = None
@@ -83,9 +82,9 @@ class RecurrentCore(nn.Module, Remembering, ABC):
         self.heads, self.cp, self.chunk = heads, cp, chunk
         self.exchanges_heads = cp_comm_type == "a2a" and heads.key_heads % cp.size() == 0
 
-    @abstractmethod
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
         """Returns what the chunks of rows do to states; `document_starts` as in `causal_convolution`."""
+        raise NotImplementedError
 
     def remember(self, reading: CachedPass | None) -> None:
         """Keeps a state and the convolution's last inputs of each sequence."""
@@ -116,7 +115,7 @@ class RecurrentCore(nn.Module, Remembering, ABC):
         Returns:
             [seq_local, batch, value_heads_local x value_dim].
         """
-        inputs, held = Inputs(mixed, log_decay, beta), Held(weight, bias, skip)
+        inputs, held = Inputs(mixed, log_decay, beta), CoreParameters(weight, bias, skip)
         if self.memory is not None:
             output = self._generated(self.memory, inputs, held)
         elif self.cp.size() == 1:
@@ -127,7 +126,7 @@ class RecurrentCore(nn.Module, Remembering, ABC):
             output = self._with_states_of_parts(inputs, held, document_starts)
         return output.flatten(2)
 
-    def _whole_rows(self, inputs: Inputs, held: Held, document_starts: Tensor | None) -> Tensor:
+    def _whole_rows(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes rows from their first tokens on; the heads may be fewer than a rank's."""
         convolved, _ = causal_convolution(inputs.mixed, held.weight, document_starts, bias=held.bias)
         tokens = self._tokens(convolved, inputs)
@@ -144,7 +143,7 @@ class RecurrentCore(nn.Module, Remembering, ABC):
         values = values.reshape(*values.shape[:2], -1, heads.value_dim)
         return Projected(query, key, values, inputs.log_decay, inputs.beta)
 
-    def _with_own_heads(self, inputs: Inputs, held: Held, document_starts: Tensor | None) -> Tensor:
+    def _with_own_heads(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes whole rows of a part of the heads: two all-to-alls over CP before, and one after; the same again in
         backward."""
         key_heads, cp = self.heads.key_heads, self.cp
@@ -158,7 +157,7 @@ class RecurrentCore(nn.Module, Remembering, ABC):
         output = self._whole_rows(Inputs(mixed.flatten(2), log_decay, beta), own, document_starts)
         return to_sequence(output.index_select(0, in_zigzag), cp)
 
-    def _with_states_of_parts(self, inputs: Inputs, held: Held, document_starts: Tensor | None) -> Tensor:
+    def _with_states_of_parts(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes this rank's two parts of every row from the states before them: two all-gathers over CP, of inputs
         of the convolution and of maps of states; in backward a reduce-scatter for each."""
         parts = Inputs._make(_parts_as_rows(each) for each in inputs)
@@ -213,7 +212,7 @@ class RecurrentCore(nn.Module, Remembering, ABC):
         gathered = gather_from_sequence_parallel_region(own.contiguous(), group=self.cp)
         return gathered.index_select(0, row_order(len(gathered), self.cp.size(), own.device)[1])
 
-    def _generated(self, memory: Memory, inputs: Inputs, held: Held) -> Tensor:
+    def _generated(self, memory: Memory, inputs: Inputs, held: CoreParameters) -> Tensor:
         """Continues the sequences of a pass, whose tokens are [tokens, 1, ...]."""
         places = memory.places()
         rows = Inputs._make(places.as_rows(each) for each in inputs)

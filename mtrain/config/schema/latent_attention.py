@@ -1,0 +1,47 @@
+"""`model.mla.*`: multi-head latent attention."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class LatentAttentionSection(Section):
+    """Low-rank queries, keys and values, with a rotary part of each key that all heads share.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    q_lora_rank: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
+    """Rank of the queries; null: queries are projected directly."""
+    kv_lora_rank: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Rank that keys and values share."""
+    qk_nope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of dimensions of a query or key head without a position."""
+    qk_rope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of dimensions of a query or key head that are rotated."""
+    v_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of dimensions of a value head."""
+    norm_epsilon: float | None = Field(None, gt=0)
+    """Epsilon of the norms of both latents; null: model.norm_epsilon. DeepSeek's is always 1e-6."""
+
+    @property
+    def query_head_dim(self) -> int:
+        """Returns the number of dimensions of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def projections(self) -> frozenset[str]:
+        """Returns the names in adapter.targets of the projections that queries, keys and values come from."""
+        queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+        return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
+
+    @rule
+    def the_rotary_part_is_even(self) -> str | None:
+        if self.qk_rope_head_dim % 2 == 0:
+            return None
+        return (
+            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; change it"
+        )
