@@ -87,6 +87,13 @@ def import_(
         Form, typer.Option(help="Program that shall read it; megatron-lm: weights in torch_dist alone.")
     ] = Form.mtrain,
     dtype: DtypeOption = Dtype.keep,
+    mtp_depths: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of predictions further ahead to train; Qwen3-Next's and Qwen3.5's are only carried without.",
+        ),
+    ] = 0,
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
@@ -103,6 +110,8 @@ def import_(
         if to is Form.megatron_lm:
             if check_logits:
                 raise ConfigError("--check-logits loads checkpoints of mtrain; leave it out, or leave --to out")
+            if mtp_depths:
+                raise ConfigError("--mtp-depths is for checkpoints of mtrain; leave it out, or leave --to out")
             proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
             print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
             print(
@@ -110,7 +119,7 @@ def import_(
                 "--finetune --no-load-optim --no-load-rng --dist-ckpt-strictness log_all"
             )
             return
-        proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers)
+        proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths)
         for note in notes_on_folder(str(hf)):
             print(f"note: {note}")
         print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")

@@ -42,7 +42,7 @@ _SLICE_BYTES = 1 << 26
 """Largest slice, in bytes; larger ones are cut into rows, so that partial reads and casts need little memory."""
 
 
-def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
+def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int, depths: int = 0) -> Proof:
     """Converts a folder and proves the result.
 
     Args:
@@ -50,13 +50,19 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
         out: Folder of the checkpoint to write; must not exist.
         dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
         num_workers: Number of threads that each write one file.
+        depths: Number of predictions further ahead that are asked for; some families carry them along without.
 
     Raises:
         ConfigError: `out` exists.
-        DataError: The folder is damaged, unknown, or does not fit its config.json.
+        DataError: The folder is damaged, unknown, does not fit its config.json, or has fewer depths.
         MachineError: The disk refuses.
     """
-    source = open_source(path)
+    source = open_source(path, depths=depths)
+    if depths > source.model.mtp_depths:
+        raise DataError(
+            f"{path} holds {source.model.mtp_depths} predictions further ahead, but --mtp-depths={depths}; name a "
+            "folder with them, or leave it out"
+        )
     dtypes = _dtypes(source, dtype)
     with working_folder(out, _conversion(source, dtype)) as folder:
         known = _write_tensors(folder, source, dtypes, num_workers)
@@ -199,6 +205,7 @@ def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
         "config": source.folder.config,
         "files": {name: [facts.st_size, facts.st_mtime_ns] for name, facts in files.items()},
         "dtype": str(dtype),
+        "depths": source.model.mtp_depths,
     }
 
 

@@ -213,7 +213,7 @@ def exported_family(model: ModelSection, origin: Path | None) -> Family:
     family = fitting_family(model) if template is None else family_of(template)
     # refuses before any work is done
     family.config(model, None if template is None else plain_config(template))
-    return family
+    return family.for_depths(model.mtp_depths)
 
 
 def _check_keys(target: ExportTarget) -> None:

@@ -15,14 +15,12 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.convert.carried import carried_in
 from mtrain.convert.origin import source_of
 from mtrain.convert.proof import Proof, prove
-from mtrain.convert.target import open_target
+from mtrain.convert.target import exported_family, open_target
 from mtrain.data.batch import Microbatch
 from mtrain.hf.io.matching import shown as shown_names
 from mtrain.hf.io.source import open_source
 from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
-from mtrain.hf.schema.files import CONFIG_NAME, read_json
-from mtrain.hf.schema.registry import family_of
 from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import init_distributed
 from mtrain.mcore.distributed.party import Purpose
@@ -45,12 +43,14 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     """
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)
+    if target.model.mtp_depths and not source.model.mtp_depths:
+        source = open_source(hf, depths=target.model.mtp_depths)
     if differing := disagreements(source.model, target.model):
         shown = "; ".join(f"model.{name}={mine}, but {theirs} there" for name, theirs, mine in differing)
         raise DataError(f"{hf} holds another model than {checkpoint} ({shown}); name another folder")
     target.verify(num_workers)
     origin = None if target.entry is None else source_of(target.path).origin
-    carried = {} if origin is None else carried_in(origin, family_of(read_json(origin / CONFIG_NAME)))
+    carried = {} if origin is None else carried_in(origin, exported_family(target.model, origin))
     # a run that began without images may have them from --like
     if carried and (other := sorted(target.carried.keys() - carried.keys())):
         raise DataError(f"{hf} holds {shown_names(other)}, which {origin} does not; name another folder")

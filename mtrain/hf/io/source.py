@@ -44,19 +44,20 @@ class HfSource(NamedTuple):
         return self.weights.facts(filled.tensors[0].name)[0]
 
 
-def open_source(path: Path, needs_output: bool = True) -> HfSource:
+def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSource:
     """Opens and checks a folder completely; no tensor is read.
 
     Args:
         path: Path of a folder with config.json and safetensors.
         needs_output: Whether an untied output layer has to be there; base models are saved without one.
+        depths: Number of predictions further ahead that are asked for, which some families read for that alone.
 
     Raises:
         DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
     """
     folder = HfFolder(path)
     weights = plain_weights(folder)
-    family, model = read_model(path, folder.config, weights.names())
+    family, model = read_model(path, folder.config, weights.names(), depths)
     family = family.as_stored(weights.names())
     if family.carried and weights is not folder:
         raise DataError(
@@ -89,7 +90,7 @@ def source_for(path: Path, model: ModelSection) -> HfSource:
             model.
     """
     # a head stands in the place of the output layer
-    source = open_source(path, needs_output=model.num_labels is None)
+    source = open_source(path, needs_output=model.num_labels is None, depths=model.mtp_depths)
     # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
     added = added_by(model)
     described = with_tokens(source.model, path, added)

@@ -325,8 +325,17 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
                 target = target.setdefault(section, {})
             if value is not None:  # our fields have the same meaning where they are left out
                 target[name] = value
+    return validated(nested)
+
+
+def validated(content: dict[str, Any]) -> ModelSection:
+    """Builds the section of a model from its keys.
+
+    Raises:
+        DataError: They contradict each other.
+    """
     try:
-        return ModelSection.model_validate(nested)
+        return ModelSection.model_validate(content)
     except ValidationError as error:
         reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
         raise DataError(f"config.json describes no model that can be trained: {reasons}") from None

@@ -29,36 +29,44 @@ from mtrain.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
 
 ADDED_TOKENS = ("add_tokens", "add_special_tokens")
 """Keys of `model.*` that add tokens."""
+_DEPTHS = "mtp_depths"
 _SHOWN_FIELDS = 8
 """Largest number of unknown fields that are shown."""
 
 
-def described_model(folder: Path) -> ModelSection:
+def described_model(folder: Path, depths: int = 0) -> ModelSection:
     """Reads the architecture of the weights that a folder holds.
+
+    Args:
+        folder: Path of the folder.
+        depths: Number of predictions further ahead that are asked for, which some families read for that alone.
 
     Raises:
         DataError: Files are missing or damaged, or the model is not supported.
     """
     config = read_json(inside(folder, CONFIG_NAME))
     # the index is read only where it matters: a config may promise depths, or tied tables, that are not there
-    names = tensor_names(folder, config) if config.get(DEPTHS) or TEXT in config else ()
-    return read_model(folder, config, names)[1]
+    names = tensor_names(folder, config) if depths or config.get(DEPTHS) or TEXT in config else ()
+    return read_model(folder, config, names, depths)[1]
 
 
-def read_model(folder: Path, config: dict[str, Any], names: Collection[str]) -> tuple[Family, ModelSection]:
+def read_model(
+    folder: Path, config: dict[str, Any], names: Collection[str], depths: int = 0
+) -> tuple[Family, ModelSection]:
     """Reads the family and the model that a folder's config.json describes.
 
     Args:
         folder: Path of the folder, for messages.
         config: Content of the folder's config.json.
         names: Names of the folder's tensors.
+        depths: Number of predictions further ahead that are asked for, which some families read for that alone.
 
     Raises:
         DataError: The model is not supported; names the file.
     """
     try:
         family = family_of(config)
-        return family, family.model(family.as_held(config, names))
+        return family.with_depths(family.model(family.as_held(config, names)), depths, names)
     except DataError as fault:
         # the entries do not know the folder; only the first mention, as the message may quote the file
         raise DataError(str(fault).replace(CONFIG_NAME, str(folder / CONFIG_NAME), 1)) from None
@@ -121,7 +129,9 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
             f"*.safetensors{how_to_download(folder)}"
         )
     # before the section is validated, which asks for sizes that only the folder gives
-    described = with_tokens(described_model(Path(folder)), Path(folder), _tokens_in(given))
+    depths = given.get(_DEPTHS)
+    described = described_model(Path(folder), depths if isinstance(depths, int) else 0)
+    described = with_tokens(described, Path(folder), _tokens_in(given))
     # the user's value takes precedence, so that a contradiction is reported by its key below
     filled = _merged(described.model_dump(), given)
     try:
@@ -176,7 +186,7 @@ def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[st
     if described.num_labels is None:  # a head may be put on any model
         found = [each for each in found if each[0] != "num_labels"]
     if model.mtp_depths > described.mtp_depths == 0:
-        found.append(("mtp_depths", 0, model.mtp_depths))
+        found.append((_DEPTHS, 0, model.mtp_depths))
     return found
 
 

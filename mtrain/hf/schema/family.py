@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of
+from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of, validated
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
 from mtrain.hf.schema.tower import TEXT, TIED, Tower
 from mtrain.plan.features import kinds, present
@@ -39,14 +40,51 @@ class Family:
     """Beginning of the names of heads."""
     tower: Tower | None = None
     """Place of the model in a multimodal one; None where it is text alone."""
-
     carried_names: tuple[str, ...] = ()
     """Patterns of tensors, besides those of images, that are not read and that conversions carry along."""
+    ahead: str = ""
+    """Beginning of the names of a layer that predicts a token further ahead, which is read for a model with
+    `mtp_depths` alone, and else carried along; empty where config.json says whether it is read."""
+    is_ahead_read: bool = False
+    """Whether that layer is read."""
 
     @property
     def carried(self) -> tuple[str, ...]:
         """Returns patterns of all tensors that are not read, and that conversions carry along."""
-        return self.carried_names if self.tower is None else (*self.tower.images, *self.carried_names)
+        ahead = (f"{re.escape(self.ahead)}.+",) if self.ahead and not self.is_ahead_read else ()
+        return (*(() if self.tower is None else self.tower.images), *self.carried_names, *ahead)
+
+    def for_depths(self, depths: int) -> Family:
+        """Returns the family of a model with so many predictions further ahead.
+
+        Raises:
+            DataError: The family has fewer.
+        """
+        if not self.ahead or not depths:
+            return self
+        if depths > 1:
+            raise DataError(f"a {self.model_type} model has one prediction further ahead, but mtp_depths={depths}")
+        return replace(self, is_ahead_read=True)
+
+    def with_depths(self, model: ModelSection, depths: int, names: Collection[str]) -> tuple[Family, ModelSection]:
+        """Returns family and model with the predictions further ahead that are asked for, if a folder has them.
+
+        Args:
+            model: Model that config.json describes.
+            depths: Number of predictions further ahead that are asked for.
+            names: Names of the folder's tensors.
+
+        Raises:
+            DataError: Their layers are not like the last one.
+        """
+        numbers = {name.removeprefix(f"{self.ahead}layers.").split(".")[0] for name in names if self._is_ahead(name)}
+        if not depths or not numbers:
+            return self, model
+        content = model.model_dump(exclude_defaults=True) | {"mtp_depths": len(numbers)}
+        return self.for_depths(len(numbers)), validated(content)
+
+    def _is_ahead(self, name: str) -> bool:
+        return bool(self.ahead) and name.startswith(f"{self.ahead}layers.")
 
     def carries(self, name: str) -> bool:
         """Says whether conversions carry a tensor along."""

@@ -24,6 +24,7 @@ from mtrain.hf.schema.families.common import (
     has_shared_gate,
     in_layer,
     router,
+    same,
     shared_experts,
 )
 from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, Renormalised
@@ -294,24 +295,56 @@ def _chosen(num_experts: int, top_k: int) -> tuple[Entry, ...]:
     )
 
 
-_AHEAD = (r"mtp\..+",)
-"""Tensors of predictions further ahead, which transformers does not read either."""
+_DEPTH, _AHEAD = "mtp.layers.*.", "mtp."
+
+
+def _ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Builds the rules of the prediction further ahead from those of layers: one layer, with attention.
+
+    Source: vLLM 0.11, models/qwen3_next_mtp.py; transformers leaves these tensors unread.
+    """
+
+    def moved(parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
+        return tuple(replace(part, name=part.name.replace(THEIRS, f"{_AHEAD}layers.0.")) for part in parts)
+
+    return (
+        same(f"{_DEPTH}enorm.weight", f"{_AHEAD}pre_fc_norm_embedding.weight", "h"),
+        same(f"{_DEPTH}hnorm.weight", f"{_AHEAD}pre_fc_norm_hidden.weight", "h"),
+        same(f"{_DEPTH}eh_proj.weight", f"{_AHEAD}fc.weight", "h j"),
+        *(
+            replace(
+                rule,
+                key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer."),
+                parts=moved(rule.parts),
+                others=tuple(map(moved, rule.others)),
+            )
+            for rule in layer
+        ),
+        same(f"{_DEPTH}final_layernorm.weight", f"{_AHEAD}norm.weight", "h"),
+    )
+
+
+def _all(*layer: Rule) -> tuple[Rule, ...]:
+    """Builds the rules of a model from those of its layers."""
+    return (*VOCABULARY, *layer, *_ahead(layer))
+
+
 _INERT = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     (*_entries(2), *_chosen(512, 10), Renormalised(is_default=True), *NO_DENSE_LAYERS),
-    (*VOCABULARY, *_layer(_TWO_PROJECTIONS), *FEED_FORWARD, *_EXPERTS),
+    _all(*_layer(_TWO_PROJECTIONS), *FEED_FORWARD, *_EXPERTS),
     inert=_INERT,
-    carried_names=_AHEAD,
+    ahead=_AHEAD,
 )
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     _entries(4),
-    (*VOCABULARY, *_layer(_FOUR_PROJECTIONS), *FEED_FORWARD),
+    _all(*_layer(_FOUR_PROJECTIONS), *FEED_FORWARD),
     inert=_INERT,
-    carried_names=_AHEAD,
+    ahead=_AHEAD,
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -323,9 +356,9 @@ QWEN3_5_MOE = Family(
         Field("moe_intermediate_size", "ffn_hidden_size", 512),
         Constant("experts.pre_softmax", False),
     ),
-    (*VOCABULARY, *_layer(_FOUR_PROJECTIONS), *_EXPERTS),
+    _all(*_layer(_FOUR_PROJECTIONS), *_EXPERTS),
     inert=(*_INERT, "intermediate_size"),
-    carried_names=_AHEAD,
+    ahead=_AHEAD,
 )
 _IMAGES: dict[str, Any] = {
     "is_tied": False,
