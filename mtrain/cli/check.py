@@ -55,7 +55,7 @@ def check(
         ranks = _ranks(world_size, stated)
         typer.echo("\n".join(plan_lines(config, ranks)))
         findings = Findings()
-        _look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
+        look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
         if not without_files:
             from mtrain.preflight.look import look
 
@@ -74,7 +74,7 @@ def _ranks(world_size: int | None, stated: "StatedMachine | None") -> int:
     return world_size if world_size is not None else stated.num_gpus if stated is not None else 1
 
 
-def _look_at_gpus(
+def look_at_gpus(
     config: "Config",
     ranks: int,
     memory_given: str | None,

@@ -208,6 +208,8 @@ def test_a_cancelled_job_saves_and_stays_cancelled(runs: Runs) -> None:
     known = runs.ended(job)
     assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
     assert (run_dir / "checkpoints" / "step_00000003").is_dir()
+    # two cores a node, as sinfo says, for two ranks
+    assert "\n#SBATCH --cpus-per-task=1\n" in (run_dir / "submissions" / "0001" / "job.sbatch").read_text()
 
 
 def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:

@@ -1,13 +1,18 @@
 """`mtrain launch slurm`: a run as a Slurm job."""
 
 import os
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
+
+if TYPE_CHECKING:
+    from mtrain.preflight.findings import Findings
 
 
 def _of(panel: str, help_text: str | None = None) -> Any:
@@ -24,7 +29,8 @@ _Retries = Annotated[int, _of(_JOB, "After a lost rank, node or disk, without a 
 _GpusOfNode = Annotated[int | None, _of(_RANKS, "As many ranks on each node.")]
 _GpusOfTask = Annotated[int | None, _of(_RANKS, "Instead: each rank sees only its own.")]
 _Tasks = Annotated[int | None, _of(_RANKS, "Ranks of a node, if not one a GPU.")]
-_Cpus = Annotated[int | None, _of(_RANKS, "CPU cores of a rank.")]
+_Cpus = Annotated[int | None, _of(_RANKS, "CPU cores of a rank, by default its share of the node.")]
+_Gpu = Annotated[str | None, _of(_RANKS, "Their GPU, such as h100: --dry-run says the hours.")]
 _EnvFile = Annotated[Path | None, _of(_RANKS, "NAME=VALUE lines for the ranks; mode 0600.")]
 _Image = Annotated[str | None, _of(_IMAGE, "Image.")]
 _Runtime = Annotated[str, _of(_IMAGE, "pyxis or apptainer.")]
@@ -35,7 +41,10 @@ _Certify = Annotated[
 _WithoutFiles = Annotated[
     bool, typer.Option("--without-files", help="Do not look at files and disks: this node does not see the job's.")
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")]
+_DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print the script, and to stderr what the run would be; submit and write nothing."),
+]
 
 _OF_TRACKERS = {
     "wandb": ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"),
@@ -59,6 +68,7 @@ def slurm(
     gpus_per_task: _GpusOfTask = None,
     ntasks_per_node: _Tasks = None,
     cpus_per_task: _Cpus = None,
+    gpu: _Gpu = None,
     env_file: _EnvFile = None,
     container: _Image = None,
     container_runtime: _Runtime = "pyxis",
@@ -69,6 +79,7 @@ def slurm(
 ) -> None:
     """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch."""
     with one_message():
+        from mtrain.launch.slurm.nodes import completed_by, nodes_of
         from mtrain.launch.slurm.options import SlurmOptions, runtime_named, with_defaults
         from mtrain.launch.slurm.submit import SCRIPT, prepare, submit
 
@@ -77,14 +88,17 @@ def slurm(
         ranks = (gpus_per_node, gpus_per_task, ntasks_per_node, cpus_per_task)
         options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()), certify)
         options, notes = with_defaults(options, os.environ)
-        typer.echo("".join(f"{note}\n" for note in notes), nl=False, err=True)
+        device = loaded_config(arguments).train.device
+        options, more = completed_by(options, nodes_of(options.partition), device)
+        typer.echo("".join(f"{note}\n" for note in (*notes, *more)), nl=False, err=True)
         if env_file is None:
             _warn_of_secrets(arguments)
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options)
-        if not without_files and container is None:  # inside a container, paths differ
-            _refuse_faults(arguments)
+        has_files = not without_files and container is None  # inside a container, paths differ
+        findings = _looked_at(arguments, has_files)
         if dry_run:
+            _print_summary(arguments, options.num_ranks, gpu, has_files, findings)
             typer.echo(submission.files[SCRIPT], nl=False)
             return
         if difference := submission.difference():
@@ -107,14 +121,34 @@ def _warn_of_secrets(arguments: list[str]) -> None:
                 )
 
 
-def _refuse_faults(arguments: list[str]) -> None:
+def _print_summary(
+    arguments: list[str], num_ranks: int, gpu: str | None, has_files: bool, findings: "Findings"
+) -> None:
+    """Prints to standard error what `mtrain check` prints, and the hours where a GPU is named."""
+    from mtrain.cli.check import look_at_gpus, print_findings
+    from mtrain.plan.search.written import stated_machine
+    from mtrain.plan.summary import plan_lines
+
+    with redirect_stdout(sys.stderr):
+        config = loaded_config(arguments, counts_epochs=has_files)
+        typer.echo("\n".join(plan_lines(config, num_ranks)))
+        look_at_gpus(config, num_ranks, None, gpu, stated_machine(split_arguments(arguments)[0]), findings)
+        print_findings(findings)
+    if findings.faults:  # memory that the GPUs do not have
+        raise typer.Exit(findings.exit_code)
+
+
+def _looked_at(arguments: list[str], has_files: bool) -> "Findings":
     """Ends the program now, not after the queue, for faults that `mtrain check` would find in files and disks."""
     from mtrain.cli.check import print_findings
     from mtrain.preflight.findings import Findings
-    from mtrain.preflight.look import look
 
     findings = Findings()
-    look(loaded_config(arguments, counts_epochs=True), findings)
+    if has_files:
+        from mtrain.preflight.look import look
+
+        look(loaded_config(arguments, counts_epochs=True), findings)
     if findings.faults:
         print_findings(Findings(faults=findings.faults))
         raise typer.Exit(findings.exit_code)
+    return findings

@@ -199,7 +199,7 @@ def install(folder: Path, programs: Mapping[str, str]) -> None:
 
 def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # no command of a real Slurm is asked: it may look for its controller for a minute
-    stand_ins = {"sbatch": SBATCH, "scontrol": NO_CONTROLLER, "squeue": NO_CONTROLLER}
+    stand_ins = {"sbatch": SBATCH, "scontrol": NO_CONTROLLER, "squeue": NO_CONTROLLER, "sinfo": NO_CONTROLLER}
     install(folder, {name: text for name, text in stand_ins.items() if not (folder / name).exists()})
     path = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", *arguments]
@@ -238,6 +238,10 @@ def test_a_dry_run_writes_nothing(folder: Path) -> None:
     shown = launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run")
     assert shown.stdout.startswith("#!/usr/bin/env bash\n")
     assert "#SBATCH --nodes=2" in shown.stdout
+    for fact in ("2 ranks", "parameters"):
+        assert fact in shown.stderr
+    assert "hours" not in shown.stderr, "no GPU is named"
+    assert "hours on 2 x h100" in launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", "--gpu=h100").stderr
     assert not (folder / "runs").exists()
     assert not (folder / "calls").exists()
 
@@ -413,7 +417,7 @@ def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
     site = {"SBATCH_PARTITION": "gpu", "SBATCH_ACCOUNT": "team", "SBATCH_TIMELIMIT": "60", "SBATCH_QOS": ""}
     done = launch(folder, "run.dir=runs/a", "--nodes=2", "--time=90", "--dry-run", **site)
     assert {"#SBATCH --partition=gpu", "#SBATCH --account=team", "#SBATCH --time=90"} <= set(done.stdout.splitlines())
-    assert done.stderr.splitlines() == [
+    assert [line for line in done.stderr.splitlines() if line.startswith("note: ")] == [
         "note: --account=team is given by SBATCH_ACCOUNT of the environment",
         "note: --partition=gpu is given by SBATCH_PARTITION of the environment",
         "note: SBATCH_TIMELIMIT of the environment has no effect on the job; what it asks for can be given as an "
