@@ -27,6 +27,7 @@ from mtrain.verify.reference.model.transformer import Forward, Transformer
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
 from mtrain.verify.reference.optimizer import exact_optimizer
 from mtrain.verify.reference.text import Rows
+from tests.parity.replay import replaying
 
 Parameters = dict[str, Tensor]
 """Tensors by megatron-core's names, of global shapes; tables without the padding of the vocabulary."""
@@ -96,8 +97,9 @@ def exact_steps(
 def evaluate(
     config: Config, parameters: Mapping[str, Any], batch: Sequence[Sample], teacher: Transformer | None = None
 ) -> Evaluated:
-    """Computes terms and gradients of a global batch, without an update."""
-    return evaluated(config, doubles(parameters), rows_of(batch), teacher, _user_term)
+    """Computes terms and gradients of a global batch, without an update; takes the experts that samples name."""
+    with replaying(batch, config.model):
+        return evaluated(config, doubles(parameters), rows_of(batch), teacher, _user_term)
 
 
 def _user_term(section: TermSection, scene: Scene) -> tuple[Tensor, float]:

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 TEMPERATURE = "temperature"
 """Name of the extra with the temperature that a sample's tokens were drawn at."""
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the extra with the experts of each token that is read, [layers, top_k] integers; -1 where the router
+chooses."""
 
 
 def key_and_width(extra: str) -> tuple[str, int | None]:

@@ -12,11 +12,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.loss.preference.member import GroupMember
 
 FieldPath = tuple[str, ...]
 """Path of a tensor in a batch: a field, and inside it the loss term, the extra, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
+ROUTES: FieldPath = (ROUTED_EXPERTS,)
+_ALONE = (
+    "tokens",
+    "labels",
+    "positions",
+    "document_starts",
+    "sequence_ids",
+    "is_padding",
+    "sources",
+    "routed_experts",
+)
 _OF_DEPTH = ("tokens", "labels", "is_padding")
 _COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
 
@@ -30,7 +42,8 @@ def field_dtypes(
     extras: Sequence[str] = (),
     with_sources: bool = False,
 ) -> dict[FieldPath, torch.dtype]:
-    """Returns the dtype of every tensor that the batches of a run have; each tensor is [batch, seq].
+    """Returns the dtype of every tensor that the batches of a run have; each tensor is [batch, seq], the one of routed
+    experts [batch, seq, layers, top_k].
 
     Args:
         terms: Names of the loss terms that are computed from logits.
@@ -38,7 +51,7 @@ def field_dtypes(
         is_packed: Whether rows may hold several samples.
         with_padding: Whether the batches say which positions hold no text.
         mtp_depths: How many further tokens are predicted.
-        extras: Names of the values that loss functions read in addition to the weights.
+        extras: Names of the values that loss functions, or routers, read in addition to the weights.
         with_sources: Whether losses are reported by source.
     """
     dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
@@ -58,7 +71,9 @@ def field_dtypes(
     for term in terms:
         # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
         dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
-    return dtypes | {("extras", name): torch.float32 for name in extras}
+    if ROUTED_EXPERTS in extras:
+        dtypes[ROUTES] = torch.int32
+    return dtypes | {("extras", name): torch.float32 for name in extras if name != ROUTED_EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -119,6 +134,9 @@ class Microbatch:
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
     labels; 0 at padding."""
+    routed_experts: Tensor | None = None
+    """[batch, seq, layers, top_k] int32: experts that routers take in place of their own choice; -1 where they choose,
+    as at padding. None: they choose everywhere."""
     num_sequences: int = 0
     """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
     num_padding_tokens: int = 0
@@ -139,8 +157,7 @@ class Microbatch:
 
     def tensors(self) -> dict[FieldPath, Tensor]:
         """Returns every tensor that the batch has, by its field."""
-        alone = ("tokens", "labels", "positions", "document_starts", "sequence_ids", "is_padding", "sources")
-        found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in alone}
+        found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in _ALONE}
         found |= {("weights", term): weights for term, weights in self.weights.items()}
         found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
         found |= {("extras", name): extra for name, extra in self.extras.items()}
@@ -175,6 +192,7 @@ class Microbatch:
             sources=tensors.get(("sources",)),
             mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
             extras={path[1]: extra for path, extra in tensors.items() if path[0] == "extras"},
+            routed_experts=tensors.get(ROUTES),
             num_sequences=num_sequences,
         )
 

@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
 from mtrain.data.batch import Microbatch, MtpTargets
+from mtrain.data.routes import routes_shape
 from mtrain.data.samples.sample import Sample
 from mtrain.loss.aggregation import TokenTerms, aggregate
 from mtrain.loss.pair import MAIN_TERM
@@ -54,7 +56,9 @@ class RowForm:
     window: int | None = None
     """Tokens that a windowed layer sees, the token itself included; None without such layers."""
     extras: tuple[str, ...] = ()
-    """Names of the values that loss functions read in addition to the weights; every sample has them."""
+    """Names of the values that are read in addition to the weights; every sample has them."""
+    routes_shape: tuple[int, ...] = ()
+    """Layers and chosen experts of a token; empty without experts."""
 
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
@@ -69,6 +73,7 @@ class RowForm:
             with_sources=bool(config.data.source_names),
             window=config.model.sliding_window,
             extras=tuple(extras),
+            routes_shape=routes_shape(config.model),
         )
 
 
@@ -141,7 +146,9 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         extras={
             name: _laid([[piece.sample.extras[name] for piece in row] for row in laid], form.width, np.float32)
             for name in form.extras
+            if name != ROUTED_EXPERTS
         },
+        routed_experts=_routes(laid, form) if ROUTED_EXPERTS in form.extras else None,
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
@@ -251,9 +258,29 @@ def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) 
     return _laid([[getattr(piece.sample, name) for piece in row] for row in rows], width, np.int64)
 
 
-def _laid(rows: Sequence[Sequence[NDArray[Any]]], width: int, dtype: type[np.generic]) -> Tensor:
-    """Returns [rows, width]: the parts of each row one after the other, followed by 0."""
-    whole = np.zeros((len(rows), width), dtype)
+def _routes(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> Tensor:
+    """Returns [rows, width, layers, top_k]: the experts of each position, -1 where no sample names any."""
+    nothing = np.full(form.routes_shape, -1, np.int32)
+    parts = [
+        [
+            np.broadcast_to(nothing, (piece.sample.width, *nothing.shape)) if given is None else given
+            for piece in row
+            for given in (piece.sample.routed_experts,)
+        ]
+        for row in rows
+    ]
+    return _laid(parts, form.width, np.int32, nothing.shape, filler=-1)
+
+
+def _laid(
+    rows: Sequence[Sequence[NDArray[Any]]],
+    width: int,
+    dtype: type[np.generic],
+    shape: tuple[int, ...] = (),
+    filler: int = 0,
+) -> Tensor:
+    """Returns [rows, width, *shape]: the parts of each row one after the other, followed by the filler."""
+    whole = np.full((len(rows), width, *shape), filler, dtype)
     for row, parts in zip(whole, rows):
         if parts:
             joined = np.concatenate(parts)

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
-from mtrain.config.extras import TEMPERATURE, as_configured, column
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured, column
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
+from mtrain.data.routes import Routes, checked_routes, unknown_routes
 from mtrain.data.samples.sample import Sample, shifted
 from mtrain.loss.preference.member import ROLES, GroupMember
 
@@ -40,6 +42,11 @@ class Datum:
     temperature: float | None = None
     """Temperature at which the sequence was sampled, above 0: `ppo`, `gspo`, `cispo`, `kl` and `entropy` divide the
     logits by it, as `Engine.forward` does. None: 1. Other losses take no notice of it."""
+    routed_experts: Any = None
+    """Experts of each token that is read, which routers take in place of their own choice in every pass, [tokens,
+    layers, k] integers (lists, an array or a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate`
+    return them, or len(input_ids), of which the last is not used; all layers of the model, of which dense ones are not
+    looked at; -1 for all k where the router chooses. None: it chooses everywhere."""
     member: GroupMember | None = None
     """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside of a group."""
     label: float | None = None
@@ -58,7 +65,9 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
         needed: Names of the extras that the loss functions read.
 
     Raises:
-        DataError: The datum is empty, too long, has ids beyond the vocabulary, or has impossible weights or extras.
+        ConfigError: The datum has routed experts, and the model cannot replay them.
+        DataError: The datum is empty, too long, has ids beyond the vocabulary, or has impossible weights, extras or
+            routed experts.
         NumericError: An extra is not finite.
     """
     length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
@@ -91,11 +100,22 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     if TEMPERATURE in needed:
         given = 1.0 if datum.temperature is None else float(datum.temperature)
         datum = replace(datum, extras={**datum.extras, TEMPERATURE: given})
+    if ROUTED_EXPERTS in datum.extras:
+        raise _fault(f"{name} has an extra {ROUTED_EXPERTS!r}; give it as Datum.routed_experts")
+    routes = _routes(datum, len(ids), name, config.model)
     # position t predicts token t + 1, so the weight of the first token has no position
-    extras = _extras(datum, len(ids), name, needed)
+    extras = _extras(datum, len(ids), name, [extra for extra in needed if extra != ROUTED_EXPERTS])
     _check_top_k(extras, weights[1:] > 0, size, name)
     sample = shifted(ids, weights[1:], datum.weight, extras=extras)
+    if routes is not None:
+        # a sequence of one token reads none, and takes one position of padding
+        sample = replace(sample, routed_experts=routes if len(routes) else unknown_routes(sample.width, config.model))
     return sample if datum.member is None else sample.as_member(_checked_member(datum.member, name))
+
+
+def have_routes(batch: Sequence[Datum]) -> bool:
+    """Says whether a sample names the experts of its tokens."""
+    return any(datum.routed_experts is not None for datum in batch)
 
 
 def check_temperature(given: float, name: str) -> None:
@@ -109,6 +129,15 @@ def check_temperature(given: float, name: str) -> None:
             f"{name} is {given}, but must be a finite number above 0: at 0 a sampler takes the likeliest token, which "
             "has no log-probability to compare; give the temperature that the loss is to be taken at, such as 1"
         )
+
+
+def _routes(datum: Datum, num_tokens: int, name: str, model: ModelSection) -> Routes | None:
+    if datum.routed_experts is None:
+        return None
+    try:
+        return checked_routes(datum.routed_experts, num_tokens, model, name)
+    except ValueError as fault:
+        raise _fault(str(fault)) from None
 
 
 def _ids(given: object, name: str, vocab_size: int) -> NDArray[np.int64]:

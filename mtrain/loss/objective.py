@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import label_columns
-from mtrain.config.extras import TEMPERATURE, as_configured
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
     LOSS_FUNCTIONS,
@@ -66,6 +66,8 @@ class Objective:
     """Whether the model has a head that judges sequences instead of logits of tokens."""
     has_temperatures: bool = False
     """Whether the data give the temperature of each sample."""
+    has_routes: bool = False
+    """Whether the data name the experts of tokens."""
 
     @classmethod
     def from_config(cls, section: LossSection, mtp_depths: int = 0, has_head: bool = False) -> Objective:
@@ -161,11 +163,13 @@ class Objective:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Returns the names of the extras that the functions of all terms read, each name once."""
+        """Returns the names of the extras that the functions of all terms, and routers, read, each name once."""
         functions = self.functions.values()
         found = dict.fromkeys(name for function in functions for name in extras_of(function))
         if self.has_temperatures and any(reads_temperature(function) for function in functions):
             found[TEMPERATURE] = None
+        if self.has_routes:
+            found[ROUTED_EXPERTS] = None
         return tuple(found)
 
     @property

@@ -44,10 +44,16 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.batches import GlobalBatches
 from mtrain.training.build import Parts, build_parts
 from mtrain.training.export import exported_through_checkpoint
-from mtrain.training.forward import forward_totals, token_scores
+from mtrain.training.forward import (
+    AskedScores,
+    check_adapters_off,
+    forward_totals,
+    reading,
+    scores_of_samples,
+    token_scores,
+)
 from mtrain.training.held import Accumulated, Held
 from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
-from mtrain.training.preferences.scoring_pass import sequence_scores
 from mtrain.training.results import EvalResult, ForwardResult, StepResult
 from mtrain.training.resume import initialize
 from mtrain.training.run_folder import Position, load_from, save_at
@@ -127,7 +133,13 @@ class Engine:
         """Returns the device of this rank."""
         return self._groups.device
 
-    def forward(self, batch: Sequence[Datum], entropy: bool = False, temperature: float | None = None) -> ForwardResult:
+    def forward(
+        self,
+        batch: Sequence[Datum],
+        entropy: bool = False,
+        temperature: float | None = None,
+        routed_experts: bool = False,
+    ) -> ForwardResult:
         """Returns the log-probability of each token under the current weights; no gradient, no dropout.
 
         One all-reduce of the result over all ranks, in addition to those of the forward pass.
@@ -138,11 +150,15 @@ class Engine:
                 for each chunk of tokens, and a pass over the logits.
             temperature: Divisor of the logits, for log-probabilities and entropies of a sampler with that temperature.
                 None: `Datum.temperature` of each sample, 1 where it has none.
+            routed_experts: Whether to return the experts that each token was sent to, for `Datum.routed_experts` of
+                later passes; one more all-reduce over all ranks for each layer with experts.
 
         Raises:
+            ConfigError: Routed experts are asked for or given, and the model has no experts, or drops tokens.
             DataError: A sample does not fit the configuration.
         """
-        return token_scores(batch, entropy, temperature, self._built().model, self._batches)
+        asked = AskedScores(entropy, temperature, routed_experts)
+        return token_scores(batch, asked, self._built().model, self._batches)
 
     def scores(self, batch: Sequence[Datum]) -> list[float]:
         """Returns the scores that a preference loss compares, for `GroupMember.reference`; no gradient, no dropout.
@@ -157,11 +173,7 @@ class Engine:
         Raises:
             DataError: A sample does not fit the configuration, or is member of no group.
         """
-        parts = self._built()
-        samples = self._batches.samples(batch)
-        plan = self._batches.plan(samples, len(batch))
-        found = sequence_scores(parts.model, self._batches.own(plan, samples, has_first=True), plan.num_microbatches)
-        return found.scores.tolist()
+        return scores_of_samples(batch, self._built().model, self._batches)
 
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
@@ -175,17 +187,7 @@ class Engine:
             ConfigError: The configuration has no `adapter`, or the model has a head, which is trained as a whole.
             RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
         """
-        if self.config.adapter is None:
-            raise ConfigError(
-                "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
-                "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
-            )
-        if self.config.model.num_labels is not None:
-            raise ConfigError(
-                f"adapters_off gives the model that a finetuning began from, but the head of model.num_labels="
-                f"{self.config.model.num_labels} learns whole, so that it is gone; score with an engine before its "
-                "first optim_step"
-            )
+        check_adapters_off(self.config.adapter, self.config.model)
         with adapters_off(self._built().model.chunks):
             self._is_bare = True
             try:
@@ -223,8 +225,7 @@ class Engine:
         training = self._built().training
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
-        has_temperatures = any(datum.temperature is not None for datum in batch)
-        objective = replace(self._objective_of(loss, options), has_temperatures=has_temperatures)
+        objective = reading(self._objective_of(loss, options), batch)
         samples = self._batches.samples(batch, objective.extras)
         plan = self._batches.plan(samples, len(batch))
         batches = self._batches.own(plan, samples, has_first=self._open is None, extras=objective.extras)
@@ -277,13 +278,19 @@ class Engine:
             NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
         """
         parts = self._built()
-        # data are read once, so whether some sample has a temperature is not known; one without counts as 1
-        objective = replace(self._objective_of(loss, options), has_temperatures=True)
+        # data are read once, so whether some sample has a temperature or routed experts is not known; without it is 1,
+        # and routers choose
+        has_routes = self.config.model.experts is not None
+        objective = replace(self._objective_of(loss, options), has_temperatures=True, has_routes=has_routes)
         totals = forward_totals(parts.model, objective, self._batches.passes(batches, objective.extras), parts.teacher)
         return EvalResult.of(totals.terms, totals.diagnostics)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None, max_sequences: int = 64
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        max_sequences: int = 64,
+        routed_experts: bool = False,
     ) -> list[Completion]:
         """Generates an answer to each prompt with the current weights, with its log-probabilities; no dropout.
 
@@ -295,19 +302,19 @@ class Engine:
             sampling: Rules for drawing tokens and ending an answer. None: SamplingParams().
             max_sequences: Largest number of answers in progress on a data-parallel or context-parallel rank, for whose
                 keys and values memory is allocated.
+            routed_experts: Whether to return the experts that each token was sent to, for `Datum.routed_experts`.
 
         Returns:
             Answer to each prompt, on every rank.
 
         Raises:
-            ConfigError: The model's layers cannot generate.
+            ConfigError: The model's layers cannot generate, or routed experts are asked for and it has no experts.
             NumericError: The logits are not finite.
             ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
         """
-        parts = self._built()
-        parts.model.optimizer.gather_parameters()
-        given = (prompts, sampling or SamplingParams(), max_sequences)
-        return generate(self.config, self._groups, parts.model.chunks, *given)
+        model = self._built().model
+        model.optimizer.gather_parameters()
+        return generate(model, prompts, sampling or SamplingParams(), max_sequences, routed_experts)
 
     def save(self, run_dir: Path | str | None = None) -> Path:
         """Saves weights, optimizer and step, complete when this returns.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.extras import TEMPERATURE
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
-from mtrain.data.datum import Datum, check_temperature
+from mtrain.data.datum import Datum, check_temperature, have_routes
 from mtrain.data.order import slots
 from mtrain.data.zigzag import zigzag_index_on
 from mtrain.loss.objective import Objective
@@ -24,12 +27,13 @@ from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
 from mtrain.mcore.engine.rank_model import RankModel
+from mtrain.mcore.engine.recorded_routes import RecordedRoutes
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.batches import GlobalBatches
 from mtrain.training.output.loss import OutputLoss, label_log_probs
-from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass
+from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass, sequence_scores
 from mtrain.training.results import ForwardResult
 from mtrain.training.totals import check_totals, planned_denominators
 
@@ -78,7 +82,7 @@ def forward_totals(
     with evaluating(model.chunks):
         for own in passes:
             if objective.preference is not None:
-                found = preference_pass(model, objective.preference, own, count)
+                found = preference_pass(model, objective.preference, own, count, objective.has_routes)
                 own, compared = found.batches, compared.plus(found.totals)
             # planned denominators are compared in validation too: it reveals a row that is counted twice
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
@@ -102,14 +106,38 @@ def num_microbatches(config: Config, groups: Groups) -> int | None:
     return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)
 
 
+class AskedScores(NamedTuple):
+    """What a pass over a global batch reports in addition to log-probabilities, and at which temperature."""
+
+    entropy: bool = False
+    """Whether the entropy is wanted."""
+    temperature: float | None = None
+    """Divisor of the logits; None: that of each sample, 1 where it has none."""
+    routed_experts: bool = False
+    """Whether the experts of the tokens are wanted, which costs one all-reduce over the world per layer with
+    experts."""
+
+
+class LabelScores(NamedTuple):
+    """Scores at each position of a global batch, the same on all ranks.
+
+    Rows are ordered by microbatch, then by data-parallel rank: without packing by slot of the global batch.
+    """
+
+    scores: Tensor
+    """Log-probabilities of the labels, and entropies if wanted, in nats, [1 or 2, rows, seq] float32 on the device."""
+    routed_experts: Tensor | None
+    """Experts that the tokens were sent to, [rows, seq, layers, top_k] int32 on the CPU; None if not wanted."""
+
+
 @torch.no_grad()
 def label_scores(
     model: RankModel,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int,
-    with_entropy: bool,
-    temperature: float | None = 1.0,
-) -> Tensor:
+    extras: Sequence[str],
+    asked: AskedScores,
+) -> LabelScores:
     """Returns the log-probability of the label at each position of a global batch, and the entropy if wanted.
 
     The pass is forward only. One all-reduce of the result over the world at the end, in addition to megatron-core's own
@@ -119,50 +147,90 @@ def label_scores(
         model: Model of this rank; its parameters are gathered first, and it is left in training mode.
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
         num_microbatches: Number of these microbatches.
-        with_entropy: Whether the entropy is wanted.
-        temperature: Divisor of the logits; None if the batches have that of each sample as an extra.
-
-    Returns:
-        Log-probabilities, and entropies if wanted, in nats, [1 or 2, rows, seq] float32 on the device, the same on all
-        ranks. Rows are ordered by microbatch, then by data-parallel rank: without packing by slot of the global batch.
+        extras: Names of the extras that the batches have.
+        asked: What is reported.
     """
     model.optimizer.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
-    extras = (TEMPERATURE,) if temperature is None else ()
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without the tokens further ahead
-    found = torch.zeros(1 + with_entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
+    found = torch.zeros(1 + asked.entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = torch.arange(seq)
     if layout.cp > 1:
         columns = zigzag_index_on(groups.device, seq, layout.cp, groups.cp_rank)
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        scores = label_log_probs(logits, batch, config, groups, with_entropy, temperature or 1.0)
+        scores = label_log_probs(logits, batch, config, groups, asked.entropy, asked.temperature or 1.0)
         own = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
             found[:, own.start : own.stop, columns] = scores
 
-    with evaluating(model.chunks):
+    routes = RecordedRoutes(model) if asked.routed_experts else None
+    with evaluating(model.chunks), nullcontext() if routes is None else routes.recording():
         run_forward(model.chunks, rows, take, config)
     dist.all_reduce(found)
-    return found
+    if routes is None:
+        return LabelScores(found, None)
+
+    def write(table: Tensor, number: int, first: int, experts: Tensor) -> None:
+        own = slots(number, groups.dp_rank, layout.dp, size)
+        table[own.start : own.stop, columns[first : first + len(experts)]] = experts.transpose(0, 1)
+
+    return LabelScores(found, routes.gathered(found.shape[1], seq, size, write))
 
 
-def token_scores(
-    batch: Sequence[Datum], entropy: bool, temperature: float | None, model: RankModel, batches: GlobalBatches
-) -> ForwardResult:
-    """Returns log-probabilities of a global batch, and entropies if wanted. Collective over the world.
+def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> None:
+    """Refuses passes of the frozen model where it cannot be had.
+
+    Raises:
+        ConfigError: There are no adapters, or a head that is trained as a whole.
+    """
+    if adapter is None:
+        raise ConfigError(
+            "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
+            "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
+        )
+    if model.num_labels is not None:
+        raise ConfigError(
+            f"adapters_off gives the model that a finetuning began from, but the head of model.num_labels="
+            f"{model.num_labels} learns whole, so that it is gone; score with an engine before its "
+            "first optim_step"
+        )
+
+
+def reading(objective: Objective, batch: Sequence[Datum]) -> Objective:
+    """Returns the objective of a global batch, which reads what its samples give in addition to tokens and weights."""
+    has_temperatures = any(datum.temperature is not None for datum in batch)
+    return replace(objective, has_temperatures=has_temperatures, has_routes=have_routes(batch))
+
+
+def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalBatches) -> list[float]:
+    """Returns the score of each sample of a global batch for a preference loss. Collective over the world.
+
+    Raises:
+        DataError: A sample does not fit the configuration, or is member of no group.
+    """
+    has_routes = have_routes(batch)
+    extras = (ROUTED_EXPERTS,) if has_routes else ()
+    samples = batches.samples(batch, extras)
+    plan = batches.plan(samples, len(batch))
+    own = batches.own(plan, samples, has_first=True, extras=extras)
+    return sequence_scores(model, own, plan.num_microbatches, has_routes).scores.tolist()
+
+
+def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
+    """Returns log-probabilities of a global batch, and what else is asked for. Collective over the world.
 
     Args:
         batch: Samples of the global batch.
-        entropy: Whether the entropy is wanted.
-        temperature: Divisor of the logits; None: that of each sample, 1 where it has none.
+        asked: What is reported.
         model: Model of this rank.
         batches: Splits samples over ranks.
 
     Raises:
+        ConfigError: The model has a head; or routed experts are wanted of a model that has none to report.
         DataError: A sample does not fit the configuration.
     """
     if model.config.model.num_labels is not None:
@@ -170,18 +238,25 @@ def token_scores(
             f"model.num_labels={model.config.model.num_labels} is a head, which gives no log-probabilities of tokens; "
             "take Engine.scores (of one label) or Engine.evaluate"
         )
-    if temperature is not None:
-        check_temperature(temperature, "temperature")
+    if asked.temperature is not None:
+        check_temperature(asked.temperature, "temperature")
     elif all(datum.temperature is None for datum in batch):
-        temperature = 1.0
-    extras = (TEMPERATURE,) if temperature is None else ()
+        asked = asked._replace(temperature=1.0)
+    named = {TEMPERATURE: asked.temperature is None, ROUTED_EXPERTS: have_routes(batch)}
+    extras = tuple(name for name, is_there in named.items() if is_there)
     samples = batches.samples(batch, extras)
     plan = batches.plan(samples, len(batch))
     own = batches.own(plan, samples, has_first=True, extras=extras)
-    found = label_scores(model, own, plan.num_microbatches, entropy, temperature).cpu()
+    scores, routes = label_scores(model, own, plan.num_microbatches, extras, asked)
+    found = scores.cpu()
     places = samples.places(plan, model.groups.layout.dp)
-    of_samples = [
-        found[:, row, begin : begin + len(datum.input_ids) - 1].clone()
+    parts = [
+        (row, slice(begin, begin + len(datum.input_ids) - 1))
         for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
     ]
-    return ForwardResult([each[0] for each in of_samples], [each[1] for each in of_samples] if entropy else [])
+    of_samples = [found[:, row, part].clone() for row, part in parts]
+    return ForwardResult(
+        [each[0] for each in of_samples],
+        [each[1] for each in of_samples] if asked.entropy else [],
+        [] if routes is None else [routes[row, part].clone() for row, part in parts],
+    )

@@ -22,6 +22,9 @@ class ForwardResult:
     entropy: list[Tensor]
     """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
     asked for."""
+    routed_experts: list[Tensor] = field(default_factory=list)
+    """Experts that input_ids[:-1] of each sample were sent to, [len(input_ids) - 1, layers, top_k] int32, for
+    `Datum.routed_experts`; -1 in dense layers. Empty if not asked for."""
 
 
 @dataclass(frozen=True)

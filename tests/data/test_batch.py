@@ -9,7 +9,7 @@ from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets, field_dty
 
 TERMS = ("main", "tokens")
 """Names of terms, of which one equals the name of a field."""
-FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights"), True)
+FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights", "routed_experts"), True)
 """Fields of a batch, with an extra that has the name of a field."""
 
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mtrain.config import Config
+from mtrain.data.samples.sample import Sample
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.verify.reference.model.transformer import Transformer
@@ -152,8 +153,15 @@ def run_oracle(config: Config, batches: list[GlobalBatch], teacher: Config | Non
 def _fingerprint(batches: list[GlobalBatch]) -> int:
     samples = [sample for batch in batches for sample in batch]
     return hash(
-        tuple((s.tokens.tobytes(), s.mask.tobytes(), s.weight, str(s.document_starts), str(s.extras)) for s in samples)
+        tuple(
+            (s.tokens.tobytes(), s.mask.tobytes(), s.weight, str(s.document_starts), str(s.extras), _routes(s))
+            for s in samples
+        )
     )
+
+
+def _routes(sample: Sample) -> bytes:
+    return b"" if sample.routed_experts is None else sample.routed_experts.tobytes()
 
 
 def deviation(outcome: Outcome, oracle: list[StepResult], config: Config) -> Deviation:

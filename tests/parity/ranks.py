@@ -64,22 +64,32 @@ class Built(NamedTuple):
     training: TrainingStep
 
 
-def build(groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None) -> Built:
+def build(
+    groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None, has_routes: bool = False
+) -> Built:
     """Builds model, optimizer and step, with given global parameters or with the initial weights."""
     chunks = build_model(config, groups, weights_follow=parameters is not None)
     if parameters is not None:
         set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own
-    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
     model = RankModel(config, groups, chunks, optimizer)
-    return Built(model, TrainingStep(model, objective))
+    return Built(model, TrainingStep(model, _objective(config, has_routes)))
+
+
+def _have_routes(batch: GlobalBatch) -> bool:
+    return any(sample.routed_experts is not None for sample in batch)
+
+
+def _objective(config: Config, has_routes: bool) -> Objective:
+    found = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
+    return replace(found, has_routes=has_routes)
 
 
 def train(
     groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
 ) -> Outcome:
     """Trains one optimizer step for each global batch."""
-    built = build(groups, config, parameters)
+    built = build(groups, config, parameters, has_routes=_have_routes(batches[0]))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     built.model.optimizer.gather_parameters()
     return Outcome(steps, arrays(gather_whole(parameter_shards(built.model.chunks, groups))))
@@ -112,11 +122,8 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
     """Returns the part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
-    extras = (
-        Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None).extras
-        if batch and batch[0].extras
-        else ()
-    )
+    has_routes = _have_routes(batch)
+    extras = _objective(config, has_routes).extras if has_routes or (batch and batch[0].extras) else ()
     rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp, extras=extras), Given(batch)
     return rows.microbatches(rows.plan(samples, len(batch)), samples, has_first=True)
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.batch import DOCUMENT_STARTS, FieldPath, Microbatch, field_dtypes
+from mtrain.data.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch, field_dtypes
+from mtrain.data.routes import routes_shape
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.mcore.distributed.groups import Groups, to_device
 
@@ -28,8 +29,8 @@ def broadcast_batches(
 ) -> list[Microbatch]:
     """Returns full rows on the device of every rank of the tensor-parallel group.
 
-    Costs two broadcasts over TP for all microbatches together. Hosts of TP broadcast the starts of documents, where
-    rows have some, and before everything else two numbers, where rows are packed.
+    Costs two broadcasts over TP for all microbatches together, three where they name experts. Hosts of TP broadcast the
+    starts of documents, where rows have some, and before everything else two numbers, where rows are packed.
 
     Args:
         batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
@@ -53,7 +54,7 @@ def broadcast_batches(
     is_packed, has_routers = config.data.packing is not None, model.experts is not None
     flags = is_packed, has_routers, model.mtp_depths, extras, bool(config.data.source_names)
     fields = field_dtypes(terms, config.data.isolate_documents, *flags)
-    has_documents = fields.pop(DOCUMENT_STARTS, None) is not None
+    has_documents, has_routes = (fields.pop(path, None) is not None for path in (DOCUMENT_STARTS, ROUTES))
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, config.row_width)  # whole rows; they are cut for CP afterwards
@@ -63,11 +64,16 @@ def broadcast_batches(
         _broadcast(batches, reals, torch.float64, (count, len(reals), *shape), groups),
     ]
     paths = [*integers, *reals]
-    starts = _document_starts(batches, (count, *shape), groups) if has_documents else None
+    others: dict[FieldPath, Sequence[Tensor]] = {}
+    if has_documents:
+        others[DOCUMENT_STARTS] = _document_starts(batches, (count, *shape), groups)
+    if has_routes:
+        of_routes = (count, 1, *shape, *routes_shape(model))
+        others[ROUTES] = _broadcast(batches, [ROUTES], torch.int32, of_routes, groups)[:, 0].unbind()
     return [
         Microbatch.of(
             {path: rows.to(fields[path]) for path, rows in zip(paths, [*whole, *real])}
-            | ({} if starts is None else {DOCUMENT_STARTS: starts[number]}),
+            | {path: rows[number] for path, rows in others.items()},
             num_sequences,
         )
         for number, (whole, real) in enumerate(zip(*packed))
@@ -122,7 +128,7 @@ def _broadcast(
     shape: tuple[int, ...],
     groups: Groups,
 ) -> Tensor:
-    """Returns [microbatches, paths, batch, seq] on every rank of the tensor-parallel group. One broadcast."""
+    """Returns [microbatches, paths, batch, seq, ...] on every rank of the tensor-parallel group. One broadcast."""
     if groups.tp_rank == 0:
         assert batches is not None
         given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]

@@ -68,6 +68,7 @@ def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
     translated, chunks = _build_chunks(config, groups)
     for chunk in chunks:
         chunk.looks_ahead = False  # a teacher's depths are loaded with the rest and never run
+        chunk.replays = False  # batches name the student's experts
     # without DDP, whose gradient buffers would cost four bytes per parameter
     return [_in_precision(config.train, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
@@ -163,7 +164,8 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), batch.mtp)
+    ahead, routes = batch.mtp, batch.routed_experts
+    given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), ahead, routes)
     output: Tensor | Logits = chunk(*given, **options)
     return output
 

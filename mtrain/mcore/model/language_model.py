@@ -26,6 +26,7 @@ from mtrain.mcore.model.attention.rotary import Rotary, TwoBaseRotary, take_angl
 from mtrain.mcore.model.attention.temperature import TemperedRotary
 from mtrain.mcore.model.layer_parts import Backend
 from mtrain.mcore.model.layer_spec import block_spec
+from mtrain.mcore.model.moe.router import router_marks
 from mtrain.mcore.model.mtp import Depths
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits, OutputLayer, ScoreHead
 from mtrain.mcore.model.own_parameters import ShardedOffsets
@@ -41,6 +42,8 @@ class LanguageModel(LanguageModule):
 
     looks_ahead = True
     """Whether tokens ahead are predicted, if the model has depths for them and the batch has the tokens."""
+    replays = True
+    """Whether the experts that a batch names replace the routers' choice."""
     has_adapters = False
     """Whether only adapters (and a head) learn, here or on other stages."""
     learned_whole: frozenset[str] = frozenset()
@@ -122,6 +125,7 @@ class LanguageModel(LanguageModule):
         document_starts: Tensor | None,
         sequence_ids: Tensor | None,
         ahead: tuple[MtpTargets, ...] = (),
+        routed_experts: Tensor | None = None,
     ) -> Tensor | Logits:
         """Runs this stage.
 
@@ -132,6 +136,9 @@ class LanguageModel(LanguageModule):
             sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
                 there is no text; None where there is no router.
             ahead: Tokens and labels ahead, by depth; empty where only the next token is predicted.
+            routed_experts: [batch, seq_local, layers, top_k] int32: experts that routers take in place of their choice,
+                -1 where they choose; None where all choose. Depths of multi-token prediction always choose: inference
+                engines report the layers of the model alone.
 
         Returns:
             Last stage: logits, not yet computed, of all depths where `ahead` is given. Other stages: hidden states.
@@ -143,7 +150,7 @@ class LanguageModel(LanguageModule):
             hidden_states=self._embed(input_ids) if self.pre_process else None,
             attention_mask=document_starts,
             rotary_pos_emb=angles,
-            padding_mask=self._own_part(sequence_ids),
+            padding_mask=self._own_part(router_marks(sequence_ids, routed_experts if self.replays else None)),
         )
         if not self.post_process:
             return hidden_states
@@ -164,12 +171,12 @@ class LanguageModel(LanguageModule):
         embedded: Tensor = self.embedding(tokens, None)
         return scaled(embedded) if self._scales_embeddings else embedded
 
-    def _own_part(self, sequence_ids: Tensor | None) -> Tensor | None:
+    def _own_part(self, marks: Tensor | None) -> Tensor | None:
         """Returns the positions of this sequence-parallel rank."""
-        if sequence_ids is None or not self.config.sequence_parallel:
-            return sequence_ids
+        if marks is None or not self.config.sequence_parallel:
+            return marks
         # sequence parallelism gives rank r the r-th part of what its CP rank holds
-        return sequence_ids.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        return marks.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
 
     def _logits(self, hidden_states: Tensor) -> DeferredLogits:
         is_tied = self.share_embeddings_and_output_weights

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.data.batch import Microbatch, PlacedMember
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.loss.preference.member import ROLES
@@ -95,6 +96,7 @@ def preference_pass(
     loss: PreferenceLoss,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int | None,
+    has_routes: bool = False,
 ) -> PreferencePass:
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
@@ -106,11 +108,12 @@ def preference_pass(
         loss: Preference loss that is minimised.
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
         num_microbatches: Number of these microbatches; None if ranks without batches do not know it.
+        has_routes: Whether the batches name the experts of tokens.
 
     Raises:
         DataError: A sequence is no member of a group, a group is not complete, or a reference score is missing.
     """
-    found = sequence_scores(model, batches, num_microbatches)
+    found = sequence_scores(model, batches, num_microbatches, has_routes)
     marks = preference_marks(loss)
     if marks is not None and marks.needs_reference:
         _check_references(found)
@@ -132,6 +135,7 @@ def sequence_scores(
     model: RankModel,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int | None,
+    has_routes: bool = False,
 ) -> SlotScores:
     """Returns the score of every sequence of a global batch under the current weights; the same on all ranks.
 
@@ -148,7 +152,8 @@ def sequence_scores(
     size = to_device(torch.tensor(highest), groups.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
     table = to_device(_known(own if groups.counts_planned else [], int(size)), groups.device)
-    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups)
+    extras = (ROUTED_EXPERTS,) if has_routes else ()
+    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]
     numbers = itertools.count()
 

@@ -131,8 +131,8 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         config = _for_generation(found.config, dist.get_world_size())
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
-            chunks = loaded_model(found.entry, config, groups).chunks
-            completions = generate(config, groups, chunks, [each.ids for each in questions], sampling)
+            model = loaded_model(found.entry, config, groups)
+            completions = generate(model, [each.ids for each in questions], sampling)
     return [answer_text(tokenizer, each, sampling.stop_token_ids) for each in completions]
 
 

@@ -100,7 +100,7 @@ class PromptSamples:
         """
         run.model.optimizer.gather_parameters()
         ids = [each.ids for each in self._questions]
-        completions = generate(run.model.config, run.model.groups, run.model.chunks, ids, self._sampling)
+        completions = generate(run.model, ids, self._sampling)
         if self._asked is not None:
             self._write(self._asked, completions, step, sinks)
 

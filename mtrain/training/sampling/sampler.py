@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import NumericError
-from mtrain.config import Config
 from mtrain.data.numbers import token_ids
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
+from mtrain.mcore.engine.rank_model import RankModel
+from mtrain.mcore.engine.recorded_routes import RecordedRoutes
 from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
@@ -41,6 +43,9 @@ class Completion:
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     """Likeliest tokens in each token's place with their log-probabilities, the likeliest first; empty where none were
     asked for."""
+    routed_experts: Tensor | None = field(default=None, compare=False)
+    """Experts that the tokens of prompt and answer were sent to, all but the last, which is never read: [tokens - 1,
+    layers, top_k] int32 on the CPU, as `Datum.routed_experts` takes them; -1 in dense layers. None if not asked for."""
 
 
 @dataclass
@@ -57,30 +62,31 @@ class _Answer:
 
 
 def generate(
-    config: Config,
-    groups: Groups,
-    chunks: Sequence[Any],
+    model: RankModel,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     max_sequences: int = 64,
+    routed_experts: bool = False,
 ) -> list[Completion]:
     """Generates an answer to each prompt. Collective over the world; the random states of training do not change.
 
-    One all-reduce of the answers over the replicas at the end, in addition to the forward passes.
+    One all-reduce of the answers over the replicas at the end, in addition to the forward passes; where routed experts
+    are wanted, one more over the world for each layer with experts.
 
     Args:
-        config: Configuration of the model.
-        groups: Process groups.
-        chunks: This rank's model chunks, parameters complete; left as they were.
+        model: Model of this rank, parameters complete; left as it was.
         prompts: Token ids of each prompt, the same on all ranks; at least one token each.
         sampling: Rules for drawing tokens.
         max_sequences: Largest number of answers in progress on a replica; no answer depends on it.
+        routed_experts: Whether the experts of all tokens are wanted.
 
     Raises:
-        ConfigError: The model cannot generate (see `cached_model`).
+        ConfigError: The model cannot generate (see `cached_model`), or routed experts are wanted of one without
+            experts.
         NumericError: The logits are not finite; on all ranks.
         ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
     """
+    config, groups, chunks = model.config, model.groups, model.chunks
     prompts = _checked(prompts, config.model.vocab_size)
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
@@ -94,8 +100,12 @@ def generate(
         len(prompts), sampling.max_new_tokens, 2 + 2 * sampling.num_likeliest, dtype=torch.float64, device=device
     )
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    with cached_model(config, groups, chunks, num_sequences, length) as model:
-        replies = _Replies(model, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
+    routes = RecordedRoutes(model) if routed_experts else None
+    with (
+        cached_model(config, groups, chunks, num_sequences, length) as cached,
+        nullcontext() if routes is None else routes.recording(),
+    ):
+        replies = _Replies(cached, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
         while _goes_on(replies.are_unfinished, groups):
             replies.run_pass()
     for number, rows in replies.done.items():
@@ -103,7 +113,13 @@ def generate(
         drawn[number, : len(rows)] = torch.tensor(rows, dtype=torch.float64, device=device)
     for values in (drawn, lengths):
         dist.all_reduce(values, group=groups.dp_cp)  # the others have zeros
-    return [_completion(rows[:length], sampling) for rows, length in zip(drawn.tolist(), lengths.tolist(), strict=True)]
+    found = [
+        _completion(rows[:length], sampling) for rows, length in zip(drawn.tolist(), lengths.tolist(), strict=True)
+    ]
+    if routes is None:
+        return found
+    whole = routes.gathered(len(prompts), length - 1, 1, replies.write_routes)
+    return [_with_routes(*each) for each in zip(found, prompts, whole, strict=True)]
 
 
 def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
@@ -133,6 +149,11 @@ def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion
     return Completion(ids, [row[1] for row in rows], reason, likeliest if sampling.num_likeliest else [])
 
 
+def _with_routes(completion: Completion, prompt: Sequence[int], routes: Tensor) -> Completion:
+    end = len(prompt) + len(completion.token_ids) - 1  # the last token is never read
+    return replace(completion, routed_experts=routes[:end].clone())
+
+
 class _Replies:
     """Answers of one replica."""
 
@@ -158,6 +179,8 @@ class _Replies:
         self._active: list[_Answer] = []
         self.done: dict[int, list[list[float]]] = {}
         """Rows of finished answers, as `_completion` reads them, by the number of the prompt."""
+        self._passes: list[list[tuple[int, int, int]]] = []
+        """Of each pass and piece: number of the prompt, position of the first token, number of tokens."""
 
     @property
     def are_unfinished(self) -> bool:
@@ -169,6 +192,9 @@ class _Replies:
         fresh = self._begun()
         current = fresh or self._active
         pieces = [self._unread(answer) for answer in current]
+        self._passes.append(
+            [(answer.number, piece.start, len(piece.tokens)) for answer, piece in zip(current, pieces, strict=True)]
+        )
         # a replica that only serves experts reads a dummy row
         logits = self._model.next_logits(pieces, of_prompts=bool(fresh) or not current)
         if not current:
@@ -183,6 +209,16 @@ class _Replies:
             drawn = torch.cat((tokens.double()[None], likely[None], *_likeliest_rows(logits, self._sampling)))
         self._model.from_last_stage(drawn)
         self._take(current, drawn.t().tolist())
+
+    def write_routes(self, table: Tensor, number: int, first: int, experts: Tensor) -> None:
+        """Writes the experts of a pass into the table [prompts, tokens, top_k]; see `RecordedRoutes`."""
+        begin = 0
+        for answer, start, count in self._passes[number]:
+            # the part of the piece that this tensor-parallel rank has routed
+            one, end = max(begin, first), min(begin + count, first + len(experts))
+            if one < end:
+                table[answer, start + one - begin : start + end - begin] = experts[one - first : end - first, 0]
+            begin += count
 
     def _unread(self, answer: _Answer) -> PassTokens:
         """Returns the tokens of an answer that the model has not read: the prompt, or the latest token."""

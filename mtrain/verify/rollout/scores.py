@@ -12,7 +12,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.gather import parameter_shards
 from mtrain.plan.features.feature import multiple_from
 from mtrain.training.batches import GlobalBatches
-from mtrain.training.forward import token_scores
+from mtrain.training.forward import AskedScores, token_scores
 from mtrain.training.sampling.generate import Model, loaded_model
 from mtrain.verify.core.weights import Arrays, gathered
 from mtrain.verify.rollout.records import Rollout
@@ -41,7 +41,7 @@ def scores(groups: Groups, model: Model, rollouts: Sequence[Rollout], with_weigh
     """
     loaded = loaded_model(model.entry, model.config, groups)
     batch = [Datum([*each.prompt_ids, *each.ids], temperature=each.temperature) for each in rollouts]
-    found = token_scores(batch, False, None, loaded, GlobalBatches(model.config, groups)).log_probs if batch else []
+    found = token_scores(batch, AskedScores(), loaded, GlobalBatches(model.config, groups)).log_probs if batch else []
     weights = gathered(parameter_shards(loaded.chunks, groups)) if with_weights else None
     return Scored(
         [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found, rollouts, strict=True)],

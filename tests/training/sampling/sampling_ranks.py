@@ -43,7 +43,8 @@ def answers(
     found = []
     for config in configs:
         chunks = _loaded(config, groups)
-        found.append([generate(config, groups, chunks, prompts, each, max_sequences) for each in samplings])
+        model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+        found.append([generate(model, prompts, each, max_sequences) for each in samplings])
         assert all(chunk.training for chunk in chunks), "generation leaves a model as it was"
     return found
 

@@ -69,22 +69,23 @@ class ExpertsLayer(MoELayer):
             hidden_states: [seq_local, batch, hidden].
             intermediate_tensors: Part of megatron-core's protocol, for CUDA graphs of a part of the layer.
             padding_mask: Sequence of each position, [batch, seq_local] int64, in the place of megatron-core's mask;
-                negative where there is no text. None where nothing is counted.
+                negative where there is no text. None where nothing is counted. With experts to take, [batch, seq_local,
+                marks] of `router_marks`.
 
         Returns:
             [seq_local, batch, hidden]; and no bias.
         """
         assert intermediate_tensors is None
-        sequence_ids = None if padding_mask is None else padding_mask.transpose(0, 1)
+        marks = None if padding_mask is None else padding_mask.transpose(0, 1)
         if self.moe_layer_recompute and self.training:
-            output: Tensor = tensor_parallel.checkpoint(self._routed, False, hidden_states, sequence_ids)
+            output: Tensor = tensor_parallel.checkpoint(self._routed, False, hidden_states, marks)
         else:
-            output = self._routed(hidden_states, sequence_ids)
+            output = self._routed(hidden_states, marks)
         return output, None
 
-    def _routed(self, hidden_states: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
-        weights, chosen = self.route(hidden_states, sequence_ids)
+        weights, chosen = self.route(hidden_states, marks)
         dispatched, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))
         output, _ = self.routed_experts_compute(dispatched, weights)
         combined: Tensor = self.postprocess(self.combine(output), shared)

@@ -30,26 +30,51 @@ class TopkRouting(NamedTuple):
     """[tokens, num_experts], float32 or float64 like the logits: 0 where an expert was not chosen."""
     chosen: Tensor
     """[tokens, num_experts] bool."""
+    places: Tensor
+    """[tokens, top_k] int64: the chosen experts, the best first; where they were given, in the given order."""
 
 
-def choose(logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None) -> TopkRouting:
-    """Chooses the top_k best experts of each token.
+def choose(
+    logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None, given: Tensor | None = None
+) -> TopkRouting:
+    """Chooses the top_k best experts of each token, or takes those that are given. Weights are the router's own.
 
     Args:
         logits: [tokens, num_experts], float32 or float64.
         section: Section with score, groups, scaling.
         expert_bias: Bias [num_experts], added to the scores for the choice, not to the weights.
+        given: Experts to take, [tokens, top_k], different ones; negative in rows that choose. None: all rows choose.
     """
     scores = scores_of(logits, section)
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
     # indices have no gradient; weights get theirs from the unbiased scores below
     places = best_places(ranking.detach(), section)
+    if given is not None:
+        places = torch.where(given >= 0, given, places)
     weights = _normalised(scores.gather(1, places), section) * section.scaling_factor
     return TopkRouting(
         # dense [tokens, num_experts], the form that megatron-core's dispatchers take
         torch.zeros_like(logits).scatter(1, places, weights),
         torch.zeros_like(logits, dtype=torch.bool).scatter(1, places, True),
+        places,
     )
+
+
+def router_marks(sequence_ids: Tensor | None, routed_experts: Tensor | None) -> Tensor | None:
+    """Joins what routers get of each position, for the one argument that megatron-core hands to all layers.
+
+    As an argument of the layers it is kept and given again wherever they are recomputed.
+
+    Args:
+        sequence_ids: [batch, seq] int64: the sequence of each position; None where nothing is counted.
+        routed_experts: [batch, seq, layers, top_k] int32: experts to take; None where all routers choose.
+
+    Returns:
+        [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32; `Router` takes them apart.
+    """
+    if sequence_ids is None or routed_experts is None:
+        return sequence_ids
+    return torch.cat((sequence_ids.unsqueeze(-1).to(routed_experts.dtype), routed_experts.flatten(2)), dim=-1)
 
 
 def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
@@ -99,7 +124,8 @@ class StatsHook(Protocol):
         perhaps with a further loss in their graph."""
 
     def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
-        """Receives the choice [seq_local x batch, num_experts], before any token is dropped, and the padding."""
+        """Receives the choice [seq_local x batch, num_experts], given or its own, before any token is dropped, and the
+        padding."""
 
 
 class Router(MegatronModule):
@@ -127,6 +153,8 @@ class Router(MegatronModule):
         self.tp_group = pg_collection.tp  # read where shards are named
         self.layer_number: int | None = None
         self.watch: StatsHook | None = None
+        self.record: list[Tensor] | None = None
+        """Receives the chosen experts of each pass, [seq_local x batch, top_k] int64, where somebody asks for them."""
         self.weight = self._parameter(torch.empty(section.num_experts, config.hidden_size))
         if section.router_bias:
             self.bias = self._parameter(torch.zeros(section.num_experts))
@@ -156,22 +184,35 @@ class Router(MegatronModule):
         Args:
             hidden: [seq_local, batch, hidden_size].
             padding_mask: Sequence of each position in the microbatch, [seq_local, batch] int64; negative where there is
-                no text, which is routed like all else and not counted. None where nothing is counted.
+                no text, which is routed like all else and not counted. None where nothing is counted. With experts to
+                take, [seq_local, batch, marks], as `router_marks` joins them.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.
         """
-        logits = self.logits(hidden)
+        logits, given = self.logits(hidden), None
+        if padding_mask is not None and padding_mask.dim() == 3:
+            padding_mask, given = self._taken_apart(padding_mask)
         if self.watch is not None:
             # before the choice, so that the terms are in the logits' graph
             logits = self.watch.logits(logits, padding_mask)
-        choice = choose(logits.flatten(0, 1), self.section, self.expert_bias)
+        choice = choose(logits.flatten(0, 1), self.section, self.expert_bias, given)
         if self.watch is not None:
             self.watch.choice(choice.chosen, padding_mask)
+        if self.record is not None:
+            self.record.append(choice.places)
         # the tokens that a rank drops depend on which ones it holds: rules.py allows it only with a switch
         if self.section.capacity_factor is not None:
             return self._within_capacity(choice)
         return choice.weights, choice.chosen
+
+    def _taken_apart(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sequence of each position, [seq_local, batch], and the experts to take in this layer, [seq_local
+        x batch, top_k]; int64."""
+        assert self.layer_number is not None, "megatron-core numbers every layer"
+        first = 1 + (self.layer_number - 1) * self.section.top_k
+        given = marks[..., first : first + self.section.top_k].flatten(0, 1)
+        return marks[..., 0].long(), given.long()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps [seq_local, batch, hidden_size] to logits [seq_local, batch, num_experts] in at least float32."""
