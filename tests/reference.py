@@ -22,7 +22,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.data.samples.sample import Sample
 from mtrain.verify.reference.losses import cross_entropy
 from mtrain.verify.reference.model.experts import Routed
-from mtrain.verify.reference.model.shapes import shapes_of
+from mtrain.verify.reference.model.shapes import LAYER_SCALAR, shapes_of
 from mtrain.verify.reference.model.transformer import Forward, Transformer
 from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
 from mtrain.verify.reference.optimizer import exact_optimizer
@@ -166,10 +166,12 @@ def random_parameters(model: ModelSection, seed: int) -> Parameters:
     generator = torch.Generator().manual_seed(seed)
     shapes, neutral = shapes_of(model), 0.0 if model.zero_centered_norm else 1.0
     drawn = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
-    return {
+    scaled = {
         name: neutral + 0.1 * value if "norm" in name and name.endswith("weight") else 0.2 * value
         for name, value in drawn.items()
     }
+    # of a layer's whole output: near 0 it would leave nothing of the layers before
+    return {name: 1 + value if name.endswith(LAYER_SCALAR) else value for name, value in scaled.items()}
 
 
 def doubles(values: Mapping[str, Any]) -> Parameters:

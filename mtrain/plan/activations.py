@@ -248,7 +248,8 @@ class Activations:
         if at_once < self.tokens:
             return self._chunk_bytes(at_once * vocab_local) + (learned + copied) * table * FP32_BYTES
         count = (1 + model.mtp_depths) * self.tokens * vocab_local
-        return count * size + max(count * FP32_BYTES, learned * table * size) + copied * table * size
+        capped = count * self._capped_bytes()
+        return count * size + capped + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
     def _frozen_table(self) -> tuple[int, int]:
         """Counts (gradients, copies) of the output layer's table in a microbatch; a pair of low rank next to it makes
@@ -265,7 +266,11 @@ class Activations:
         the hidden states of all tokens, gathered where they are divided over TP; masks make it less."""
         model, size = self.config.model, element_bytes(self.config.train)
         hidden = (1 + model.mtp_depths) * self.tokens * model.hidden_size * size
-        return num_logits * (2 * size + FP32_BYTES) + hidden * (2 if self.layout.sp else 1)
+        return num_logits * (2 * size + FP32_BYTES + self._capped_bytes()) + hidden * (2 if self.layout.sp else 1)
+
+    def _capped_bytes(self) -> int:
+        """Returns the bytes of a logit under a bound: its hyperbolic tangent, and that times the bound."""
+        return 0 if self.config.model.logit_softcap is None else 2 * FP32_BYTES
 
     def _input_bytes(self) -> int:
         return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config.train)

@@ -20,6 +20,13 @@ def messages(tmp_path: Any, **changes: Any) -> list[str]:
 LATENT: dict[str, Any] = {
     "model__mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
 }
+WIDE = {"head_dim": 16, "num_query_groups": 2}
+GLOBAL: dict[str, Any] = {
+    "model__sliding_window": 7,
+    "model__global_attention_every": 2,
+    "model__global_attention": WIDE,
+    "model__rope": {"local_base": 100.0},
+}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 DELTA_NET: dict[str, Any] = {
     "model__delta_net": {"num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 8},
@@ -317,6 +324,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (DELTA_NET | LATENT | {"model__num_query_groups": None}, "model.delta_net"),
     (DELTA_NET | {"model__mtp_depths": 1, "model__num_layers": 6}, "model.mtp_depths=1"),
     (LATENT | {"model__num_query_groups": None, "model__attention_gate": True}, "model.attention_gate=true"),
+    ({"model__layer_scalar": True}, "model.layer_scalar=true"),
+    ({"model__value_norm": True, "model__norm": "layernorm"}, "model.value_norm=true"),
+    ({"model__value_norm": True, "model__qk_norm": True, "model__qk_norm_width": "full"}, "model.value_norm=true"),
+    ({"model__global_attention": WIDE}, "model.global_attention"),
+    (GLOBAL | {"model__rope": {}}, "model.global_attention"),
+    (
+        GLOBAL | {"model__global_attention": {**WIDE, "num_query_groups": 3}},
+        "model.global_attention.num_query_groups=3",
+    ),
+    (GLOBAL | {"model__global_attention": {**WIDE, "head_dim": 7}}, "model.global_attention.head_dim=7"),
+    (GLOBAL | {"model__attention_sinks": True}, "model.attention_sinks=true"),
+    (GLOBAL | {"model__mtp_depths": 1}, "model.mtp_depths=1"),
     (
         {"model__attention_gate": True, "model__qk_norm": True, "model__qk_norm_width": "full"},
         "model.attention_gate=true",

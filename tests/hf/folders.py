@@ -48,6 +48,12 @@ DELTA_NET: dict[str, Any] = {
     # norms of small outputs amplify rounding: with 1e-6 and heads of 6 dimensions float32 of transformers is 2e-5 wrong
     "rms_norm_eps": 1e-2,
 }
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**AWKWARD, rope_parameters=LLAMA3),
     "llama-biased": lambda: transformers.LlamaConfig(**AWKWARD, attention_bias=True, mlp_bias=True),
@@ -168,6 +174,13 @@ CONFIGS: dict[str, Any] = {
         num_experts_per_tok=3,
         first_k_dense_replace=1,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **{**AWKWARD, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        **GEMMA4,
+        final_logit_softcapping=5.0,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **AWKWARD,

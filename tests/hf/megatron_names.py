@@ -57,7 +57,13 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             for their_name, our_name in {**_UNCHANGED, **further}.items():
                 if f"{theirs}.{their_name}.{kind}" in state:
                     parameters[f"{ours}.{our_name}.{kind}"] = state[f"{theirs}.{their_name}.{kind}"]
-            if f"{theirs}.self_attn.k_proj.{kind}" in state:
+            if f"{theirs}.self_attn.k_proj.{kind}" in state and model.attention(i) == "global":
+                q, k = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qk")
+                assert model.global_attention is not None
+                groups = model.global_attention.num_query_groups
+                parts = [part.view(groups, -1, *part.shape[1:]) for part in (q, k)]
+                parameters[f"{ours}.self_attention.linear_qk.{kind}"] = torch.cat(parts, dim=1).flatten(0, 1)
+            elif f"{theirs}.self_attn.k_proj.{kind}" in state:
                 q, k, v = (state[f"{theirs}.self_attn.{name}_proj.{kind}"] for name in "qkv")
                 if model.attention_gate:  # of each head first the query, then its gate
                     q = torch.stack(
@@ -73,6 +79,8 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             parameters[f"{ours}.mlp.linear_fc1.weight"] = state[f"{theirs}.mlp.gate_up_proj.weight"]
         if f"{theirs}.self_attn.k_proj.weight" not in state and f"{theirs}.self_attn.q_proj.weight" in state:
             parameters[f"{ours}.self_attention.linear_q_proj.weight"] = state[f"{theirs}.self_attn.q_proj.weight"]
+        if f"{theirs}.layer_scalar" in state:
+            parameters[f"{ours}.scalar"] = state[f"{theirs}.layer_scalar"]
         if model.attention_sinks:
             parameters[f"{ours}.self_attention.core_attention.softmax_offset"] = state[f"{theirs}.self_attn.sinks"]
         if f"{theirs}.mlp.gate.weight" in state:

@@ -44,6 +44,10 @@ COMMAND = "python -m tests.hf.support"
 PAGE = DOCS / "models.md"
 _WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_WIDE_HEADS = {
+    **_ALTERNATING,
+    "per_layer_config": {layer: {"head_dim": 32, "num_key_value_heads": 2} for layer in (1, 3)},
+}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _FULL = {"layer_types": ["full_attention"] * 4}
 _MAMBA = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
@@ -85,6 +89,7 @@ MODELS: dict[str, Model] = {
     "glm4_moe_lite": Model("glm4-moe-lite", _DENSE_FIRST, "glm4.7_flash"),
     "gemma3_text": Model("gemma3", _WINDOWS, "gemma3_4b"),
     "gemma3": Model("gemma3-images", _WINDOWS, "gemma3_4b"),
+    "gemma4_text": Model("gemma4", _WIDE_HEADS, "gemma4_31b"),
     "gpt_oss": Model("gpt-oss", {"num_local_experts": 4, **_ALTERNATING}, "gpt_oss_20b"),
     "olmo2": Model("olmo2", {}, "olmo2_7b"),
     "olmo3": Model("olmo3", _WINDOWS, "olmo3_7b"),

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from mtrain.config.schema.latent_attention import LatentAttentionSection
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.mla import LatentAttention
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.config import known_issues
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies

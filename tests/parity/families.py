@@ -124,6 +124,25 @@ NEMOTRON: dict[str, Any] = MAMBA | {
 }
 """Nemotron 3: experts in the place of dense networks."""
 
+GEMMA4: dict[str, Any] = {
+    "model__sandwich_norm": True,
+    "model__activation": "geglu_tanh",
+    "model__qk_norm": True,
+    "model__value_norm": True,
+    "model__layer_scalar": True,
+    "model__logit_softcap": 2.0,
+    "model__head_dim": 8,
+    "model__global_attention": {"head_dim": 12, "num_query_groups": 2},
+    "model__query_scalar": 8.0,
+    "model__tied_embeddings": True,
+    "model__scale_embeddings": True,
+    "model__sliding_window": 7,
+    "model__global_attention_every": 2,
+    "model__rope": {"base": 3000.0, "local_base": 100.0, "scaling": "proportional", "partial": 0.34},
+}
+"""Gemma 4 without experts: of six pairs of a wide head two are rotated. Scores are divided, which Gemma 4 leaves to the
+weights of its norms: with those of tests a softmax would be so steep that float32 had fewer digits."""
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

@@ -14,8 +14,10 @@ from mtrain.config import megatron_fields
 from mtrain.config.schema import bounds
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.global_attention import GlobalAttentionSection
 from mtrain.config.schema.latent_attention import LatentAttentionSection
 from mtrain.config.schema.mamba import OF_TWO_SUBLAYERS, MambaSection, broken_rules_of_pattern
+from mtrain.config.schema.rope import RopeSection
 from mtrain.config.schema.section import Section, rule
 
 
@@ -37,108 +39,6 @@ class HeadOutput:
 
 AnyOutput: TypeAlias = TokenOutput | HeadOutput
 """Output of a model; code that depends on it matches on these classes."""
-
-
-class RopeSection(Section):
-    """Rotary position embedding; scaling as Hugging Face transformers defines it."""
-
-    base: float = Field(10000.0, gt=0)
-    """Base of the rotation frequencies."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Way in which frequencies are scaled for longer contexts."""
-    factor: float = Field(1.0, ge=1)
-    """Factor by which the context is extended; 1 without scaling."""
-    low_freq_factor: float = Field(1.0, gt=0)
-    """Bound of the lowest frequencies: those with a wavelength above original_max_positions / low_freq_factor are
-    divided by factor; llama3 only."""
-    high_freq_factor: float = Field(4.0, gt=0)
-    """Bound of the highest frequencies: those with a wavelength below original_max_positions / high_freq_factor stay;
-    llama3 only."""
-    original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
-    """Context length of the unscaled model, in tokens; llama3 and yarn only."""
-    beta_fast: float = Field(32.0, gt=0)
-    """Number of rotations within the original context above which a dimension is not scaled; yarn only."""
-    beta_slow: float = Field(1.0, gt=0)
-    """Number of rotations within the original context below which a dimension is scaled fully; yarn only."""
-    attention_factor: float | None = Field(None, gt=0)
-    """Factor of cos and sin; null: 0.1 ln(factor) + 1; yarn only."""
-    truncate: bool = True
-    """Whether the correction range is rounded to whole dimensions; yarn only."""
-    mscale: float | None = Field(None, gt=0)
-    """Constant of the attention factor, which becomes (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) +
-    1); yarn only, with mscale_all_dim."""
-    mscale_all_dim: float | None = Field(None, gt=0)
-    """Constant of the attention factor, see mscale; latent attention also multiplies its scores by (0.1 mscale_all_dim
-    ln(factor) + 1)^2; yarn only."""
-    interleaved: bool = False
-    """Whether pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2); latent attention only."""
-    partial: float = Field(1.0, gt=0, le=1)
-    """Part of a head's dimensions that is rotated: the first int(partial x head_dim), an even number; the others carry
-    no position."""
-    attention_temperature: float = Field(0.0, ge=0)
-    """Coefficient b by which queries grow beyond the original context: they are multiplied by 1 + b ln(1 +
-    floor(position / original_max_positions)), in every layer; 0: they are not; yarn only."""
-    local_base: float | None = Field(None, gt=0)
-    """Base of layers with a sliding window, without scaling; null: they rotate as all others."""
-
-    @rule
-    def a_factor_needs_a_scaling(self) -> str | None:
-        if self.factor == 1 or self.scaling != "none":
-            return None
-        return f"factor={self.factor} has no effect with scaling=none; choose a scaling or remove the factor"
-
-    @rule
-    def llama3_bands_are_ordered(self) -> str | None:
-        if self.scaling != "llama3" or self.low_freq_factor < self.high_freq_factor:
-            return None
-        return (
-            f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}; "
-            "lower the one or raise the other"
-        )
-
-    @rule
-    def yarn_bands_are_ordered(self) -> str | None:
-        # equal in Kimi-K2: rounded to whole dimensions, the range between them is one dimension wide
-        if self.scaling != "yarn" or self.beta_slow <= self.beta_fast:
-            return None
-        return (
-            f"beta_slow={self.beta_slow} must not exceed beta_fast={self.beta_fast}; lower the one or raise the other"
-        )
-
-    @rule
-    def yarn_needs_turns_that_differ(self) -> str | None:
-        if self.scaling != "yarn" or self.base > 1:
-            return None
-        return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
-
-    @rule
-    def yarn_needs_whole_heads(self) -> str | None:
-        if self.scaling != "yarn" or self.partial == 1:
-            return None
-        return (
-            f"partial={self.partial} cannot be combined with scaling=yarn, whose factor of cos and sin would scale a "
-            "part of each head; remove one of them"
-        )
-
-    @rule
-    def temperature_belongs_to_yarn_with_one_base(self) -> str | None:
-        if self.attention_temperature == 0 or (self.scaling == "yarn" and self.local_base is None):
-            return None
-        return (
-            f"attention_temperature={self.attention_temperature} needs scaling=yarn without local_base, but scaling="
-            f"{self.scaling} and local_base={self.local_base}; change them, or set it to 0"
-        )
-
-    @rule
-    def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
-        if self.mscale is None and self.mscale_all_dim is None:
-            return None
-        if self.scaling == "yarn" and self.mscale is not None and self.mscale_all_dim is not None:
-            return None
-        return (
-            f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} have no settled meaning with scaling="
-            f"{self.scaling}; set both with scaling=yarn, or remove both"
-        )
 
 
 class ModelSection(Section):
@@ -201,6 +101,12 @@ class ModelSection(Section):
     attention_gate: bool = False
     """Whether each element of attention's output is multiplied by the sigmoid of one more output of the projection to
     queries, keys and values, as in Qwen3-Next."""
+    value_norm: bool = False
+    """Whether values are normalised, each head by an RMSNorm without weights."""
+    layer_scalar: bool = False
+    """Whether a number of its own, which is not trained, multiplies each layer's output, residual included."""
+    logit_softcap: float | None = Field(None, gt=0)
+    """Bound c of the logits of tokens, which become c tanh(logit / c); null: they have none."""
     query_scalar: float | None = Field(None, gt=0)
     """Number whose power of -0.5 multiplies attention scores; null: head_dim."""
     rope: RopeSection = RopeSection()
@@ -210,6 +116,8 @@ class ModelSection(Section):
     global_attention_every: int | None = Field(None, gt=1)
     """Distance of layers that see everything despite a sliding window (layers n, 2n, ...); null: all layers have the
     window."""
+    global_attention: GlobalAttentionSection | None = None
+    """Other heads in the layers without a window; null: all layers have the same heads."""
     mla: LatentAttentionSection | None = None
     """Multi-head latent attention in the place of grouped-query attention; null: there is none."""
     delta_net: DeltaNetSection | None = None
@@ -255,13 +163,16 @@ class ModelSection(Section):
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
-    def attention(self, layer: int) -> Literal["grouped", "latent", "delta_net", "mamba", "none"]:
+    def attention(self, layer: int) -> Literal["grouped", "global", "latent", "delta_net", "mamba", "none"]:
         """Returns the kind of attention of layer `layer`, counted from 0, or what is in its place; all code that
         depends on it asks this method."""
         if self.layer_pattern is not None:
             return {"*": "grouped", "M": "mamba"}.get(self.layer_pattern[layer], "none")  # type: ignore[return-value]
         if self.delta_net is not None and self.delta_net.is_in(layer):
             return "delta_net"
+        every = self.global_attention_every
+        if self.global_attention is not None and every is not None and (layer + 1) % every == 0:
+            return "global"
         return "grouped" if self.mla is None else "latent"
 
     @property
@@ -276,6 +187,8 @@ class ModelSection(Section):
             sizes["model.delta_net.num_key_heads"] = self.delta_net.num_key_heads
         if self.mamba is not None:  # heads are a multiple of them
             sizes["model.mamba.num_groups"] = self.mamba.num_groups
+        if self.global_attention is not None:
+            sizes["model.global_attention.num_query_groups"] = self.global_attention.num_query_groups
         return sizes
 
     @property
@@ -286,7 +199,17 @@ class ModelSection(Section):
     @property
     def rotary_size(self) -> int:
         """Returns the number of dimensions of a head that are rotated."""
-        return int(self.head_size * self.rope.partial) if self.mla is None else self.mla.qk_rope_head_dim
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
+        return self.head_size if self.rope.scaling == "proportional" else int(self.head_size * self.rope.partial)
+
+    def with_global_heads(self) -> "ModelSection":
+        """Returns the model that has everywhere the heads of its layers without a window."""
+        heads = self.global_attention
+        if heads is None:
+            return self
+        sizes = {"head_dim": heads.head_dim, "num_query_groups": heads.num_query_groups, "global_attention": None}
+        return self.model_copy(update=sizes)
 
     @property
     def output(self) -> AnyOutput:
@@ -386,6 +309,30 @@ class ModelSection(Section):
         return "\n".join(broken) or None
 
     @rule
+    def global_heads_stand_among_windows(self) -> str | None:
+        return "\n".join(_refused_with_global_heads(self)) or None
+
+    @rule
+    def a_value_norm_follows_heads(self) -> str | None:
+        if not self.value_norm:
+            return None
+        others = {
+            "norm": self.norm != "rmsnorm",
+            "qk_norm_width": self.qk_norm_width != "head",
+            "rope.attention_temperature": self.rope.attention_temperature > 0,
+        }
+        found = next((key for key, holds in others.items() if holds), None)
+        if found is None:
+            return None
+        return f"value_norm=true has no form with {found}={_value(self, found)}; remove one of them"
+
+    @rule
+    def a_scalar_follows_an_output_norm(self) -> str | None:
+        if not self.layer_scalar or self.sandwich_norm:
+            return None
+        return "layer_scalar=true needs sandwich_norm=true; set it, or turn the scalar off"
+
+    @rule
     def norms_stand_in_one_way(self) -> str | None:
         if not (self.post_norm and self.sandwich_norm):
             return None
@@ -447,6 +394,7 @@ _NOT_LATENT = {
     "qk_norm": "its latents are normalised instead",
     "attention_sinks": "it has none",
     "attention_gate": "its output has none",
+    "value_norm": "its latents are normalised instead",
     "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
     "sliding_window": "it sees the whole row",
 }
@@ -486,3 +434,35 @@ def _refused_with_delta_nets(model: ModelSection) -> Iterator[str]:
             f"{model.num_layers} is no multiple of delta_net.full_attention_every="
             f"{model.delta_net.full_attention_every}; change one of them, or set mtp_depths to 0"
         )
+
+
+def _refused_with_global_heads(model: ModelSection) -> Iterator[str]:
+    heads = model.global_attention
+    if heads is None:
+        return
+    needed = {"global_attention_every": model.global_attention_every, "rope.local_base": model.rope.local_base}
+    for name, value in needed.items():
+        if value is None:
+            yield f"global_attention needs {name}, which is not given; set it, or remove global_attention"
+    if model.num_attention_heads % heads.num_query_groups:
+        yield (
+            f"global_attention.num_query_groups={heads.num_query_groups} must divide num_attention_heads="
+            f"{model.num_attention_heads}; change one of them"
+        )
+    if heads.head_dim % 2:
+        yield (
+            f"global_attention.head_dim={heads.head_dim} must be even, since the rotary embedding turns pairs; change "
+            "it"
+        )
+    for name in ("qkv_bias", "linear_bias", "attention_sinks", "attention_gate", "mtp_depths"):
+        if value := getattr(model, name):
+            yield f"{name}={str(value).lower()} cannot be combined with global_attention; remove one of them"
+    if model.qk_norm_width == "full":
+        yield "qk_norm_width=full cannot be combined with global_attention; remove one of them"
+
+
+def _value(model: ModelSection, dotted: str) -> object:
+    found: object = model
+    for name in dotted.split("."):
+        found = getattr(found, name)
+    return found

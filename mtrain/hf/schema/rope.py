@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtrain.base.errors import DataError
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.hf.schema.values import needed_value, shown, shown_name, value_of, wrong_type
 
 _ORIGINAL = "original_max_position_embeddings"
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _FIELDS = {
     "none": {},
+    "proportional": {"factor": "factor"},
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
@@ -210,8 +211,9 @@ def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:
     """Returns the changes of a config.json that make it describe `rope`, in the style of the file."""
     theirs = {name: getattr(rope, field) for name, field in _FIELDS[rope.scaling].items()}
     theirs = {name: value for name, value in theirs.items() if value is not None}
-    kind = next(name for name, scaling in _TYPES.items() if scaling == rope.scaling)
-    base = _plain(rope.base)
+    # proportional, which only one family has, by its own name
+    kind = next((name for name, scaling in _TYPES.items() if scaling == rope.scaling), rope.scaling)
+    base = plain_number(rope.base)
     # in the style of the file, so that the version that wrote it can still read it
     if "rope_theta" in config and "rope_parameters" not in config:
         scaling = None if rope.scaling == "none" else {"rope_type": kind, **theirs}
@@ -250,5 +252,6 @@ def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
-def _plain(value: float) -> float | int:
+def plain_number(value: float) -> float | int:
+    """Returns an integer where the number is one, as transformers writes it."""
     return int(value) if value == int(value) else value

@@ -25,7 +25,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.cache import CachedPass, Remembering, remembering
 from mtrain.mcore.model.build import run_chunk, unwrap
 from mtrain.mcore.model.compiled import as_written
-from mtrain.mcore.model.output_layer import Logits
+from mtrain.mcore.model.output_layer import Logits, softcapped
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CachedModel:
             return None
         hidden, weight = output.main.operands()
         wanted = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
-        local = torch.matmul(wanted, weight.t()).float()
+        local = softcapped(torch.matmul(wanted, weight.t()).float(), output.main.softcap)
         parts = [torch.empty_like(local) for _ in range(self._groups.layout.tp)]
         if len(parts) > 1:
             dist.all_gather(parts, local.contiguous(), group=self._groups.tp)

@@ -96,8 +96,8 @@ class LanguageModel(LanguageModule):
             self.output_layer = self._output(model, rows)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
-        if model.rope.local_base is not None:
-            take_angles_by_layer(self)
+        if isinstance(self.rotary, TwoBaseRotary):
+            take_angles_by_layer(self, self.rotary)
         for module in self.modules():
             # TransformerEngine's; no recipe of quantization by layer comes as far as here
             if hasattr(module, "finish_init"):
@@ -107,7 +107,8 @@ class LanguageModel(LanguageModule):
         match model.output:
             case TokenOutput():
                 # a stage that has the embeddings, too, multiplies by these
-                return OutputLayer(self.config, rows, self.tp_group, model.ties_output and hasattr(self, "embedding"))
+                has_table = model.ties_output and hasattr(self, "embedding")
+                return OutputLayer(self.config, rows, self.tp_group, has_table, model.logit_softcap)
             case HeadOutput(num_labels):
                 return ScoreHead(self.config, num_labels, self.tp_group)
             case _ as never:
@@ -214,7 +215,7 @@ def of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | 
 
 
 def _rotary(model: ModelSection) -> Rotary:
-    frequencies = inverse_frequencies(model.rope, model.rotary_size)[0]
+    frequencies = inverse_frequencies(model.rope, model.with_global_heads().rotary_size)[0]
     if model.rope.attention_temperature:
         return TemperedRotary(frequencies, model.rope)
     if model.rope.local_base is None:

@@ -27,12 +27,13 @@ from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
+from mtrain.mcore.model.attention.global_attention import GlobalAttention, NormedValueAttention
 from mtrain.mcore.model.attention.mamba.layer import MambaMixer
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer, experts_fields, experts_spec
-from mtrain.mcore.model.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer
+from mtrain.mcore.model.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer, ScaledLayer
 from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
 
@@ -90,6 +91,10 @@ def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
     draft.checkpoint_names |= OUTPUT_NORM_NAMES
 
 
+def _layer_scalar(draft: LayerDraft, model: ModelSection) -> None:
+    draft.module = ScaledLayer
+
+
 def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention = ModuleSpec(
         module=RotatingAttention,
@@ -103,6 +108,34 @@ def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
             k_layernorm=IdentityOp,
         ),
     )
+
+
+def _global_attention(draft: LayerDraft, model: ModelSection) -> None:
+    wide = model.with_global_heads()
+    own = {
+        "kv_channels": wide.head_size,
+        "num_query_groups": wide.query_groups,
+        "softmax_scale": softmax_scale(wide),
+    }
+    norm = Norm if model.qk_norm else IdentityOp
+    draft.attention = ModuleSpec(
+        module=GlobalAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "fields": own, "normalises_values": model.value_norm},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+    draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
+
+
+def _value_norm(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    if draft.attention.module is RotatingAttention:  # global attention has been told
+        draft.attention.module = NormedValueAttention
 
 
 def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
@@ -199,14 +232,17 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.AttentionNorm: Modules(_attention_norm),
     features.FeedForwardNorm: Modules(_feed_forward_norm),
     features.OutputNorms: Modules(_output_norms),
+    features.LayerScalar: Modules(_layer_scalar),
     features.GroupedQueryAttention: Modules(
         _grouped_query_attention, lambda model: {"softmax_scale": softmax_scale(model)}
     ),
+    features.GlobalAttention: Modules(_global_attention, _hybrid_fields),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
     features.FullWidthQkNorm: Modules(_full_width_qk_norm),
     # one more part of the projection, which `RotatingAttention` multiplies the output by
     features.AttentionGate: Modules(fields=lambda model: {"attention_output_gate": True}),
     features.AttentionTemperature: Modules(_attention_temperature),
+    features.ValueNorm: Modules(_value_norm),
     # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),

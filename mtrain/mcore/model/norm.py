@@ -130,6 +130,24 @@ class OutputNormLayer(TransformerLayer):
         self.mlp_bda = _normalised(self.post_mlp_layernorm)
 
 
+class ScaledLayer(OutputNormLayer):
+    """Computes an `OutputNormLayer` times a number of its own: a buffer, as in transformers, which nobody trains."""
+
+    scalar: Tensor
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype, device=device))
+        build = self.mlp_bda  # the last operation of the layer
+
+        def build_scaled(training: bool, fused: bool) -> AddToResidual:
+            add = build(training, fused)
+            return lambda output, residual, probability: add(output, residual, probability) * self.scalar
+
+        self.mlp_bda = build_scaled
+
+
 def _normalised(norm: nn.Module) -> Callable[[bool, bool], AddToResidual]:
     """Wraps megatron-core's factory of functions that add bias and residual, with a norm between the two."""
 

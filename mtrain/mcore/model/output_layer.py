@@ -37,13 +37,21 @@ class Operands(NamedTuple):
 class OutputLayer(ColumnParallelLinear):
     """megatron-core's output layer, which can also return the factors of its product."""
 
-    def __init__(self, config: TransformerConfig, rows: int, tp: dist.ProcessGroup, takes_embeddings: bool) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rows: int,
+        tp: dist.ProcessGroup,
+        takes_embeddings: bool,
+        softcap: float | None,
+    ) -> None:
         """
         Args:
             config: Configuration of the model.
             rows: Number of rows of the table, on all ranks of TP together.
             tp: Group of the ranks that share the table.
             takes_embeddings: Whether every call brings the table, so that the layer needs none of its own.
+            softcap: Bound of the logits, which whoever multiplies the operands applies; None without one.
         """
         super().__init__(
             config.hidden_size,
@@ -58,6 +66,7 @@ class OutputLayer(ColumnParallelLinear):
         )
         # a table can also have a gradient of `Operands` in the same backward pass, which would be taken for added
         self.gradient_accumulation_fusion = False
+        self.softcap = softcap
 
     def forward(
         self,
@@ -90,6 +99,8 @@ class ScoreHead(MegatronModule):
     TP, so every rank of it has the whole matrix and computes the same numbers; neither its gradient nor that of its
     input has to be summed over TP.
     """
+
+    softcap = None
 
     def __init__(self, config: TransformerConfig, num_labels: int, tp: dist.ProcessGroup) -> None:
         """
@@ -138,12 +149,25 @@ class DeferredLogits:
         logits: Tensor
         # [seq, batch, vocab_local]: divided over TP, not gathered
         logits, _ = self.layer(self.hidden, weight=self.tied)
-        return logits
+        return softcapped(logits, self.softcap)
+
+    @property
+    def softcap(self) -> float | None:
+        """Returns the bound of the logits that callers of `operands` apply; None without one."""
+        return self.layer.softcap
 
     def operands(self) -> Operands:
         """Returns the factors, for callers that multiply some rows at a time."""
         operands: Operands = self.layer(self.hidden, weight=self.tied, as_operands=True)
         return operands
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Computes c tanh(logits / c), in float32 at least; the logits themselves where there is no cap."""
+    if cap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cap * torch.tanh(wide / cap)
 
 
 class Logits(NamedTuple):

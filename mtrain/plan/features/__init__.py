@@ -17,6 +17,7 @@ from mtrain.plan.features.attention import (
 from mtrain.plan.features.delta_net import GatedDeltaNet
 from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, once_a_model
 from mtrain.plan.features.feed_forward import DenseFeedForward, ExpertFeedForward
+from mtrain.plan.features.global_attention import GlobalAttention, LayerScalar, ValueNorm
 from mtrain.plan.features.mamba import Mamba, OneSublayer
 from mtrain.plan.features.mla import MultiHeadLatentAttention
 from mtrain.plan.features.mtp import MultiTokenPrediction
@@ -34,11 +35,14 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     AttentionNorm(),
     FeedForwardNorm(),
     OutputNorms(),
+    LayerScalar(),
     GroupedQueryAttention(),
+    GlobalAttention(),
     QkNorm(),
     FullWidthQkNorm(),
     AttentionGate(),
     AttentionTemperature(),
+    ValueNorm(),
     AttentionSinks(),
     MultiHeadLatentAttention(),
     GatedDeltaNet(),
@@ -104,13 +108,16 @@ __all__ = [
     "FeedForwardResidual",
     "FullWidthQkNorm",
     "GatedDeltaNet",
+    "GlobalAttention",
     "GroupedQueryAttention",
     "LayerPart",
+    "LayerScalar",
     "Mamba",
     "MultiHeadLatentAttention",
     "OutputNorms",
     "QkNorm",
     "SmallRun",
+    "ValueNorm",
     "alike",
     "kinds",
     "present",

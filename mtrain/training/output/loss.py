@@ -27,7 +27,7 @@ from mtrain.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_row
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands
+from mtrain.mcore.model.output_layer import DeferredLogits, Logits, Operands, softcapped
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan.activations import chunk_tokens
 from mtrain.training.output.weighed_tokens import WeighedTokens, places, terms_by_distribution, weighed
@@ -120,10 +120,11 @@ class OutputLoss:
 
     def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
         """Returns the input of each term's function for one chunk."""
-        student = vocab_parallel(local, self._config.model, self._groups)
+        student = vocab_parallel(softcapped(local, of.softcap), self._config.model, self._groups)
         teacher = None
         if of.teacher is not None:
             teacher_local = logits_of_rows(of.teacher.hidden[rows], of.teacher.weight)
+            teacher_local = softcapped(teacher_local, of.teacher_softcap)
             teacher = vocab_parallel(teacher_local, self._config.model, self._groups)
         context = self._groups.cp if self._groups.layout.cp > 1 else None
         terms = loss_terms(self._config.loss)
@@ -166,6 +167,9 @@ class _Distribution:
     sources: Tensor | None
     teacher: Operands | None
     """Hidden states of the same tokens in the teacher, and its table; None without a teacher."""
+    softcap: float | None
+    """Bound of the logits."""
+    teacher_softcap: float | None
 
     @classmethod
     def of(
@@ -198,6 +202,8 @@ class _Distribution:
             extras={name: one_row(extra) for name, extra in extras.items()},
             sources=None if batch.sources is None else one_row(batch.sources),
             teacher=None if teacher is None else _selected_operands(teacher, index),
+            softcap=deferred.softcap,
+            teacher_softcap=None if teacher is None else teacher.softcap,
         )
 
 
@@ -259,7 +265,8 @@ def label_log_probs(
     divisors = None if TEMPERATURE not in batch.extras else batch.extras[TEMPERATURE].t().reshape(1, -1)
     found = []
     for rows in chunks(len(flat), chunk or len(flat)):
-        distribution = vocab_parallel(logits_of_rows(flat[rows], weight), config.model, groups)
+        local = softcapped(logits_of_rows(flat[rows], weight), logits.main.softcap)
+        distribution = vocab_parallel(local, config.model, groups)
         distribution = distribution.divided_by(temperature if divisors is None else divisors[:, rows])
         scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
         found.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))

@@ -16,7 +16,7 @@ from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.losses import cross_entropy, known_losses
 from mtrain.verify.reference.model.adapters import is_trained, merged
 from mtrain.verify.reference.model.experts import coefficients, moved_bias, router_numerator, router_shares
-from mtrain.verify.reference.model.shapes import EXPERT_BIAS
+from mtrain.verify.reference.model.shapes import UNTRAINED
 from mtrain.verify.reference.model.transformer import Forward, Transformer
 from mtrain.verify.reference.policy import POLICY_LOSSES, policy_losses
 from mtrain.verify.reference.text import Rows
@@ -94,7 +94,7 @@ def evaluated(
         teacher: Teacher; needed if a term compares with one.
         user_term: Function that evaluates losses that are not the package's own.
     """
-    learns = {name: is_trained(name, config.adapter) and not name.endswith(EXPERT_BIAS) for name in tensors}
+    learns = {name: is_trained(name, config.adapter) and not name.endswith(UNTRAINED) for name in tensors}
     leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
     forward = Transformer(config.model, merged(config, leaves)).forward(rows)
     with torch.no_grad():

@@ -103,6 +103,53 @@ NEMOTRON: list[dict[str, Any]] = [
     {"mamba_expand": 3},
     {"num_nextn_predict_layers": 1},
 ]
+_WINDOWED = {"rope_type": "default", "rope_theta": 90.0}
+_TURNED_IN_PART = {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
+_WIDE = {"head_dim": 32, "num_key_value_heads": 1}
+GEMMA4: list[dict[str, Any]] = [
+    *(
+        {"rope_parameters": {"sliding_attention": windowed, "full_attention": wide}}
+        for windowed, wide in [
+            (_WINDOWED, _TURNED_IN_PART),
+            (_WINDOWED | {"partial_rotary_factor": 0.5}, _TURNED_IN_PART),
+            (_TURNED_IN_PART, _TURNED_IN_PART),
+            (_WINDOWED, _TURNED_IN_PART | {"factor": 3.0}),
+            (_WINDOWED, _TURNED_IN_PART | {"partial_rotary_factor": 0.3}),
+            (_WINDOWED, _TURNED_IN_PART | {"partial_rotary_factor": None}),
+            (_WINDOWED, {"rope_type": "proportional", "rope_theta": 300.0}),
+            (_WINDOWED, {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}),
+            (_WINDOWED, {"rope_type": "default", "rope_theta": 300.0}),
+            (_WINDOWED, {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}),
+            (_WINDOWED, {"rope_type": "default"}),
+            (_WINDOWED | {"rope_theta": None}, _TURNED_IN_PART),
+        ]
+    ),
+    {"rope_parameters": {"full_attention": _TURNED_IN_PART}},
+    {"rope_parameters": None},
+    {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    {"per_layer_config": None, "global_head_dim": 32},
+    {"per_layer_config": None},
+    {"global_head_dim": 16},
+    {"num_global_key_value_heads": 2},
+    {"per_layer_config": {"1": _WIDE}},
+    {"per_layer_config": {"1": _WIDE, "2": _WIDE}},
+    {"per_layer_config": {"2": {"head_dim": 32}}},
+    {"per_layer_config": {"2": {"num_key_value_heads": 1}}},
+    {"per_layer_config": {"2": _WIDE | {"intermediate_size": 32}}},
+    {"per_layer_config": {"2": _WIDE | {"intermediate_size": 16}}},
+    {"layer_types": None, "per_layer_config": {}},
+    {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    {"layer_types": ["sliding_attention"] * 3},
+    {"layer_types": ["full_attention"] * 3, "per_layer_config": dict.fromkeys("012", _WIDE)},
+    {"use_bidirectional_attention": "all"},
+    {"use_bidirectional_attention": "vision"},
+    {"final_logit_softcapping": None},
+    {"hidden_size_per_layer_input": 8},
+    {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+    {"num_kv_shared_layers": 1},
+    {"use_double_wide_mlp": True},
+    {"num_experts": 4, "top_k_experts": 2},
+]
 TOKENS = torch.arange(24)[None] * 7 % 57
 
 
@@ -132,8 +179,10 @@ def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from HYBRID
     if "ssm_state_size" in config:
         yield from NEMOTRON
+    if "attention_k_eq_v" in config:
+        yield from GEMMA4
     parameters = config.get("rope_parameters", {})
-    for name, value in parameters.items():
+    for name, value in ({} if "attention_k_eq_v" in config else parameters).items():
         if isinstance(value, float | int) and not isinstance(value, bool):
             yield {"rope_parameters": parameters | {name: 2 * value}}
         yield {"rope_parameters": {key: each for key, each in parameters.items() if key != name}}
@@ -297,6 +346,31 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron-h", {"mlp_bias": True}, "mlp_bias=True is not supported"),
     ("nemotron-h", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
     ("qwen3-next", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
+    ("gemma4", {"layer_types": ["full_attention"] * 3}, "layer_types without sliding_attention"),
+    ("gemma4", {"attention_k_eq_v": False}, "attention_k_eq_v=False is not supported"),
+    ("gemma4", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
+    ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported"),
+    ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+    ("gemma4", {"per_layer_config": {"1": _WIDE}}, "per_layer_config must give the layers of full_attention, 2"),
+    ("gemma4", {"per_layer_config": 3}, "per_layer_config=3"),
+    ("gemma4", {"global_head_dim": 64}, "per_layer_config says head_dim=32, but global_head_dim=64"),
+    (
+        "gemma4",
+        {"rope_parameters": {"full_attention": _WINDOWED}},
+        "full_attention and sliding_attention with an object",
+    ),
+    (
+        "gemma4",
+        {"rope_parameters": {"full_attention": _TURNED_IN_PART, "sliding_attention": _TURNED_IN_PART}},
+        "rope_type='proportional' of sliding_attention",
+    ),
+    (
+        "gemma4",
+        {"rope_parameters": {"full_attention": _WINDOWED | {"factor": 2.0}, "sliding_attention": _WINDOWED}},
+        "factor=2.0 in the rotary parameters of full_attention",
+    ),
+    ("llama", {"rope_parameters": _TURNED_IN_PART}, "rope_type=proportional is not supported"),
     ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "but yarn is needed"),
     (
         "ministral3",

@@ -45,6 +45,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "deepseek": {"rope_theta": 1e4, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "deepseek-direct-queries": {"rope_theta": 1e4, "rope_scaling": None},
     "glm4-moe-lite": {"rope_theta": 1e6, "rope_scaling": None},
+    "gemma4": {},
     "gemma3": {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
@@ -72,7 +73,7 @@ NOT_IN_4 = (
     "minimax",
     "ministral3",
     "ministral3-images",
-    *(name for name in [*CONFIGS, *TOWERS] if "qwen3.5" in name),
+    *(name for name in [*CONFIGS, *TOWERS] if "qwen3.5" in name or "gemma4" in name),
 )
 """Models of families that transformers 4 does not have."""
 
@@ -110,10 +111,15 @@ ROPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in CONFIGS if CONFIGS[name]().model_type not in ("olmo3", "gemma3_text", "phi3", "ministral3")],
+    [
+        name
+        for name in CONFIGS
+        if CONFIGS[name]().model_type not in ("olmo3", "gemma3_text", "gemma4_text", "phi3", "ministral3")
+    ],
 )
 def test_any_scaling_is_said_in_both_words(name: str) -> None:
-    """Kinds of layers have scalings of their own, as in gemma3 and olmo3 above; phi3 has none, ministral3 only yarn."""
+    """Kinds of layers have scalings of their own, as in gemma3 and olmo3 above; phi3 and gemma4 have none, ministral3
+    only yarn."""
     config = json.loads(CONFIGS[name]().to_json_string(use_diff=False))
     family = family_of(config)
     for scaling in ROPES:

@@ -12,7 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome
 from tests.mcore.state.test_save_and_load import assert_same_model, configured
-from tests.parity.families import GEMMA, GPT_OSS, HYBRID, OLMO2
+from tests.parity.families import GEMMA, GEMMA4, GPT_OSS, HYBRID, OLMO2
 from tests.pool import Pool
 
 FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
@@ -21,6 +21,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
         Layout(tp=2, sp=True),
         Layout(pp=2),
         {"self_attention.linear_proj.post_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight"},
+    ),
+    "gemma4": (
+        GEMMA4 | {"model__qkv_bias": False},
+        Layout(tp=2, sp=True),
+        Layout(pp=2),
+        {
+            "0.scalar",
+            "0.self_attention.linear_qkv.layer_norm_weight",
+            "1.self_attention.linear_qk.weight",
+            "1.input_layernorm.weight",
+        },
     ),
     "olmo2": (
         OLMO2,

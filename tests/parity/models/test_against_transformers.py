@@ -18,7 +18,7 @@ from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, at_night, relative, tensor_deviation, worst
-from tests.parity.families import GEMMA, MINIMAX, OLMO2, OLMO3
+from tests.parity.families import GEMMA, GEMMA4, MINIMAX, OLMO2, OLMO3
 from tests.pool import Pool
 
 CASES = [
@@ -85,6 +85,27 @@ def gemma3() -> tuple[dict[str, Any], Any]:
     )
 
 
+def gemma4() -> tuple[dict[str, Any], Any]:
+    theirs = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 3000.0, "partial_rotary_factor": 0.34},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    # norms of small outputs amplify rounding, and scores are not divided
+    return GEMMA4 | {"model__norm_epsilon": 1e-2, "model__query_scalar": 1.0}, transformers.Gemma4TextConfig(
+        **common() | {"tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+        head_dim=8,
+        global_head_dim=12,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=2.0,
+        pad_token_id=None,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters=theirs,
+    )
+
+
 def olmo2() -> tuple[dict[str, Any], Any]:
     own = {"rms_norm_eps": 1e-6, "head_dim": 6, "pad_token_id": None}
     theirs = {"rope_type": "default", "rope_theta": 500.0}
@@ -132,6 +153,7 @@ tests how a layout divides a family (test_families.py, tests/parity/layouts/test
 RUNS = [
     (family, each) for i, family in enumerate(FAMILIES) for each in (CASES[0], CASES[1 + i % 5], CASES[1 + (i + 2) % 5])
 ]
+RUNS += [(gemma4, each) for each in (CASES[0], CASES[1])]
 RUNS += [(minimax, each) for each in (CASES[0], CASES[1], CASES[3])]  # experts under tp need sp
 IDS = [f"{family.__name__}-{each}" for family, each in RUNS]
 ON_RANKS = (llama, CASES[1])
@@ -154,6 +176,8 @@ def computed(family: Callable[[], tuple[dict[str, Any], Any]]) -> Reference:
     for name, buffer in theirs.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
+        elif name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, mean=1.0, std=0.2)
     batch = three_steps()[0]
     tokens, labels = (torch.tensor(np.stack([getattr(s, kind) for s in batch])) for kind in ("tokens", "labels"))
     mask = torch.tensor(np.stack([sample.mask for sample in batch])) > 0

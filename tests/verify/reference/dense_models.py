@@ -4,7 +4,8 @@ from typing import Any
 
 import transformers
 
-from mtrain.config.schema.model import ModelSection, RopeSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
 
 SMALL = {
     "num_layers": 3,
@@ -160,6 +161,49 @@ def gemma3() -> tuple[ModelSection, Any]:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={
             "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    )
+
+
+def gemma4() -> tuple[ModelSection, Any]:
+    """Global layers have fewer and wider heads, of which an odd number of pairs is rotated."""
+    rope = RopeSection(base=3000.0, local_base=100.0, scaling="proportional", partial=0.4, factor=2.0)
+    model = ModelSection(
+        **SMALL,
+        sandwich_norm=True,
+        activation="geglu_tanh",
+        qk_norm=True,
+        value_norm=True,
+        layer_scalar=True,
+        logit_softcap=3.0,
+        head_dim=8,
+        global_attention={"head_dim": 16, "num_query_groups": 1},
+        query_scalar=1.0,
+        tied_embeddings=True,
+        scale_embeddings=True,
+        sliding_window=5,
+        global_attention_every=3,
+        rope=rope,
+    )
+    return model, transformers.Gemma4TextConfig(
+        **common(model),
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=3.0,
+        pad_token_id=None,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 3000.0,
+                "partial_rotary_factor": 0.4,
+                "factor": 2.0,
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     )

@@ -6,7 +6,8 @@ from typing import Any
 import transformers
 
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.config.schema.model import ModelSection, RopeSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
 from tests.parity.families import GPT_OSS_ROPE
 from tests.verify.reference.dense_models import SMALL, common
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import transformers
 
-from mtrain.config.schema.model import ModelSection, RopeSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
 from tests.verify.reference.dense_models import SMALL, common
 
 NET = {

@@ -18,7 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.modules import activated
-from mtrain.verify.reference.model.shapes import EXPERT_BIAS
+from mtrain.verify.reference.model.shapes import UNTRAINED
 from mtrain.verify.reference.model.transformer import Transformer
 from mtrain.verify.reference.text import Rows
 from tests.hf.megatron_names import from_huggingface
@@ -26,6 +26,7 @@ from tests.reference import logits_of, random_parameters
 from tests.verify.reference.dense_models import (
     SMALL,
     gemma3,
+    gemma4,
     linear_rope,
     llama3_rope,
     ministral3,
@@ -107,6 +108,7 @@ FAMILIES = [
     starcoder2,
     starcoder2_exact_gelu,
     gemma3,
+    gemma4,
     olmo2,
     olmo3,
     minimax,
@@ -131,7 +133,7 @@ def test_logits_and_gradients_are_those_of_transformers(family: Callable[[], tup
         expected = theirs(tokens).logits
         F.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     parameters = from_huggingface(theirs.state_dict(), model)
-    trained = {name: value.requires_grad_() for name, value in parameters.items() if not name.endswith(EXPERT_BIAS)}
+    trained = {name: value.requires_grad_() for name, value in parameters.items() if not name.endswith(UNTRAINED)}
     logits = logits_of(parameters, model, tokens)
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
@@ -159,7 +161,7 @@ def test_state_and_window_begin_anew_with_each_document(family: Callable[[], tup
         expected = torch.cat([theirs(tokens[:, start:end]).logits for start, end in zip([0, *ends], ends)], dim=1)
         expected.square().sum().backward()
     parameters = from_huggingface(theirs.state_dict(), model)
-    trained = {name: value.requires_grad_() for name, value in parameters.items() if not name.endswith(EXPERT_BIAS)}
+    trained = {name: value.requires_grad_() for name, value in parameters.items() if not name.endswith(UNTRAINED)}
     none = torch.zeros(1, 24, dtype=torch.int64)
     rows = Rows(tokens, none, none.double(), documents[None], (places - starts)[None], torch.ones(1).double())
     logits = Transformer(model, parameters).forward(rows).logits

@@ -7,12 +7,14 @@ exactly the angles it was trained with; the order of operations below is part of
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mtrain.config.schema.latent_attention import LatentAttentionSection
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
@@ -25,6 +27,8 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
     Returns:
         [head_dim / 2] float32 on the CPU in radians, and the attention factor (1 except for yarn).
     """
+    if rope.scaling == "proportional":
+        return _proportional(rope, head_dim), 1.0
     periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     match rope.scaling:
         case "none":
@@ -35,12 +39,22 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
             return _llama3(rope, 1.0 / periods), 1.0
         case "yarn":
             return _yarn(rope, periods, head_dim), _yarn_attention_factor(rope)
+        case _ as never:
+            assert_never(never)
 
 
 def local_frequencies(rope: RopeSection, head_dim: int) -> Tensor:
     """Returns frequencies of layers with a sliding window where `rope.local_base` is set: never scaled."""
     assert rope.local_base is not None
     return inverse_frequencies(RopeSection(base=rope.local_base), head_dim)[0]
+
+
+def _proportional(rope: RopeSection, head_dim: int) -> Tensor:
+    """Returns the frequencies of whole heads for the first pairs, and 0 for the others."""
+    num_pairs = int(rope.partial * head_dim // 2)
+    rotated = 1.0 / (rope.base ** (torch.arange(0, 2 * num_pairs, 2, dtype=torch.float32, device="cpu") / head_dim))
+    # divided last, as transformers rounds
+    return functional.pad(rotated, (0, head_dim // 2 - num_pairs)) / rope.factor
 
 
 def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:

@@ -57,32 +57,35 @@ class TwoBaseRotary(Rotary):
         """
         super().__init__(inverse_frequencies)
         self.windowed = Rotary(windowed)
+        self.num_global = 2 * len(inverse_frequencies)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles: [2, seq_local, batch or 1, 1, head_dim] float32, of global and of windowed layers."""
+        """Returns angles, those of global layers before those of windowed ones, whose heads may have another size:
+        [seq_local, batch or 1, 1, head_dim of the one + that of the other] float32."""
         # the block passes one tensor of angles to all layers; each of them chooses
-        return torch.stack((super().forward(positions), self.windowed(positions)))
+        return torch.cat((super().forward(positions), self.windowed(positions)), dim=-1)
 
 
-def take_angles_by_layer(model: nn.Module) -> None:
-    """Makes every self-attention of a model take the half of a TwoBaseRotary's angles that its window needs."""
+def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
+    """Makes every self-attention of a model take the part of a TwoBaseRotary's angles that its window needs."""
+
+    def take_own(
+        attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        windowed = has_window(attention.config, attention.layer_number)
+        parts = _apart(options["rotary_pos_emb"], rotary.num_global)
+        return args, {**options, "rotary_pos_emb": parts[int(windowed)]}
+
     for module in model.modules():
         if isinstance(module, SelfAttention):
             # a hook on the module's call also runs when the layer is recomputed
-            module.register_forward_pre_hook(_take_own_angles, with_kwargs=True)
+            module.register_forward_pre_hook(take_own, with_kwargs=True)
 
 
-def _take_own_angles(
-    attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    windowed = has_window(attention.config, attention.layer_number)
-    return args, {**options, "rotary_pos_emb": _apart(options["rotary_pos_emb"])[int(windowed)]}
-
-
-def _apart(angles: Tensor) -> tuple[Tensor, ...]:
-    """Returns both halves, the same tensors for all layers of a microbatch, which cache on them (`rotations_of`)."""
-    known: tuple[Tensor, ...] | None = getattr(angles, "known_halves", None)
+def _apart(angles: Tensor, num_global: int) -> tuple[Tensor, Tensor]:
+    """Returns both parts, the same tensors for all layers of a microbatch, which cache on them (`rotations_of`)."""
+    known: tuple[Tensor, Tensor] | None = getattr(angles, "known_parts", None)
     if known is None:
-        known = angles.unbind()
-        angles.known_halves = known  # type: ignore[attr-defined]
+        known = angles[..., :num_global], angles[..., num_global:]
+        angles.known_parts = known  # type: ignore[attr-defined]
     return known

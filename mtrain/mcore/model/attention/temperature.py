@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.rotary import Rotary
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 

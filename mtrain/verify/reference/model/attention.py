@@ -12,14 +12,16 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind
 from mtrain.verify.reference.model.delta_net import DeltaNet
+from mtrain.verify.reference.model.global_attention import GlobalAttention
 from mtrain.verify.reference.model.grouped_attention import GroupedAttention
 from mtrain.verify.reference.model.latent_attention import LatentAttention
 from mtrain.verify.reference.model.mamba import Mamba
 from mtrain.verify.reference.model.modules import Module
 from mtrain.verify.reference.text import Rows
 
-_GROUPED, _LATENT, _DELTA_NET, _MAMBA = GroupedAttention(), LatentAttention(), DeltaNet(), Mamba()
-KINDS: tuple[AttentionKind, ...] = (_GROUPED, _LATENT, _DELTA_NET, _MAMBA)
+_GROUPED, _GLOBAL, _LATENT = GroupedAttention(), GlobalAttention(), LatentAttention()
+_DELTA_NET, _MAMBA = DeltaNet(), Mamba()
+KINDS: tuple[AttentionKind, ...] = (_GROUPED, _GLOBAL, _LATENT, _DELTA_NET, _MAMBA)
 
 
 def kind_of(model: ModelSection, layer: int) -> AttentionKind | None:
@@ -27,6 +29,8 @@ def kind_of(model: ModelSection, layer: int) -> AttentionKind | None:
     match model.attention(layer):
         case "grouped":
             return _GROUPED
+        case "global":
+            return _GLOBAL
         case "latent":
             return _LATENT
         case "delta_net":

@@ -12,7 +12,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.model import ModelSection, RopeSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.verify.reference.model.attention_kind import (
     AttentionKind,
     Shape,
@@ -54,7 +55,9 @@ class GroupedAttention(AttentionKind):
         window = window_of(model, layer)
         rope = model.rope
         if window is not None and rope.local_base is not None:
-            rope = RopeSection(base=rope.local_base, partial=rope.partial)
+            rope = RopeSection(base=rope.local_base, partial=1 if rope.scaling == "proportional" else rope.partial)
+        if model.value_norm:
+            value = unweighted_norm(value, model)
         key = key.squeeze(3)
         if rotates(model, layer):
             query = _rotated(query.flatten(2, 3), rows, rope).view(*x.shape[:2], groups, shared, size)
@@ -108,9 +111,14 @@ def rotates(model: ModelSection, layer: int) -> bool:
     return not skipped[layer] if isinstance(skipped, list) else (layer + 1) % int(skipped) != 0
 
 
+def unweighted_norm(x: Tensor, model: ModelSection) -> Tensor:
+    """Divides the last axis by the root of its mean square."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_epsilon)
+
+
 def _rotated(heads: Tensor, rows: Rows, rope: RopeSection) -> Tensor:
     """Rotates the first dimensions of [batch, seq, heads, size], as many as `rope.partial` says."""
-    size = math.floor(heads.shape[-1] * rope.partial)
+    size = heads.shape[-1] if rope.scaling == "proportional" else math.floor(heads.shape[-1] * rope.partial)
     return torch.cat([rotated(heads[..., :size], rows.positions, rope), heads[..., size:]], dim=-1)
 
 

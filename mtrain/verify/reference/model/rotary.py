@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 
 
 def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:
@@ -39,6 +39,10 @@ def frequency(rope: RopeSection, size: int, pair: int) -> float:
         case "none":
             kept = 1.0
         case "linear":
+            kept = 0.0
+        case "proportional":
+            if 2 * (pair + 1) > rope.partial * size:
+                return 0.0
             kept = 0.0
         case "llama3":
             kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -12,6 +12,9 @@ from mtrain.verify.reference.model.experts import GATE
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
 """Suffix of the names of tensors that belong to the model's state but have no gradient."""
+LAYER_SCALAR = ".scalar"
+"""Suffix of the names of others."""
+UNTRAINED = (EXPERT_BIAS, LAYER_SCALAR)
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
@@ -78,6 +81,8 @@ def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, S
         yield from _network(f"{name}.mlp", model.ffn_hidden_size, model)
     if model.sandwich_norm or model.post_norm:
         yield from norm_shapes(f"{name}.post_mlp_layernorm", hidden, model)
+    if model.layer_scalar:
+        yield f"{name}{LAYER_SCALAR}", (1,)
 
 
 def _network(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:

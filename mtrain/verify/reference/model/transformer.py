@@ -102,6 +102,8 @@ class Transformer:
                 product, output = network(part.inner("mlp"), inner)
             after = between + self._norm_after(part, "post_mlp_layernorm", output)
             shown |= {"pre_mlp_layernorm": inner, "mlp": product}
+        if (scalar := part.get("scalar")) is not None:
+            after = after * scalar
         if place is not None:
             found.outputs |= {f"{place} {module}": each for module, each in shown.items()} | {place: after}
         return after
@@ -120,7 +122,11 @@ class Transformer:
 
     def _head(self, hidden: Tensor) -> Tensor:
         # `merged` has separated a tied table whose adapter affects the lookup only
-        return hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T
+        logits, bound = (
+            hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T,
+            self._model.logit_softcap,
+        )
+        return logits if bound is None else bound * torch.tanh(logits / bound)
 
     def _module(self, name: str) -> Module:
         return Module(self._model, self._tensors, name, self._changes)

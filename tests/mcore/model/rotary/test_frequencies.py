@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies
 
 SECTIONS = {
@@ -19,6 +19,8 @@ SECTIONS = {
     "llama3, short context": RopeSection(
         scaling="llama3", factor=4.0, low_freq_factor=1.5, high_freq_factor=6.0, original_max_positions=64
     ),
+    "proportional": RopeSection(base=1000000.0, scaling="proportional", partial=0.25),
+    "proportional, factor": RopeSection(scaling="proportional", partial=0.7, factor=3.0),
     "yarn": RopeSection(base=1000000.0, scaling="yarn", factor=4.0, original_max_positions=32768),
     "yarn, no rounding": RopeSection(scaling="yarn", factor=40.0, original_max_positions=4096, truncate=False),
     "yarn, own betas": RopeSection(
@@ -61,6 +63,8 @@ def huggingface_parameters(rope: RopeSection) -> dict[str, object]:
                 "high_freq_factor": rope.high_freq_factor,
                 "original_max_position_embeddings": rope.original_max_positions,
             }
+        case "proportional":
+            return parameters | {"rope_type": "proportional", "partial_rotary_factor": rope.partial}
         case "yarn":
             return parameters | {
                 "rope_type": "yarn",

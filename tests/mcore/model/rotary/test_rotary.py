@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtrain.config.schema.model import RopeSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies
 from mtrain.mcore.model.attention.rotary import Rotary
 

@@ -1,0 +1,111 @@
+"""`model.rope.*`: the rotary position embedding."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema import bounds
+from mtrain.config.schema.section import Section, rule
+
+
+class RopeSection(Section):
+    """Rotary position embedding; scaling as Hugging Face transformers defines it."""
+
+    base: float = Field(10000.0, gt=0)
+    """Base of the rotation frequencies."""
+    scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
+    """Way in which frequencies are scaled for longer contexts. proportional: as linear, and `partial` says how many of
+    the pairs (i, i + head_dim / 2) are rotated, the first ones, by the frequencies that they have in a whole head."""
+    factor: float = Field(1.0, ge=1)
+    """Factor by which the context is extended; 1 without scaling."""
+    low_freq_factor: float = Field(1.0, gt=0)
+    """Bound of the lowest frequencies: those with a wavelength above original_max_positions / low_freq_factor are
+    divided by factor; llama3 only."""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """Bound of the highest frequencies: those with a wavelength below original_max_positions / high_freq_factor stay;
+    llama3 only."""
+    original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
+    """Context length of the unscaled model, in tokens; llama3 and yarn only."""
+    beta_fast: float = Field(32.0, gt=0)
+    """Number of rotations within the original context above which a dimension is not scaled; yarn only."""
+    beta_slow: float = Field(1.0, gt=0)
+    """Number of rotations within the original context below which a dimension is scaled fully; yarn only."""
+    attention_factor: float | None = Field(None, gt=0)
+    """Factor of cos and sin; null: 0.1 ln(factor) + 1; yarn only."""
+    truncate: bool = True
+    """Whether the correction range is rounded to whole dimensions; yarn only."""
+    mscale: float | None = Field(None, gt=0)
+    """Constant of the attention factor, which becomes (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) +
+    1); yarn only, with mscale_all_dim."""
+    mscale_all_dim: float | None = Field(None, gt=0)
+    """Constant of the attention factor, see mscale; latent attention also multiplies its scores by (0.1 mscale_all_dim
+    ln(factor) + 1)^2; yarn only."""
+    interleaved: bool = False
+    """Whether pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2); latent attention only."""
+    partial: float = Field(1.0, gt=0, le=1)
+    """Part of a head's dimensions that is rotated: the first int(partial x head_dim), an even number; the others carry
+    no position. See scaling=proportional for another choice of dimensions."""
+    attention_temperature: float = Field(0.0, ge=0)
+    """Coefficient b by which queries grow beyond the original context: they are multiplied by 1 + b ln(1 +
+    floor(position / original_max_positions)), in every layer; 0: they are not; yarn only."""
+    local_base: float | None = Field(None, gt=0)
+    """Base of layers with a sliding window, without scaling; null: they rotate as all others."""
+
+    @rule
+    def a_factor_needs_a_scaling(self) -> str | None:
+        if self.factor == 1 or self.scaling != "none":
+            return None
+        return f"factor={self.factor} has no effect with scaling=none; choose a scaling or remove the factor"
+
+    @rule
+    def llama3_bands_are_ordered(self) -> str | None:
+        if self.scaling != "llama3" or self.low_freq_factor < self.high_freq_factor:
+            return None
+        return (
+            f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}; "
+            "lower the one or raise the other"
+        )
+
+    @rule
+    def yarn_bands_are_ordered(self) -> str | None:
+        # equal in Kimi-K2: rounded to whole dimensions, the range between them is one dimension wide
+        if self.scaling != "yarn" or self.beta_slow <= self.beta_fast:
+            return None
+        return (
+            f"beta_slow={self.beta_slow} must not exceed beta_fast={self.beta_fast}; lower the one or raise the other"
+        )
+
+    @rule
+    def yarn_needs_turns_that_differ(self) -> str | None:
+        if self.scaling != "yarn" or self.base > 1:
+            return None
+        return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
+
+    @rule
+    def yarn_needs_whole_heads(self) -> str | None:
+        if self.scaling != "yarn" or self.partial == 1:
+            return None
+        return (
+            f"partial={self.partial} cannot be combined with scaling=yarn, whose factor of cos and sin would scale a "
+            "part of each head; remove one of them"
+        )
+
+    @rule
+    def temperature_belongs_to_yarn_with_one_base(self) -> str | None:
+        if self.attention_temperature == 0 or (self.scaling == "yarn" and self.local_base is None):
+            return None
+        return (
+            f"attention_temperature={self.attention_temperature} needs scaling=yarn without local_base, but scaling="
+            f"{self.scaling} and local_base={self.local_base}; change them, or set it to 0"
+        )
+
+    @rule
+    def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
+        if self.mscale is None and self.mscale_all_dim is None:
+            return None
+        if self.scaling == "yarn" and self.mscale is not None and self.mscale_all_dim is not None:
+            return None
+        return (
+            f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} have no settled meaning with scaling="
+            f"{self.scaling}; set both with scaling=yarn, or remove both"
+        )

@@ -1,0 +1,259 @@
+"""Gemma 4: windowed layers, and wide ones with heads of their own, whose keys are the values, too; normed values, a
+number that multiplies each layer, and bounded logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from mtrain.base.errors import DataError
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, UnsayableError, heads
+from mtrain.hf.schema.families.common import (
+    ATTENTION,
+    FEED_FORWARD,
+    KEY,
+    THEIRS,
+    VOCABULARY,
+    common,
+    in_layer,
+    kinds_of,
+    layer_kinds,
+    windows,
+)
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.rope import PARTIAL, plain_number
+from mtrain.hf.schema.table import Rule, TensorPattern
+from mtrain.hf.schema.values import needed_value, shown, value_of, wrong_type
+
+_WIDE, _WINDOWED = "full_attention", "sliding_attention"
+_EVERY = 6
+"""Distance of wide layers where the file lists no layers."""
+_BY_LAYER = "per_layer_config"
+_SIZES = ("head_dim", "num_key_value_heads")
+
+
+def _kinds(config: dict[str, Any]) -> list[str]:
+    kinds = layer_kinds(config, lambda layer: layer % _EVERY == 0)
+    return [*kinds[:-1], _WIDE]  # as transformers changes it, whatever the file says
+
+
+@final
+@dataclass(frozen=True)
+class _LastIsWide(Entry):
+    """Kinds of layers: one word for each; the last is wide."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("sliding_window", "layer_types")
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        kinds = _kinds(config)
+        if _WINDOWED not in kinds:
+            raise DataError(f"config.json: layer_types without {_WINDOWED} is not supported; at least one is needed")
+        return windows(kinds, value_of(config, "sliding_window", int, 512))
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        kinds = kinds_of(model)
+        if kinds[-1] != _WIDE:
+            raise UnsayableError("gemma4_text", {"global_attention_every": " that leaves the last layer a window"})
+        return {"sliding_window": model.sliding_window, "layer_types": kinds}
+
+
+@final
+@dataclass(frozen=True)
+class _WideHeads(Entry):
+    """Heads of wide layers: two fields of published files, or those of each such layer, as transformers writes them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", _BY_LAYER)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        if not needed_value(config, "attention_k_eq_v", bool, False):
+            raise DataError(
+                "config.json: attention_k_eq_v=False is not supported (projections of values in wide layers), but True "
+                "is needed"
+            )
+        groups = needed_value(config, "num_key_value_heads", int, 4)
+        named = {
+            "head_dim": needed_value(config, "global_head_dim", int, 512),
+            "num_key_value_heads": value_of(config, "num_global_key_value_heads", int, None) or groups,
+        }
+        found = named if config.get(_BY_LAYER) is None else self._of_each(config, groups)
+        for ours, theirs in zip(_SIZES, ("global_head_dim", "num_global_key_value_heads"), strict=True):
+            # transformers reads only one of both forms
+            if config.get(theirs) is not None and named[ours] != found[ours]:
+                raise DataError(
+                    f"config.json: {_BY_LAYER} says {ours}={found[ours]}, but {theirs}={shown(config[theirs])}; remove "
+                    "the one that is wrong"
+                )
+        return {
+            "global_attention.head_dim": found["head_dim"],
+            "global_attention.num_query_groups": found["num_key_value_heads"],
+        }
+
+    def _of_each(self, config: dict[str, Any], groups: int) -> dict[str, int]:
+        given = config[_BY_LAYER]
+        if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+            raise wrong_type(_BY_LAYER, given, "an object of objects")
+        wide = [str(number) for number, kind in enumerate(_kinds(config)) if kind == _WIDE]
+        if sorted(given) != sorted(wide) or any(
+            each != given[wide[0]] or each.keys() - {*_SIZES} for each in given.values()
+        ):
+            raise DataError(
+                f"config.json: {_BY_LAYER} must give the layers of {_WIDE}, {', '.join(wide)}, the same "
+                f"{' and '.join(_SIZES)}, and nothing else"
+            )
+        one = given[wide[0]]
+        head_dim = needed_value(one, "head_dim", int, needed_value(config, "head_dim", int, 256))
+        return {"head_dim": head_dim, "num_key_value_heads": needed_value(one, "num_key_value_heads", int, groups)}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        wide = model.with_global_heads()
+        sizes = {"head_dim": wide.head_size, "num_key_value_heads": wide.query_groups}
+        fields: dict[str, Any] = {"global_head_dim": wide.head_size, "num_global_key_value_heads": wide.query_groups}
+        if _BY_LAYER in config:  # in the style of the file
+            fields = {name: value for name, value in fields.items() if name in config}
+            numbers = [str(number) for number, kind in enumerate(kinds_of(model)) if kind == _WIDE]
+            fields[_BY_LAYER] = {number: dict(sizes) for number in numbers}
+        return {"attention_k_eq_v": True, **fields}
+
+
+@final
+@dataclass(frozen=True)
+class _WideAndLocalRope(Entry):
+    """Two rotary embeddings: whole heads in windowed layers, some pairs of a head in wide ones."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("rope_parameters",)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        said = config.get("rope_parameters")
+        if said is None:
+            said = {
+                _WINDOWED: {"rope_type": "default", "rope_theta": 10000.0},
+                _WIDE: {"rope_type": "proportional", PARTIAL: 0.25, "rope_theta": 1000000.0},
+            }
+        if not isinstance(said, dict) or {*said} != {_WIDE, _WINDOWED} or not all(map(_is_object, said.values())):
+            raise DataError(
+                f"config.json: rope_parameters must have {_WIDE} and {_WINDOWED} with an object each; correct the file"
+            )
+        wide, windowed = said[_WIDE], said[_WINDOWED]
+        _check(windowed, _WINDOWED, "default", ())
+        kind = "default" if wide.get("rope_type") == "default" else "proportional"
+        _check(wide, _WIDE, kind, () if kind == "default" else (PARTIAL, "factor"))
+        found: dict[str, Any] = {
+            "rope.base": needed_value(wide, "rope_theta", float),
+            "rope.local_base": needed_value(windowed, "rope_theta", float),
+            "rope.scaling": "none" if kind == "default" else kind,
+        }
+        if kind == "proportional":
+            found["rope.partial"] = needed_value(wide, PARTIAL, float, 1.0)
+            found["rope.factor"] = needed_value(wide, "factor", float, 1.0)
+        return found
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        rope = model.rope
+        local = rope.base if rope.local_base is None else rope.local_base
+        windowed = {"rope_type": "default", "rope_theta": plain_number(local)}
+        return {"rope_parameters": {_WINDOWED: windowed, _WIDE: _written(rope)}}
+
+
+def _written(rope: RopeSection) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": plain_number(rope.base)}
+    if rope.scaling == "proportional":
+        found |= {"rope_type": rope.scaling, PARTIAL: rope.partial}
+        found |= {} if rope.factor == 1 else {"factor": rope.factor}
+    return found
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _check(parameters: dict[str, Any], kind: str, needed: str, others: tuple[str, ...]) -> None:
+    """Refuses another type, and fields that it does not read."""
+    given = parameters.get("rope_type")
+    if given != needed:
+        either = "default" if kind == _WINDOWED else "default or proportional"
+        raise DataError(f"config.json: rope_type={shown(given)} of {kind} is not supported, but {either} is needed")
+    unknown = sorted(parameters.keys() - {"rope_type", "rope_theta", *others})
+    if unknown:
+        raise DataError(
+            f"config.json: {unknown[0]}={shown(parameters[unknown[0]])} in the rotary parameters of {kind} means "
+            f"nothing for rope_type={needed}; remove it"
+        )
+
+
+def _is_wide(model: ModelSection, layer: int) -> bool:
+    return model.attention(layer) == "global"
+
+
+def _is_windowed(model: ModelSection, layer: int) -> bool:
+    return model.attention(layer) == "grouped"
+
+
+_ENTRIES: tuple[Entry, ...] = (
+    *common(tied=True),
+    *heads(groups=4, head_dim=256),
+    Constant("query_scalar", 1.0),
+    Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+    Required("attention_bias", False, False),
+    Field("final_logit_softcapping", "logit_softcap"),
+    # "vision": tokens of images see each other; text does not
+    Required("use_bidirectional_attention", None, None, ("vision",)),
+    # 2B and 4B: embeddings for each layer, and layers that read the keys of others
+    Required("hidden_size_per_layer_input", 0, 256),
+    Required("num_kv_shared_layers", 0, 0),
+    Required("enable_moe_block", False, False),
+    Constant("activation", "geglu_tanh"),
+    Constant("qk_norm", True),
+    Constant("value_norm", True),
+    Constant("sandwich_norm", True),
+    Constant("layer_scalar", True),
+    # scaled by the root of the hidden size, in the dtype of the weights
+    Constant("scale_embeddings", True),
+    _LastIsWide(),
+    _WideHeads(),
+    _WideAndLocalRope(),
+)
+_RULES = (
+    *VOCABULARY,
+    in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "h").only(_is_windowed),
+    in_layer("input_layernorm.weight", "input_layernorm.weight", "h").only(_is_wide),
+    in_layer("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", "h"),
+    in_layer("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "h"),
+    in_layer("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", "h"),
+    in_layer("scalar", "layer_scalar", "o"),
+    *(rule.only(_is_windowed) for rule in ATTENTION),
+    Rule(
+        f"{KEY}self_attention.linear_qk.weight",
+        "(g S D) h",
+        (
+            TensorPattern(f"{THEIRS}self_attn.q_proj.weight", "(g S D) h", {"S": slice(0, -1)}),
+            TensorPattern(f"{THEIRS}self_attn.k_proj.weight", "(g D) h", {"S": -1}),
+        ),
+        _is_wide,
+    ),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "D").only(_is_wide),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "D").only(_is_wide),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H D)").only(_is_wide),
+    *FEED_FORWARD,
+)
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    _ENTRIES,
+    _RULES,
+    # read where layers have embeddings, share keys, or have experts
+    inert=(
+        "vocab_size_per_layer_input",
+        "use_double_wide_mlp",
+        "num_experts",
+        "top_k_experts",
+        "moe_intermediate_size",
+    ),
+)
