@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"num_hidden_layers": 2},  # latents
     "glm4-moe": {"num_hidden_layers": 2},  # heads that rotate in part
     "gpt-oss": {"num_key_value_heads": 2, "num_local_experts": 4},  # sinks
+    "qwen3-next": {"num_experts": 4},  # states of delta nets
 }
 PROMPTS = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21, 50, 8, 2, 33, 19, 4], [6, 6], [12, 48, 1]]
 NEW = 4
