@@ -202,7 +202,10 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
 @final
 @dataclass(frozen=True)
 class LayerWindows(Entry):
-    """Layers with a sliding window: one word for each layer, or the number of layers without one."""
+    """Layers with a sliding window: one word for each layer, or a number of layers at the beginning."""
+
+    alternates: bool = False
+    """Whether, of those at the beginning, every other one from the first on has a window, instead of all after them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -212,11 +215,13 @@ class LayerWindows(Entry):
         window = value_of(config, "sliding_window", int, 4096)
         # a window that is switched off is still written in the files of this family
         window = window if needed_value(config, "use_sliding_window", bool, False) else None
-        # this many layers at the beginning have none (transformers counts from 0, `layer_kinds` from 1)
         first = needed_value(config, "max_window_layers", int, 28)
-        return windows(
-            layer_kinds(config, lambda layer: layer <= first or window is None), window, "use_sliding_window is false"
-        )
+
+        def is_wide(layer: int) -> bool:  # transformers counts from 0, `layer_kinds` from 1
+            return layer % 2 == 0 or layer > first if self.alternates else layer <= first
+
+        kinds = layer_kinds(config, lambda layer: window is None or is_wide(layer))
+        return windows(kinds, window, "use_sliding_window is false")
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         window, kinds = model.sliding_window, kinds_of(model)
@@ -225,7 +230,7 @@ class LayerWindows(Entry):
         return {
             "use_sliding_window": window is not None,
             "sliding_window": window,
-            "max_window_layers": first,
+            **({} if self.alternates else {"max_window_layers": first}),
             "layer_types": kinds,
         }
 

@@ -12,15 +12,13 @@ from mtrain.hf.schema.families.common import (
     ATTENTION,
     NORMS,
     VOCABULARY,
+    LayerWindows,
     common,
     experts,
     has_shared_gate,
     in_layer,
-    kinds_of,
-    layer_kinds,
     router,
     shared_experts,
-    windows,
 )
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.values import needed_value, value_of
@@ -66,28 +64,6 @@ class _Window(Entry):
         return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
 
 
-@final
-@dataclass(frozen=True)
-class _AlternatingWindows(Entry):
-    """A sliding window in every other layer from the first on: one word for each layer, or the number of layers among
-    which these are."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        window = value_of(config, "sliding_window", int, 4096)
-        window = window if needed_value(config, "use_sliding_window", bool, False) else None
-        last = needed_value(config, "max_window_layers", int, 28)
-        kinds = layer_kinds(config, lambda layer: window is None or layer % 2 == 0 or layer > last)
-        return windows(kinds, window, "use_sliding_window is false")
-
-    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        window = model.sliding_window
-        return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": kinds_of(model)}
-
-
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -131,7 +107,7 @@ QWEN2_MOE = Family(
         Renormalised(),
         Field("qkv_bias", "qkv_bias", True),
         *NO_DENSE_LAYERS,
-        _AlternatingWindows(),
+        LayerWindows(alternates=True),
         Rope(),
     ),
     (
