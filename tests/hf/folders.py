@@ -1,5 +1,7 @@
 """Folders of Hugging Face with random weights, in shapes that a careless conversion gets wrong."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,14 @@ TOWERS: dict[str, Any] = {
     ),
 }
 """Models of text inside models of images and text."""
+
+
+def content_of(name: str) -> dict[str, Any]:
+    """Returns all fields of the config.json of a model, as transformers reads them."""
+    text = (CONFIGS | TOWERS)[name]().to_json_string(use_diff=False)
+    # its form of infinity, which JSON lacks
+    found: dict[str, Any] = json.loads(text, object_hook=lambda each: math.inf if "__float__" in each else each)
+    return found
 
 
 def class_of(config: Any) -> Any:

@@ -40,6 +40,8 @@ class Family:
     """Beginning of the names of heads."""
     tower: Tower | None = None
     """Place of the model in a multimodal one; None where it is text alone."""
+    renamed: tuple[str, str] | None = None
+    """Beginning of the usual names, and the one that transformers gives them in memory; None: they stay."""
     carried_names: tuple[str, ...] = ()
     """Patterns of tensors, besides those of images, that are not read and that conversions carry along."""
     ahead: str = ""

@@ -91,7 +91,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
         yield PeftTensor(f"{_ROOT}{rule.parts[0].name}", HEAD, shape, _HEAD, matrix)
     for matrix in tables(model, adapter):
         (rule,) = _rules(family, model, f"{matrix.linear}.weight", -1)
-        name = _part_name(rule, 0)
+        name = _module(family, rule, 0)
         yield from _pair(matrix, adapter, f"{_ROOT}{name}", matrix.linear)
     for layer in range(model.num_layers):
         for matrix in in_layer(model, adapter, layer):
@@ -101,6 +101,11 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
                     raise DataError(f"PEFT's form for experts without a gate ({family.model_type}) is not known here")
                 yield from _of_experts(family, matrix, adapter, layer)
                 continue
+            if matrix.part == "out_proj" and model.mamba is not None:
+                raise DataError(
+                    f"PEFT refuses adapters of out_proj in {family.model_type} models, whose kernels read the weight; "
+                    "merge the adapter into the weights"
+                )
             found = _rules(family, model, f"decoder.layers.*.{matrix.linear}.weight", layer)
             if not found:
                 raise DataError(f"PEFT has no form for {matrix.linear} of {family.model_type} models")
@@ -112,7 +117,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
                     "there; merge the adapter into the weights"
                 )
             place = _place(matrix, rule)
-            for each in _pair(matrix, adapter, f"{_ROOT}{_part_name(rule, place).format(L=layer)}", ours):
+            for each in _pair(matrix, adapter, f"{_ROOT}{_module(family, rule, place).format(L=layer)}", ours):
                 # outputs are rows of B, and all that there is of magnitudes
                 columns = {"lora_b": adapter.rank_of(matrix.part), "magnitude": 1}.get(each.kind)
                 yield (
@@ -135,8 +140,10 @@ def _place(matrix: AdaptedMatrix, rule: Rule) -> int:
     return order.get(matrix.part, 0)
 
 
-def _part_name(rule: Rule, place: int) -> str:
-    return rule.parts[place].name.removesuffix(".weight")
+def _module(family: Family, rule: Rule, place: int) -> str:
+    """Returns the name of the module that holds a tensor."""
+    name = rule.parts[place].name.removesuffix(".weight")
+    return name if family.renamed is None else name.replace(*family.renamed, 1)
 
 
 def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str) -> Iterator[PeftTensor]:

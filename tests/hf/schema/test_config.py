@@ -14,7 +14,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.config import differences
 from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family
-from tests.hf.folders import CONFIGS, TOWERS
+from tests.hf.folders import CONFIGS, TOWERS, content_of
 from tests.hf.schema.published import PUBLISHED
 from tests.messages import refuses
 from tests.paths import CONFIGS as CONFIG_FILES
@@ -77,6 +77,14 @@ def test_a_fused_projection_has_no_form_in_peft() -> None:
             list(peft.tensors(FAMILIES["phi3"], model, AdapterSection(kind="lora", rank=2, alpha=4, targets=[part])))
     alone = AdapterSection(kind="lora", rank=2, alpha=4, targets=["o_proj", "down_proj"])
     assert len(list(peft.tensors(FAMILIES["phi3"], model, alone))) == 2 * 2 * model.num_layers
+
+
+@pytest.mark.parametrize("target", ["out_proj", "experts"])
+def test_parts_of_nemotron_have_no_form_in_peft(target: str) -> None:
+    family = FAMILIES["nemotron_h"]
+    model = family.model(content_of("nemotron-h"))
+    with refuses(DataError, target, "nemotron_h"):
+        list(peft.tensors(family, model, AdapterSection(kind="lora", rank=2, alpha=4, targets=[target])))
 
 
 def test_files_of_older_versions_keep_their_style() -> None:

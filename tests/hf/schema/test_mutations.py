@@ -7,8 +7,6 @@ function that differs.
 
 import copy
 import dataclasses
-import json
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, INERT, family_of, fields_nobody_knows
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS, TOWERS, class_of
+from tests.hf.folders import content_of as base
 from tests.hf.megatron_names import from_huggingface
 from tests.reference import logits_of
 
@@ -151,12 +150,6 @@ GEMMA4: list[dict[str, Any]] = [
     {"num_experts": 4, "top_k_experts": 2},
 ]
 TOKENS = torch.arange(24)[None] * 7 % 57
-
-
-def base(name: str) -> dict[str, Any]:
-    text = (CONFIGS | TOWERS)[name]().to_json_string(use_diff=False)
-    found: dict[str, Any] = json.loads(text, object_hook=lambda each: math.inf if "__float__" in each else each)
-    return found
 
 
 def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

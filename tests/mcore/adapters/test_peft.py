@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
     "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
     "delta nets": ("qwen3.5", LORA | {"targets": [*ALL, "in_proj", "out_proj"]}, Layout(tp=2, sp=True)),
+    "mamba": ("nemotron-h", LORA | {"targets": [*ALL, "in_proj"]}, Layout(tp=2, sp=True)),
     "interleaved experts": ("gpt-oss", LORA | {"targets": ["experts"]}, Layout()),
 }
 """Name of a case -> folder, adapter, and the layout that saves."""

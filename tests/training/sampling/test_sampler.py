@@ -18,7 +18,7 @@ from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
 from mtrain.training.sampling.sampler import Completion
 from tests.config.samples import config as small
 from tests.hf.folders import save
-from tests.parity.families import HYBRID
+from tests.parity.families import HYBRID, MAMBA
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 
@@ -156,20 +156,21 @@ def test_sampled_answers_are_those_without_a_cache(
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "slots"),
+    ("family", "layout", "ranks", "slots"),
     [
-        ({}, 1, 64),
-        ({"tp": 2, "sp": True, "pp": 2}, 4, 2),
-        pytest.param({"cp": 2}, 2, 64, marks=pytest.mark.nightly),  # replicas of cp, as above
+        (HYBRID, {}, 1, 64),
+        (HYBRID, {"tp": 2, "sp": True, "pp": 2}, 4, 2),
+        (MAMBA, {"tp": 2, "sp": True, "pp": 2}, 4, 2),
+        pytest.param(HYBRID, {"cp": 2}, 2, 64, marks=pytest.mark.nightly),  # replicas of cp, as above
     ],
-    ids=["alone", "tp2-sp-pp2", "cp2"],
+    ids=["alone", "tp2-sp-pp2", "mamba-tp2-sp-pp2", "cp2"],
 )
 def test_states_of_a_hybrid_give_the_answers_without_a_cache(
-    pool: Pool, layout: dict[str, Any], ranks: int, slots: int
+    pool: Pool, family: dict[str, Any], layout: dict[str, Any], ranks: int, slots: int
 ) -> None:
-    """A delta net keeps a state in the place of keys: it is that of each sequence, whatever was read together, and in
-    whatever place."""
-    model = HYBRID | {"model__init_std": 0.3, "model__num_layers": 4, "train__precision": "fp32"}
+    """A delta net or Mamba-2 keeps a state in the place of keys: it is that of each sequence, whatever was read
+    together, and in whatever place."""
+    model = family | {"model__init_std": 0.3, "model__num_layers": 4, "train__precision": "fp32"}
     config = small(**model, **{f"layout__{key}": value for key, value in layout.items()})
     found = pool.run(sampling_ranks.answers, Layout.from_config(config, ranks), [config], PROMPTS, [WARM], slots)
     assert all(each == found[0] for each in found)

@@ -74,6 +74,15 @@ def test_adapters_of_a_delta_net_are_exact(pool: Pool) -> None:
     assert_passes(check(pool, user, "tp2spcp2mbs4", num_steps=NUM_STEPS))
 
 
+def test_adapters_of_mamba_are_exact(pool: Pool) -> None:
+    """Layers of one sublayer each, with all targets that they have."""
+    mamba = {"num_heads": 4, "head_dim": 8, "num_groups": 2, "state_dim": 8}
+    changes = {"model__mamba": mamba, "model__layer_pattern": "M*-M", "model__num_layers": 4}
+    changes |= {"model__sliding_window": None, "model__global_attention_every": None, "model__activation": "relu2"}
+    user = adapted(LORA | {"targets": ["in_proj", "out_proj", "qkv", "up_proj", "fc2"]}, **changes)
+    assert_passes(check(pool, user, "tp2spcp2mbs4", num_steps=NUM_STEPS))
+
+
 def test_an_adapter_of_a_tied_table_is_exact(pool: Pool) -> None:
     """Only the lookup has the adapter: the output layer, a copy on the last stage, keeps the frozen table."""
     user = adapted(LORA | {"targets": ["q_proj", "embedding"]})

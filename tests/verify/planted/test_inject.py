@@ -62,6 +62,11 @@ DELTA_NET: dict[str, Any] = {
     "model__delta_net": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8},
     "model__sliding_window": None,
 }
+MAMBA: dict[str, Any] = {
+    "model__mamba": {"num_heads": 4, "head_dim": 8, "num_groups": 2, "state_dim": 8},
+    "model__layer_pattern": "M-",
+    "model__sliding_window": None,
+}
 OF_DELTA_NETS = ("state-across-documents", "state-dropped-at-parts", "decay-in-half-precision")
 OF_MUON = ("matrices-by-tp-rank", "matrices-fused")
 OF_EXPERTS = ("router-losses-shared-out", "expert-loads-per-rank", "experts-left-out-of-norm", "depths-divided-by-main")
@@ -87,6 +92,17 @@ def test_every_fault_is_found_and_named(pool: Pool, name: str) -> None:
     assert found.value > 5 * found.tolerance
     assert axis in found.lines[0]
     assert quantity in found.lines[1] or kind == "grad_norm"
+
+
+@pytest.mark.parametrize("name", OF_DELTA_NETS)
+def test_the_faults_of_states_are_found_in_mamba(pool: Pool, name: str) -> None:
+    layouts, axis, *_ = EXPECTED[name]
+    report = check(pool, rich_config(**MAMBA), layouts, name, num_steps=1)
+    assert not report.passed
+    assert all(layout.error is None for layout in report.layouts)
+    assert report.layouts[0].passed == (axis != "every layout"), "one process with one microbatch is innocent"
+    assert report.diagnosis is not None
+    assert report.diagnosis.axis == axis
 
 
 def test_clipping_takes_part_whatever_norm_the_small_model_has(pool: Pool) -> None:

@@ -20,6 +20,7 @@ _LISTED, _ALIAS, _LETTERS = "layers_block_type", "layer_types", "hybrid_override
 _WORDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTER_OF = {word: letter for letter, word in _WORDS.items()} | {"mamba": "M", "attention": "*"}
 _TOP_K = 2
+_BASES = ("backbone.", "model.")
 
 
 @final
@@ -98,6 +99,9 @@ class _Where(Entry):
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         return self.entry.write(config, model) if self.letter in (model.layer_pattern or "") else {}
 
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self.entry.older(config) if self.letter in _pattern_of(config) else {}
+
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
         return self.letter not in _pattern_of(config) or self.entry.agrees(config, model)
 
@@ -150,12 +154,12 @@ def _pieces(axis: str, axes: str, *names: str) -> tuple[TensorPattern, ...]:
 
 
 def _named(rule: Rule) -> Rule:
-    """Adds the names of published files, which begin with `backbone.`."""
-    others = (rule.parts, *rule.others)
-    published = tuple(
-        tuple(replace(part, name=part.name.replace("model.", "backbone.", 1)) for part in parts) for parts in others
-    )
-    return replace(rule, others=(*rule.others, *published))
+    """Gives tensors the names of published files, which begin with `backbone.`; others are those of memory."""
+    there = (rule.parts, *rule.others)
+    usual, *others = [
+        tuple(replace(part, name=part.name.replace(_BASES[1], _BASES[0], 1)) for part in parts) for parts in there
+    ]
+    return replace(rule, parts=usual, others=(*others, *there))
 
 
 def _of_mixer(key: str, name: str, axes: str, letter: str) -> Rule:
@@ -192,7 +196,11 @@ _MAMBA = (
         "(K p) h",
         (
             TensorPattern(
-                f"{THEIRS}mixer.in_proj.weight", "", pieces=_pieces("p", "(K p) h", "gates", *_CONVOLVED, "steps")
+                f"{THEIRS}mixer.in_proj.weight",
+                "",
+                # the whole: rows of an adapter's B have this order, too
+                region="(K p) h",
+                pieces=_pieces("p", "(K p) h", "gates", *_CONVOLVED, "steps"),
             ),
         ),
         _is("M"),
@@ -299,4 +307,5 @@ NEMOTRON_H = Family(
         *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     ),
     carried_names=(r"mtp\..+",),
+    renamed=_BASES,
 )
