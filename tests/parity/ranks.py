@@ -76,7 +76,8 @@ def build(
     return Built(model, TrainingStep(model, _objective(config, has_routes)))
 
 
-def _have_routes(batch: GlobalBatch) -> bool:
+def have_routes(batch: GlobalBatch) -> bool:
+    """Says whether a sample names the experts of its tokens."""
     return any(sample.routed_experts is not None for sample in batch)
 
 
@@ -89,7 +90,7 @@ def train(
     groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
 ) -> Outcome:
     """Trains one optimizer step for each global batch."""
-    built = build(groups, config, parameters, has_routes=_have_routes(batches[0]))
+    built = build(groups, config, parameters, has_routes=have_routes(batches[0]))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     built.model.optimizer.gather_parameters()
     return Outcome(steps, arrays(gather_whole(parameter_shards(built.model.chunks, groups))))
@@ -122,7 +123,7 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
     """Returns the part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
-    has_routes = _have_routes(batch)
+    has_routes = have_routes(batch)
     extras = _objective(config, has_routes).extras if has_routes or (batch and batch[0].extras) else ()
     rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp, extras=extras), Given(batch)
     return rows.microbatches(rows.plan(samples, len(batch)), samples, has_first=True)

@@ -21,7 +21,7 @@ from mtrain.mcore.state.teacher import Teacher
 from mtrain.plan.layout import Layout
 from mtrain.training.step import TrainingStep
 from tests.parity.batches import GlobalBatch
-from tests.parity.ranks import Built, Outcome, arrays, own_microbatches, run_step, set_parameters
+from tests.parity.ranks import Built, Outcome, arrays, have_routes, own_microbatches, run_step, set_parameters
 
 
 class Taught(NamedTuple):
@@ -46,7 +46,7 @@ def train_with_teacher(
     chunks = build_model(config, groups)
     set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)
-    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    objective = replace(Objective.from_config(config.loss, config.model.mtp_depths), has_routes=have_routes(batches[0]))
     model = RankModel(config, groups, chunks, optimizer)
     built = Built(model, TrainingStep(model, objective, teacher))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mtrain import Datum, Engine, MtrainError, SamplingParams, StepResult
+from mtrain import Datum, Engine, GroupMember, MtrainError, SamplingParams, StepResult
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.gather import gather_whole, parameter_shards
@@ -83,8 +83,15 @@ def rollouts(groups: Groups, config: Config, prompts: Sequence[Sequence[int]], s
 
 
 class Trained(NamedTuple):
-    """Steps, and the weights around them."""
+    """Passes over the first batch, steps, and the weights around these."""
 
+    log_probs: list[Any]
+    """Log-probabilities of each sample, as numpy; so are the experts."""
+    routes: list[Any]
+    loss: float
+    """Loss of an evaluation."""
+    scores: list[float]
+    """Scores for a preference loss."""
     before: Arrays | None
     """Global tensors by name on rank 0, else None; so is `after`."""
     steps: list[StepResult]
@@ -92,13 +99,17 @@ class Trained(NamedTuple):
 
 
 def train(groups: Groups, config: Config, batches: Sequence[Batch]) -> Trained:
-    """Makes one step for each batch."""
+    """Makes one step for each batch, after passes without a gradient over the first one."""
     with free(groups), Engine(config) as engine:
         before, steps = _weights(engine), []
+        found, loss = engine.forward(batches[0], routed_experts=True), engine.evaluate([batches[0]]).loss
+        members = [GroupMember(group, "chosen") for group in range(len(batches[0]))]
+        scores = engine.scores([replace(datum, member=each) for datum, each in zip(batches[0], members)])
         for batch in batches:
             engine.forward_backward(batch)
             steps.append(engine.optim_step())
-        return Trained(before, steps, _weights(engine))
+        log_probs, routes = ([each.numpy() for each in of] for of in (found.log_probs, found.routed_experts))
+        return Trained(log_probs, routes, loss, scores, before, steps, _weights(engine))
 
 
 def _weights(engine: Engine) -> Arrays | None:

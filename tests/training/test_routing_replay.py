@@ -18,9 +18,9 @@ from tests.parity.cases import SINGLE, Case, case
 from tests.parity.compare import TOLERANCE, at_night, relative, without_padding, worst
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL, QWEN, with_experts
 from tests.parity.models.test_routing_replay import FULL, SIGMOID, SOFTMAX
-from tests.parity.replay import drawn_routes
+from tests.parity.replay import drawn_routes, replaying
 from tests.pool import Pool
-from tests.reference import exact_steps
+from tests.reference import doubles, exact_steps, token_losses_of
 from tests.training import replay_ranks
 
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
@@ -59,7 +59,8 @@ def test_replaying_the_own_choice_changes_nothing(pool: Pool, case: Case, change
 
 @pytest.mark.parametrize(("case", "changes"), LAYOUTS, ids=NAMES)
 def test_another_choice_is_replayed(pool: Pool, case: Case, changes: dict[str, Any]) -> None:
-    """Compares losses, norms and updated weights of two steps with the oracle; rows of len(input_ids) or one less."""
+    """Compares losses, norms and updated weights of two steps with the oracle, and passes without a gradient before
+    them; rows of len(input_ids) or one less."""
     config = case.config(**changes)
     batches = [rollouts(config), rollouts(config, seed=7)]
     runs = pool.run(replay_ranks.train, case.resolved(config), config, batches)
@@ -71,6 +72,21 @@ def test_another_choice_is_replayed(pool: Pool, case: Case, changes: dict[str, A
         for found, wanted in zip(run.steps, exact, strict=True):
             assert relative(found.objective, wanted.loss) < TOLERANCE
             assert relative(found.grad_norm, wanted.grad_norm) < TOLERANCE
+    with replaying(samples[0], config.model):
+        token_losses = token_losses_of(doubles(before), config.model, samples[0])
+    first = runs[0]
+    assert relative(first.loss, exact[0].means["main"]) < TOLERANCE
+    for likely, routes, score, losses, sample in zip(
+        first.log_probs, first.routes, first.scores, token_losses, samples[0], strict=True
+    ):
+        counts = sample.mask > 0
+        np.testing.assert_allclose(likely[counts], -losses.detach().numpy()[counts], rtol=0, atol=1e-5)
+        assert score == pytest.approx(float(likely[counts].sum()), rel=1e-5)
+        if sample.routed_experts is not None and len(sample.tokens):
+            np.testing.assert_array_equal(
+                np.where(sample.routed_experts >= 0, routes, -1),
+                sample.routed_experts,
+            )
     weights = {name: value.numpy() for name, value in exact[-1].parameters.items()}
     assert worst(runs[0].after, weights, config) < TOLERANCE
 

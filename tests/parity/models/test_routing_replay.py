@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 
+from tests.parity import teacher_ranks
 from tests.parity.batches import GlobalBatch, documents_steps, padded_steps, two_steps
 from tests.parity.cases import Case, case, lean
-from tests.parity.compare import Row, assert_rows_exact, by_layout
+from tests.parity.compare import (
+    TEACHER_SEED,
+    Row,
+    assert_rows_exact,
+    at_night,
+    by_layout,
+    deviation,
+    initial_parameters,
+    run_oracle,
+)
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN, with_experts
 from tests.parity.families import NEMOTRON
 from tests.parity.models.test_balance import LOSSES, MOVING
+from tests.parity.objectives.test_distillation import ALONE
 from tests.parity.replay import with_routes
 from tests.pool import Pool
 
@@ -68,3 +79,16 @@ NIGHT = [
 def test_a_replay_does_not_change_with_the_layout(pool: Pool, rows: list[Row]) -> None:
     """Compares losses, router losses, biases, gradient norm, every gradient and the updated weights."""
     assert_rows_exact(pool, rows)
+
+
+@pytest.mark.parametrize("one", [case(4, tp=2, sp=True, pp=2), at_night(case(4, cp=2))], ids=["tp2sp pp2", "cp2"])
+def test_a_teacher_chooses_for_itself(pool: Pool, one: Case) -> None:
+    """Has a teacher with other weights and other experts, of which the batch names too many."""
+    changes = {**SOFTMAX, **ALONE}
+    teacher = lean(one).config(**with_experts(MIXTRAL, num_experts=6))
+    found = row("taught", changes, one, two_steps()[:1])
+    given = (found.config, initial_parameters(found.config), teacher, initial_parameters(teacher, TEACHER_SEED))
+    layout = found.case.resolved(found.config)
+    reports = pool.run(teacher_ranks.train_with_teacher, layout, *given, found.batches)
+    exact = run_oracle(found.config, found.batches, teacher)
+    deviation(reports[0].outcome, exact, found.config).assert_below()
