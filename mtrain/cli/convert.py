@@ -210,12 +210,17 @@ def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of Hugging Face.", show_default=False)
     ],
+    like: Annotated[
+        Path | None,
+        typer.Option(help="Folder that says what model a checkpoint of Megatron-LM or Megatron-Bridge holds."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="File that says it, instead.")] = None,
 ) -> None:
     """Says what a folder or a checkpoint holds, from headers alone."""
     with one_message():
         from mtrain.convert.inspecting import print_contents
 
-        print_contents(path)
+        print_contents(path, like or model)
 
 
 def _print_proof(proof: Proof) -> None:

@@ -18,8 +18,12 @@ from mtrain.plan import num_parameters
 _PLAIN_WIDTH = 200
 
 
-def print_contents(path: Path) -> None:
+def print_contents(path: Path, like: Path | None = None) -> None:
     """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint.
+
+    Args:
+        path: Folder or checkpoint.
+        like: Folder, or file with the section `model`, that describes a checkpoint of another program.
 
     Raises:
         DataError: The folder is neither, or it is damaged.
@@ -29,7 +33,7 @@ def print_contents(path: Path) -> None:
         family, model = source.family, source.model
         tensors = {name: source.folder.facts(name) for name in sorted(source.folder.names())}
     else:
-        target = open_target(path, None, None)
+        target = open_target(path, like, None)
         family, model = target.family, target.model
         facts = target.tensors.tensors
         tensors = {key: (facts[key].dtype, facts[key].shape) for key in sorted(facts)}

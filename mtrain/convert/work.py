@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtrain.base.errors import ConfigError, RunFolderError
+from mtrain.base.errors import ConfigError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 
 _log = logging.getLogger(__name__)
@@ -185,8 +186,9 @@ def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: in
 
 
     Raises:
-        MachineError: The disk refuses.
+        MachineError: The disk refuses, or has no room for what is left to write.
     """
+    _ask_for_room(folder, sum(unit.size_bytes for unit in units if not _record(folder, unit).exists()))
     stop = threading.Event()
 
     def run(unit: Unit, meter: Meter) -> Any:
@@ -216,9 +218,25 @@ def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: in
     return {name: future.result() for name, future in futures.items()}
 
 
+def _ask_for_room(folder: Path, size_bytes: int) -> None:
+    """Refuses before the first byte what the disk would refuse after hours."""
+    with disk_faults(f"look at {folder}"):
+        free = shutil.disk_usage(folder).free
+    if size_bytes > free:
+        raise MachineError(
+            f"{folder.parent} has {free / _GB:.2f} GB free, but {size_bytes / _GB:.2f} GB are to be written there; "
+            "free space, or name a folder on a larger disk"
+        )
+
+
+def _record(folder: Path, unit: Unit) -> Path:
+    """Returns the path of what is written about a file when it is done."""
+    return folder / _DONE / f"{unit.name}.json"
+
+
 def _recorded(folder: Path, unit: Unit, write: Write, tell: Tell) -> Any:
     """Writes one file and its facts; where it is done already, only reads the facts."""
-    record = folder / _DONE / f"{unit.name}.json"
+    record = _record(folder, unit)
     if record.exists():
         tell(unit.size_bytes)
         return json.loads(record.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from tests.config.samples import config
 from tests.hf.folders import save
 from tests.mcore.state.megatron_ranks import save_like_megatron_lm, tensors_by_megatron
 from tests.mcore.state.test_import_megatron import QWEN_MOE, SMALL, TIED_QWEN3
-from tests.messages import refuses
+from tests.messages import check_message, refuses
 from tests.parity.expert_models import MIXTRAL
 from tests.pool import Pool
 
@@ -82,6 +82,11 @@ def test_a_checkpoint_without_its_model_or_with_another_is_refused(pool: Pool, t
     with refuses(ConfigError, "section `model`"):
         export_hf(tmp_path / "theirs", out, tmp_path / "empty.yaml", None, 1)
     assert not out.exists()
+    code, text = call("convert", "inspect", tmp_path / "theirs")
+    assert code == 2
+    check_message(text, "--like", "--model")
+    code, text = call("convert", "inspect", tmp_path / "theirs", "--model", described(tmp_path / "model.yaml", user))
+    assert (code, "family: llama" in text, "linear_fc1" in text) == (0, True, True)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])

@@ -3,8 +3,12 @@
 import filecmp
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.convert.importing import import_hf
@@ -61,6 +65,18 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         working_folder(tmp_path / "out", {}),
     ):
         pass
+
+
+def test_room_is_asked_for_before_the_first_byte_and_only_for_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(tmp_path / "out", "file3")
+    free = 19  # of 20 bytes that the two files without a record need
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with refuses(MachineError, "0.00 GB"):
+        convert(tmp_path / "out", plan=1, die_at="file3")  # which it does not reach
+    free = 20
+    assert convert(tmp_path / "out", plan=1) == ["file3", "file4"]
 
 
 def test_a_full_disk_is_reported_and_a_second_call_completes(tmp_path: Path) -> None:

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults
 from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.safetensors import SafetensorsFile
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, chosen_places, inside, read_json, side_files
+from mtrain.hf.schema.files import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    SINGLE_NAME,
+    chosen_places,
+    inside,
+    read_json,
+    refuse_pointers,
+    side_files,
+)
 
 
 class HfFolder:
@@ -29,6 +39,8 @@ class HfFolder:
         self.path = path
         if not path.is_dir():
             raise DataError(f"{path} is no folder; give a folder with {CONFIG_NAME} and *.safetensors")
+        with disk_faults(f"look at {path}"):
+            refuse_pointers(path)
         self.config = read_json(inside(path, CONFIG_NAME))
         indexed = chosen_places(path, self.config)
         self.has_index = indexed is not None

@@ -27,6 +27,9 @@ NAMED_WEIGHTS = "transformers_weights"
 """Field of config.json that names the file which transformers reads in place of the usual ones."""
 _MOST_BYTES = 1 << 26
 """Largest size of a JSON file; the index of the largest models has ten million bytes."""
+_WEIGHTS = ".safetensors"
+_POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
+"""Beginning of a pointer of Git LFS, and its largest size in bytes, by its specification."""
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
     r"generation_config\.json|tokenizer.*\.(json|model)|tiktoken\.model|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
@@ -80,7 +83,9 @@ def inside(folder: Path, name: str) -> Path:
         raise DataError(f"{path} is a link to itself; download it again") from fault
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    if not any(real.is_relative_to(root) for root in _roots(folder)):
+    # weights may be linked one by one: they are read as numbers and never copied
+    is_weights = name.endswith(_WEIGHTS) and real.name.endswith(_WEIGHTS)
+    if not (is_weights or _is_in_hub_cache(real) or any(real.is_relative_to(root) for root in _roots(folder))):
         raise DataError(f"{path} is a link to {real}, outside of the folder; copy the file itself")
     return path
 
@@ -174,6 +179,25 @@ def places(folder: Path) -> dict[str, str]:
 def is_tensor_name(name: str) -> bool:
     """Says whether a tensor may have this name: in messages it has to stand on one line."""
     return 0 < len(name) <= _LONGEST_TENSOR_NAME and name.isprintable()
+
+
+def _is_in_hub_cache(real: Path) -> bool:
+    """Says whether a file is a blob of huggingface_hub's cache, models--NAME/blobs/HASH."""
+    return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+
+
+def refuse_pointers(folder: Path) -> None:
+    """Refuses a clone whose large files Git LFS has not fetched.
+
+    Raises:
+        DataError: Files are pointers; names them all.
+    """
+    small = (each for each in sorted(folder.iterdir()) if each.is_file() and each.stat().st_size < _LONGEST_POINTER)
+    if names := [each.name for each in small if each.read_bytes().startswith(_POINTER)]:
+        raise DataError(
+            f"{folder} holds pointers of Git LFS in the place of {', '.join(names)}; fetch the files with: "
+            f"git -C {folder} lfs pull"
+        )
 
 
 def _roots(folder: Path) -> list[Path]:

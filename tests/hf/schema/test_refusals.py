@@ -1,5 +1,6 @@
 """Inputs that are refused, by name, before anything is converted."""
 
+import hashlib
 import json
 import os
 import re
@@ -154,6 +155,36 @@ def test_links_inside_a_download_cache_are_followed(good: Path, tmp_path: Path) 
         (snapshot / path.name).symlink_to(os.path.relpath(path, snapshot))
     import_hf(snapshot, tmp_path / "out", None, num_workers=1)
     assert verify_hf(tmp_path / "out", good, num_workers=1).num_tensors == 30
+
+
+def test_weights_that_are_linked_one_by_one_are_read(good: Path, tmp_path: Path) -> None:
+    """Weights from any folder; other files from a cache of the hub alone, since a conversion copies them."""
+    blobs, folder = tmp_path / "models--owner--name" / "blobs", tmp_path / "mine"
+    blobs.mkdir(parents=True)
+    folder.mkdir()
+    for path in good.iterdir():
+        target = path
+        if path.suffix != ".safetensors":
+            target = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+            shutil.copyfile(path, target)
+        (folder / path.name).symlink_to(target)
+    import_hf(folder, tmp_path / "out", None, num_workers=1)
+    assert verify_hf(tmp_path / "out", good, num_workers=1).num_tensors == 30
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(good / "config.json")
+    with refuses(DataError, "config.json", "copy the file itself"):
+        import_hf(folder, tmp_path / "other", None, num_workers=1)
+
+
+def test_pointers_of_git_lfs_are_named(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "hf")
+    names = [FIRST, "model-00003-of-00003.safetensors"]
+    for name in names:
+        (tmp_path / "hf" / name).write_text(
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 9\n"
+        )
+    with refuses(DataError, *names, "lfs pull"):
+        import_hf(tmp_path / "hf", tmp_path / "out", None, num_workers=1)
 
 
 def test_the_commands_end_with_one_line_and_a_code(good: Path, tmp_path: Path) -> None:
