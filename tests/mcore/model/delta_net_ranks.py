@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.config.schema.mamba import MambaSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
+from mtrain.mcore.model.attention.mamba.layer import MambaMixer
 from mtrain.mcore.model.transformer_config import as_it_is
 
 
@@ -95,6 +97,28 @@ def computed(groups: Groups, example: Example) -> Found:
     gradients = {name: _gradient_of(each) for name, each in net.named_parameters()}
     divided = frozenset(name for name, each in net.named_parameters() if getattr(each, "tensor_model_parallel", False))
     return Found(output.detach(), hidden.grad, gradients, divided, reduced.sizes, received[0])
+
+
+def mamba_rates(groups: Groups, section: MambaSection, hidden: Tensor) -> list[Tensor]:
+    """Returns the log decays and the steps that the core of Mamba-2 receives of a run in the dtype of `hidden`."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden.shape[2],
+        num_attention_heads=1,
+        params_dtype=hidden.dtype,
+        use_cpu_initialization=True,
+        init_method=as_it_is,
+        output_layer_init_method=as_it_is,
+    )
+    mixer = MambaMixer(config, 1, section, groups.collection)
+    with torch.no_grad():
+        for parameter in (mixer.in_proj.weight, mixer.conv1d.weight, mixer.out_proj.weight):
+            torch.nn.init.normal_(parameter, std=0.1)
+        mixer.A_log.fill_(-9.0)
+    received: list[Tensor] = []
+    mixer.core_attention.register_forward_pre_hook(lambda module, arguments: received.extend(arguments[2:4]))
+    mixer(hidden)
+    return [each.detach() for each in received]
 
 
 def _own(whole: Tensor, name: str, tp: int, rank: int) -> Tensor:

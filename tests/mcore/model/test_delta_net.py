@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.config.schema.mamba import MambaSection
 from mtrain.plan.layout import Layout
 from tests.mcore.model import delta_net_ranks
 from tests.mcore.model.delta_net_ranks import Example, Found
@@ -174,3 +175,14 @@ def test_decays_of_a_run_in_bfloat16_are_float32(pool: Pool) -> None:
     assert found.decay is not None
     assert found.decay.dtype == torch.float32
     assert 0.99 < float(found.decay.exp().min()) < float(found.decay.exp().max()) < 1
+
+
+def test_decays_and_steps_of_mamba_in_bfloat16_are_float32(pool: Pool) -> None:
+    section = MambaSection(num_heads=4, head_dim=3, num_groups=2, state_dim=5, step_min=0.6)
+    hidden = torch.randn(SEQ, ROWS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
+    ((log_decay, step),) = pool.run(delta_net_ranks.mamba_rates, Layout(), section, hidden)
+    assert log_decay.dtype == step.dtype == torch.float32
+    assert 0.999 < float(log_decay.exp().min()) <= float(log_decay.exp().max()) < 1
+    # a part is the smallest
+    assert float(step.min()) == pytest.approx(0.6)
+    assert float(step.max()) > 0.61

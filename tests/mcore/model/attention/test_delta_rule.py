@@ -17,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
+from mtrain.mcore.model.attention.delta_net import rule as delta
 from mtrain.mcore.model.attention.delta_net.rule import delta_rule
 from mtrain.mcore.model.attention.mamba import rule as mamba
 from mtrain.mcore.model.attention.recurrent import chunks
@@ -97,6 +98,17 @@ def test_rule_is_that_of_transformers(theirs: Callable[..., Any]) -> None:
             expected, last = theirs(*own, output_final_state=True, use_qk_l2norm_in_kernel=True)
             torch.testing.assert_close(output[start:end, row], expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(states[row], last[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [delta.row_chunks, mamba.row_chunks], ids=["delta", "mamba"])
+def test_a_state_that_is_dropped_at_the_edge_of_a_chunk_is_far_off(rule: Callable[..., chunks.Chunks]) -> None:
+    given = inputs(12, 2, 1, 2)
+    given = given._replace(log_decay=given.log_decay / 20)
+    whole = rule(given.tokens, None, 4)
+    sound, _ = chunks.applied(whole, given.value, None)
+    faulty, _ = chunks.applied(whole._replace(reading=torch.zeros_like(whole.reading)), given.value, None)
+    torch.testing.assert_close(sound[:4], faulty[:4], rtol=0, atol=0)
+    assert float((sound - faulty)[4:].abs().max()) > 0.1
 
 
 def test_rule_without_corrections_is_mamba2_of_transformers() -> None:
