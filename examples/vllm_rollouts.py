@@ -1,12 +1,10 @@
-"""Rollouts for examples/grpo_loop.py: by vLLM where it is installed, else by the engine that trains.
+"""Rollouts for examples/grpo_loop.py: by vLLM where it is installed (run with 0.32), else by the engine that trains.
 
-vLLM runs in the trainer's own processes, tensor-parallel over all of them, and is given the weights as tensors before
-it draws. Written for vLLM 0.33: LLM with its generate and collective_rpc("reload_weights"), SamplingParams.
+vLLM runs in the trainer's own processes, tensor-parallel over all of them, given weights as tensors before it draws.
 """
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -34,24 +32,26 @@ def drawing(engine: Engine) -> Iterator[Draw]:
         folders = [f"{folder}/model"]
         dist.broadcast_object_list(folders, src=0)
         engine.export_hf(folders[0])  # for its config.json
-        executor = "external_launcher" if engine.world_size > 1 else "uni"
-        settings = {"tensor_parallel_size": engine.world_size, "distributed_executor_backend": executor}
-        memory = {"gpu_memory_utilization": 0.3, "enforce_eager": True}  # the trainer is on the same GPU
-        llm = vllm.LLM(folders[0], skip_tokenizer_init=True, **settings, **memory)
+        settings: dict[str, Any] = {"tensor_parallel_size": engine.world_size, "enforce_eager": True}
+        settings["distributed_executor_backend"] = "external_launcher" if engine.world_size > 1 else "uni"
+        settings["gpu_memory_utilization"] = 0.3  # the trainer is on the same GPU
+        settings["dtype"] = {"fp32": "float32", "bf16": "bfloat16"}[engine.config.train.precision]  # else half for both
+        settings["hf_overrides"] = {"max_position_embeddings": engine.config.data.seq_length + 1}  # for the last token
+        llm = vllm.LLM(folders[0], skip_tokenizer_init=True, **settings)
 
         def draw(prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": engine.named_hf_tensors()})
             llm.reset_prefix_cache()  # it holds keys and values of the old weights
             asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
             asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop_token_ids": [*sampling.stop_token_ids]}
-            # 0 log-probabilities besides that of the drawn token, which is always returned
-            asked |= {"logprobs": 0, "ignore_eos": True, "detokenize": False}
+            asked |= {"logprobs": 0, "ignore_eos": True, "detokenize": False}  # 0 besides that of the drawn token
             seeds = [sampling.seed * len(prompts) + number for number in range(len(prompts))]  # a prompt may come twice
             each = [vllm.SamplingParams(seed=seed, **asked) for seed in seeds]
-            tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
-            return [_completion(output.outputs[0]) for output in llm.generate(tokens, each, use_tqdm=False)]
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            return [_completion(output.outputs[0]) for output in llm.generate(given, each, use_tqdm=False)]
 
         yield draw
+        llm.llm_engine.engine_core.shutdown()  # closes torch.distributed too: only Engine.close may follow
 
 
 def _completion(found: Any) -> Completion:

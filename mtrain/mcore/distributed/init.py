@@ -131,7 +131,8 @@ def init_distributed(
                 yield device
         finally:
             with patience.counted():
-                dist.destroy_process_group()  # after an error too, so that a second world can open in this process
+                if dist.is_initialized():  # vLLM in this process has ended it when it was shut down
+                    dist.destroy_process_group()  # after an error too, so that a second world can open in this process
 
 
 def _open_world(environment: RankEnvironment, device: torch.device, timeout_s: float, purpose: Purpose) -> None:

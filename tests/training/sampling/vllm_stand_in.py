@@ -1,4 +1,4 @@
-"""The part of vLLM 0.33's offline API that examples/vllm_rollouts.py uses, built on transformers: names, kinds of
+"""The part of vLLM 0.32's offline API that examples/vllm_rollouts.py uses, built on transformers: names, kinds of
 parameters and defaults are those of vllm/entrypoints/llm.py and vllm/sampling_params.py. It requires of its caller what
 vLLM requires: the worker in this process, and cached keys and values of old weights dropped before the next answer."""
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class LLM:
         gpu_memory_utilization: float = 0.92,
         enforce_eager: bool = False,
         distributed_executor_backend: str | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        hf_overrides: dict[str, Any] | None = None,
     ) -> None:
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert skip_tokenizer_init, "the folder has no tokenizer"
@@ -69,7 +73,13 @@ class LLM:
         assert tensor_parallel_size == dist.get_world_size(), "an external launcher's ranks are all in use"
         assert 0 < gpu_memory_utilization < 0.5, "the trainer needs a part"
         assert enforce_eager
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        # "auto" takes half precision for a model in float32, and answers end where the context does
+        kind = torch.float32 if dtype == "float32" else torch.bfloat16
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
+        longest = (hf_overrides or {}).get("max_position_embeddings", self._model.config.max_position_embeddings)
+        self._length = max_model_len or longest
+        assert self._length <= longest, "vLLM refuses a context that is longer than that of the model"
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
         self._is_stale = False
         self.num_updates = 0
         made.append(self)
@@ -118,7 +128,7 @@ class LLM:
         assert how.max_tokens is not None
         random = torch.Generator().manual_seed(how.seed)
         ids, found = list(prompt), []
-        for _ in range(how.max_tokens):
+        for _ in range(min(how.max_tokens, self._length - len(prompt))):
             logs = self._model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
             ids.append(int(torch.multinomial(logs.exp(), 1, generator=random)))
             found.append({ids[-1]: Logprob(float(logs[ids[-1]]), rank=1)})
