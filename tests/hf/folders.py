@@ -283,6 +283,26 @@ TOWERS: dict[str, Any] = {
         mm_tokens_per_image=4,
         image_token_index=60,
     ),
+    "gemma4-images": lambda: transformers.Gemma4Config(
+        text_config=CONFIGS["gemma4"]().to_dict() | _STEADY | {"pad_token_id": 0},
+        vision_config={
+            **_VISION,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "position_embedding_size": 8,
+            "standardize": True,
+        },
+        audio_config={
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [4, 2],
+            "output_proj_dims": 12,
+        },
+        image_token_id=60,
+        video_token_id=61,
+        audio_token_id=62,
+    ),
     "mistral3": lambda: transformers.Mistral3Config(
         text_config=CONFIGS["mistral"]().to_dict(),
         vision_config=_VISION | {"model_type": "pixtral", "head_dim": 8},

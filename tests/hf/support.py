@@ -90,6 +90,7 @@ MODELS: dict[str, Model] = {
     "gemma3_text": Model("gemma3", _WINDOWS, "gemma3_4b"),
     "gemma3": Model("gemma3-images", _WINDOWS, "gemma3_4b"),
     "gemma4_text": Model("gemma4", _WIDE_HEADS, "gemma4_31b"),
+    "gemma4": Model("gemma4-images", _WIDE_HEADS, "gemma4_31b"),
     "gpt_oss": Model("gpt-oss", {"num_local_experts": 4, **_ALTERNATING}, "gpt_oss_20b"),
     "olmo2": Model("olmo2", {}, "olmo2_7b"),
     "olmo3": Model("olmo3", _WINDOWS, "olmo3_7b"),
@@ -121,7 +122,7 @@ train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: fp32
 optimizer: {lr: 1.0e-2, schedule: cosine, warmup_steps: 1, clip_grad: 0.1}
 data: {kind: mock, seq_length: 16}
 """
-_IMAGES = re.compile(r"vision_tower|multi_modal_projector|visual\.")
+_IMAGES = re.compile(r"vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual\.")
 PROMPTS, NUM_NEW = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21]], 4
 COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "worst")
 

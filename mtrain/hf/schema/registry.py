@@ -23,7 +23,7 @@ from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_
 from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, MISTRAL3, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
-from mtrain.hf.schema.families.gemma4 import GEMMA4
+from mtrain.hf.schema.families.gemma4 import GEMMA4, GEMMA4_IMAGES
 from mtrain.hf.schema.families.glm import GLM4_MOE
 from mtrain.hf.schema.families.gpt_oss import GPT_OSS
 from mtrain.hf.schema.families.hybrid import (
@@ -66,6 +66,7 @@ _FAMILIES = (
     GEMMA3,
     GEMMA3_IMAGES,
     GEMMA4,
+    GEMMA4_IMAGES,
     GPT_OSS,
     OLMO2,
     OLMO3,

@@ -1,5 +1,5 @@
-"""Gemma 4: windowed layers, and wide ones with heads of their own, whose keys are the values, too; normed values, a
-number that multiplies each layer, and bounded logits."""
+"""Gemma 4, text alone or with images and sound: windowed layers, and wide ones with heads of their own, whose keys are
+the values, too; normed values, a number that multiplies each layer, and bounded logits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from mtrain.hf.schema.families.common import (
     layer_kinds,
     windows,
 )
-from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.rope import PARTIAL, plain_number
 from mtrain.hf.schema.table import Rule, TensorPattern
+from mtrain.hf.schema.tower import Tower
 from mtrain.hf.schema.values import needed_value, shown, value_of, wrong_type
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
@@ -255,5 +256,34 @@ GEMMA4 = Family(
         "num_experts",
         "top_k_experts",
         "moe_intermediate_size",
+    ),
+)
+GEMMA4_IMAGES = in_tower(
+    GEMMA4,
+    "gemma4",
+    "Gemma4ForConditionalGeneration",
+    Tower(
+        "gemma4_text",
+        is_tied=True,
+        # of Gemma4TextConfig: published files say only what differs
+        defaults={
+            "num_hidden_layers": 30,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_attention_heads": 8,
+            "vocab_size": 262144,
+        },
+        unread=(
+            "audio_config",
+            "audio_token_id",
+            "boa_token_id",
+            "boi_token_id",
+            "eoa_token_index",
+            "eoi_token_id",
+            "image_token_id",
+            "initializer_range",
+            "video_token_id",
+        ),
+        images=(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..+",),
     ),
 )
