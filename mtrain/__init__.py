@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mtrain.loss.preference.member import GroupMember
     from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, preference_loss
     from mtrain.training.engine import Engine
+    from mtrain.training.open_engines import close_all
     from mtrain.training.results import EvalResult, ForwardResult, StepResult
     from mtrain.training.sampling.choice import SamplingParams
     from mtrain.training.sampling.sampler import Completion
@@ -79,6 +80,7 @@ _MODULES = {
     "mtrain.loss.preference.member": ("GroupMember",),
     "mtrain.loss.preference.scores": ("PreferenceValue", "ScoredSequences", "preference_loss"),
     "mtrain.training.engine": ("Engine",),
+    "mtrain.training.open_engines": ("close_all",),
     "mtrain.training.results": ("EvalResult", "ForwardResult", "StepResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -106,6 +108,7 @@ __all__ = [
     "StepResult",
     "TermInputs",
     "__version__",
+    "close_all",
     "load_config",
     "needs_extras",
     "needs_teacher",

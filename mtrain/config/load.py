@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -76,11 +76,15 @@ class Given:
             raise ConfigError(joined(_messages(error, self.sources))) from None
 
 
-def read_given(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Given:
-    """Reads `paths`, merges them left to right, and then applies `overrides`.
+Part: TypeAlias = Path | str | Mapping[str, Any]
+"""Part of a configuration: the path of a YAML file, or sections with their keys."""
+
+
+def read_given(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Given:
+    """Reads `parts`, merges them left to right, and then applies `overrides`.
 
     Args:
-        paths: Paths of YAML files.
+        parts: Paths of YAML files and mappings, in any mixture; or one alone.
         overrides: Texts of the form `section.key=value`; the value is YAML, so numbers, lists and mappings are
             possible.
 
@@ -89,7 +93,10 @@ def read_given(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Gi
     """
     sources: list[Source] = []
     faults: list[str] = []
-    readers = [partial(read_file, Path(path)) for path in paths] + [partial(read_override, text) for text in overrides]
+    given = [parts] if isinstance(parts, str | Path | Mapping) else _listed(parts, "paths and mappings")
+    texts = [overrides] if isinstance(overrides, str) else _listed(overrides, "overrides in a list")
+    readers = [partial(_read_part, number, part) for number, part in enumerate(given, start=1)]
+    readers += [partial(read_override, text) for text in texts]
     for read in readers:
         try:
             sources.append(read())
@@ -111,11 +118,12 @@ def with_overrides(sections: dict[Any, Any], overrides: Sequence[str]) -> Given:
     return Given(_merged(sources), sources)
 
 
-def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> Config:
-    """Builds the configuration that `paths`, merged left to right, and then `overrides` describe.
+def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Config:
+    """Builds the configuration that `parts`, merged left to right, and then `overrides` describe.
 
     Args:
-        paths: Paths of YAML files.
+        parts: Paths of YAML files and mappings such as `{"train": {"num_steps": 5}}`, in any mixture, of which later
+            ones take precedence; or one alone.
         overrides: Texts of the form `section.key=value`, as `read_given` takes them.
 
     Raises:
@@ -123,7 +131,33 @@ def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> C
             file.
         DataError: The folder that model.hf names cannot be understood.
     """
-    return read_given(paths, overrides).config()
+    return read_given(parts, overrides).config()
+
+
+def _listed(given: Any, needed: str) -> list[Any]:
+    if isinstance(given, Sequence):
+        return list(given)
+    raise ConfigError(f"a configuration is read from {needed}, but this is of type {type(given).__name__}")
+
+
+def _read_part(number: int, part: Any) -> Source:
+    if isinstance(part, Mapping):
+        return Source(f"mapping {number}", _plain(part))
+    if isinstance(part, str | Path):
+        return read_file(Path(part))
+    raise ConfigError(
+        f"part {number} of the configuration is of type {type(part).__name__}, but must be the path of a YAML file, or "
+        "a mapping such as {'train': {'num_steps': 5}}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Copies a value of a program as a YAML file would give it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def config_yaml(config: Config) -> str:
@@ -210,6 +244,8 @@ def read_override(text: str) -> Source:
     Raises:
         ConfigError: The text has another form, or the value is no YAML.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"an override is of type {type(text).__name__}, but must be a text such as train.num_steps=5")
     key, separator, value = text.partition("=")
     parts = key.strip().replace("[", ".").replace("]", "").split(".")
     if not separator or not all(parts):

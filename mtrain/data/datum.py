@@ -70,6 +70,8 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
             routed experts.
         NumericError: An extra is not finite.
     """
+    if not isinstance(datum.extras, Mapping):
+        raise _fault(f"{name} has extras of type {type(datum.extras).__name__}, but they must be a mapping by name")
     length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
     most = length + 1 if labels is None else length  # a label takes the place of the token that is only predicted
     ids = _ids(datum.input_ids, name, size)
@@ -162,6 +164,8 @@ def _number(given: object, name: str) -> float:
 
 
 def _checked_member(member: GroupMember, name: str) -> GroupMember:
+    if not isinstance(member, GroupMember):
+        raise _fault(f"{name} has a member of type {type(member).__name__}, but it must be a GroupMember")
     group = whole_number(member.group)
     if group is None or group < 0:
         raise _fault(f"{name}: member.group is {member.group!r}, but must be a whole number of at least 0")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.batch import Microbatch
 from mtrain.data.datum import Datum, sample_of
@@ -30,7 +30,7 @@ class GlobalBatches:
         Raises:
             DataError: There is no sample, or one does not fit the configuration.
         """
-        if not batch:
+        if not checked_batch(batch):
             raise _nothing_given("batch has")
         return self._given(batch, extras)
 
@@ -54,7 +54,9 @@ class GlobalBatches:
         Raises:
             DataError: There is no sample, or one does not fit the configuration.
         """
-        data, size = itertools.chain.from_iterable(batches), self._rows.global_batch_size
+        if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | Mapping):
+            raise _of_type("batches are", batches, "lists of Datum, one a batch")
+        data, size = itertools.chain.from_iterable(map(checked_batch, batches)), self._rows.global_batch_size
         for number in itertools.count():
             batch = list(itertools.islice(data, size))
             if not batch:
@@ -67,6 +69,42 @@ class GlobalBatches:
 
     def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:
         return Given([sample_of(datum, f"sample {slot}", self._config, extras) for slot, datum in enumerate(batch)])
+
+
+def checked_config(config: Config) -> Config:
+    """Returns the configuration of an engine, whose program brings its own batches.
+
+    Raises:
+        ConfigError: It is none, or it counts samples of files.
+    """
+    if not isinstance(config, Config):
+        raise ConfigError(f"Engine needs a Config, as load_config makes it, but got a {type(config).__name__}")
+    if config.train.num_epochs is not None:
+        raise ConfigError(
+            f"train.num_epochs={config.train.num_epochs:g} counts samples of files, but a program brings its own; set "
+            "train.num_steps"
+        )
+    return config
+
+
+def checked_batch(batch: Sequence[Datum]) -> Sequence[Datum]:
+    """Returns the batch, which a program may have given in any type.
+
+    Raises:
+        DataError: It is no sequence of Datum.
+    """
+    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
+        raise _of_type("the batch is", batch, "a list of Datum")
+    for slot, datum in enumerate(batch):
+        if not isinstance(datum, Datum):
+            raise _of_type(f"sample {slot} is", datum, "a Datum, such as Datum([1, 2, 3])")
+    return batch
+
+
+def _of_type(what: str, given: object, needed: str) -> DataError:
+    error = DataError(f"{what} of type {type(given).__name__}, but must be {needed}")
+    error.on_every_rank = True  # all ranks are given the same
+    return error
 
 
 def _nothing_given(what: str) -> DataError:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.datum import Datum
 from mtrain.hf.io.broadcast import BUCKET_BYTES
@@ -38,10 +37,11 @@ from mtrain.mcore.state.held import (
     put_back_optimizer,
     put_back_weights,
 )
+from mtrain.plan import num_parameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
-from mtrain.training.batches import GlobalBatches
+from mtrain.training.batches import GlobalBatches, checked_config
 from mtrain.training.build import Parts, build_parts
 from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.forward import (
@@ -54,6 +54,7 @@ from mtrain.training.forward import (
 )
 from mtrain.training.held import Accumulated, Held
 from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
+from mtrain.training.open_engines import open_engines
 from mtrain.training.results import EvalResult, ForwardResult, StepResult
 from mtrain.training.resume import initialize
 from mtrain.training.run_folder import Position, load_from, save_at
@@ -93,12 +94,7 @@ class Engine:
             MachineError: The device does not exist, the other ranks cannot be reached, or a rank has another
                 configuration or belongs to another launch.
         """
-        train = config.train
-        if train.num_epochs is not None:
-            raise ConfigError(
-                f"train.num_epochs={train.num_epochs:g} counts samples of files, but a program brings its own; set "
-                "train.num_steps"
-            )
+        train = checked_config(config).train
         with contextlib.ExitStack() as held:
             purpose = purpose_of("Engine", config)
             held.enter_context(deterministic(train.deterministic))
@@ -114,6 +110,7 @@ class Engine:
             self._batches = GlobalBatches(config, groups)
             # a failure above closes all that was opened; from here on `close` does
             self._held = held.pop_all()
+            open_engines.add(self)
         self._open: OpenStep | None = None
         self._tokens = self._total_tokens = 0
         self._is_bare = False
@@ -314,7 +311,7 @@ class Engine:
         """
         model = self._built().model
         model.optimizer.gather_parameters()
-        return generate(model, prompts, sampling or SamplingParams(), max_sequences, routed_experts)
+        return generate(model, prompts, sampling, max_sequences, routed_experts)
 
     def save(self, run_dir: Path | str | None = None) -> Path:
         """Saves weights, optimizer and step, complete when this returns.
@@ -332,8 +329,7 @@ class Engine:
             NumericError: A weight is not finite; nothing was saved.
         """
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
-        at = Position(self.step, self._total_tokens)
-        return save_at(folder, at, self._built().model)
+        return save_at(folder, Position(self.step, self._total_tokens), self._built().model)
 
     def load(self, path: Path | str) -> None:
         """Loads weights, optimizer and step of a checkpoint saved under any layout. Gradients are dropped.
@@ -413,8 +409,7 @@ class Engine:
             DataError: No Hugging Face family can describe the model.
         """
         on_first_rank(lambda: need_group(group))
-        planned = self._hf_tensors(content)
-        return planned.send(bucket_bytes, group if self.rank == 0 else None)
+        return self._hf_tensors(content).send(bucket_bytes, group if self.rank == 0 else None)
 
     def hold(self, weights_only: bool = False) -> Held:
         """Copies what training has changed to the host's memory: with adapters the adapters alone.
@@ -426,9 +421,7 @@ class Engine:
         weights = held_weights(model)
         if weights_only:
             return Held(weights)
-        accumulated = None
-        if self._open is not None:
-            accumulated = Accumulated(self._open, held_gradients(model), self._tokens)
+        accumulated = None if self._open is None else Accumulated(self._open, held_gradients(model), self._tokens)
         return Held(weights, held_optimizer(model), self.step, self._total_tokens, accumulated)
 
     def put_back(self, held: Held) -> None:
@@ -472,8 +465,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the model and closes what the engine has opened. May be called twice."""
-        self._open = self._parts = None
-        self._held.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -481,8 +473,14 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        open_engines.discard(self)
         self._open = self._parts = None
         self._held.__exit__(kind, error, traceback)
+
+    def __repr__(self) -> str:
+        model, state = self.config.model, "closed" if self._parts is None else f"step {self.step}"
+        place = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
+        return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {place}; {state}>"
 
     def _built(self) -> Parts:
         if self._parts is None:

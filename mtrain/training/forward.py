@@ -31,7 +31,7 @@ from mtrain.mcore.engine.recorded_routes import RecordedRoutes
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.teacher import Teacher
-from mtrain.training.batches import GlobalBatches
+from mtrain.training.batches import GlobalBatches, checked_batch
 from mtrain.training.output.loss import OutputLoss, label_log_probs
 from mtrain.training.preferences.scoring_pass import PreferenceTotals, preference_pass, sequence_scores
 from mtrain.training.results import ForwardResult
@@ -202,7 +202,7 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
 
 def reading(objective: Objective, batch: Sequence[Datum]) -> Objective:
     """Returns the objective of a global batch, which reads what its samples give in addition to tokens and weights."""
-    has_temperatures = any(datum.temperature is not None for datum in batch)
+    has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
     return replace(objective, has_temperatures=has_temperatures, has_routes=have_routes(batch))
 
 
@@ -212,7 +212,7 @@ def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalB
     Raises:
         DataError: A sample does not fit the configuration, or is member of no group.
     """
-    has_routes = have_routes(batch)
+    has_routes = have_routes(checked_batch(batch))
     extras = (ROUTED_EXPERTS,) if has_routes else ()
     samples = batches.samples(batch, extras)
     plan = batches.plan(samples, len(batch))
@@ -240,7 +240,7 @@ def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, b
         )
     if asked.temperature is not None:
         check_temperature(asked.temperature, "temperature")
-    elif all(datum.temperature is None for datum in batch):
+    elif all(datum.temperature is None for datum in checked_batch(batch)):
         asked = asked._replace(temperature=1.0)
     named = {TEMPERATURE: asked.temperature is None, ROUTED_EXPERTS: have_routes(batch)}
     extras = tuple(name for name, is_there in named.items() if is_there)

@@ -38,6 +38,39 @@ def test_later_files_win_key_by_key_and_overrides_win_over_files(base: Path, tmp
     assert load_config([later, base], []).train.num_steps == 10
 
 
+def test_files_and_mappings_mix(base: Path, tmp_path: Path) -> None:
+    later = write(tmp_path / "later.yaml", {"train": {"num_steps": 20, "seed": 5}})
+    mapping = {"train": {"num_steps": 30}, "layout": {"tp": 2}, "run": {"dir": tmp_path}}
+    assert load_config([str(base), mapping, later]).train.num_steps == 20
+    read = load_config((base, later, mapping), "train.seed=6")
+    assert (read.train.num_steps, read.train.seed, read.layout.tp, read.run.dir) == (30, 6, 2, str(tmp_path))
+    assert mapping == {"train": {"num_steps": 30}, "layout": {"tp": 2}, "run": {"dir": tmp_path}}
+    assert load_config(base) == load_config(str(base)) == load_config([base])
+    alone = content(data={**INDEXED, "split": (0.8, 0.1, 0.1)})
+    assert load_config(alone) == load_config([base, {"data": {"split": (0.8, 0.1, 0.1)}}])
+
+
+@pytest.mark.parametrize(
+    ("parts", "overrides", "facts"),
+    [
+        (None, [], ("paths and mappings", "NoneType")),
+        (5, [], ("paths and mappings", "int")),
+        ([{}, 5], [], ("part 2", "int", "YAML file", "mapping")),
+        ([b"a.yaml"], [], ("part 1", "bytes")),
+        ([[{}]], [], ("part 1", "list")),
+        ({"train": {"num_steps": "many"}}, [], ("train.num_steps", "mapping 1", "many")),
+        ([{}, {"train": {"steps": 5}}], [], ("train.steps", "mapping 2")),
+        ({"train": 5}, [], ("train", "mapping 1")),
+        ({}, {"train.num_steps": 5}, ("overrides in a list", "dict")),
+        ({}, [5], ("override", "int")),
+    ],
+    ids=str,
+)
+def test_a_part_of_another_type_is_named(parts: Any, overrides: Any, facts: tuple[str, ...]) -> None:
+    with refuses(ConfigError, *facts):
+        load_config(parts, overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [

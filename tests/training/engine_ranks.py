@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+import mtrain
 from mtrain import (
     ConfigError,
     DataError,
@@ -248,6 +250,36 @@ def forward_at(groups: Groups, config: Config, batch: Batch) -> list[list[Any]]:
     return [[each.numpy() for each in result.log_probs] for result in found]
 
 
+def _broken(inputs: TermInputs) -> LossPair:
+    raise ZeroDivisionError("as in a cell of a notebook")
+
+
+def close_all_after_a_failure(groups: Groups, config: Config, batch: Batch) -> list[tuple[str, float, float]]:
+    """Trains a step; fails in the middle of a pass and loses the engine's name; closes all; trains the step again."""
+    found, failed = [], []
+    with free(groups):
+        for has_failed in (False, True):
+            before = set(threading.enumerate())
+            engine = Engine(config)
+            shown = repr(engine)
+            result = _step(engine, batch)
+            found.append((shown, result.loss, result.grad_norm))
+            if not has_failed:
+                try:
+                    engine.forward_backward(batch, _broken)
+                except ZeroDivisionError as error:
+                    failed.append(error)  # as sys.last_value does, it holds the frames and with them the engine
+                with pytest.raises(ConfigError, match=r"close that one first, with mtrain.close_all\(\)"):
+                    Engine(config)
+            mtrain.close_all()
+            assert not parallel_state.is_initialized()
+            assert set(threading.enumerate()) <= before
+            assert repr(engine).endswith("closed>")
+            mtrain.close_all()
+    assert failed
+    return found
+
+
 def messages_of(groups: Groups, config: Config, names: Sequence[str]) -> list[str]:
     """Returns the error message of each mistake; one engine makes them all and stays usable after each."""
     with free(groups), Engine(config) as engine:
@@ -283,6 +315,10 @@ def _twice(engine: Engine) -> None:
     engine.forward_backward([Datum([1, 2])])
 
 
+def _another(config: Any) -> None:
+    Engine(config)
+
+
 def _no_prompts(engine: Engine) -> None:
     if engine.generate([]):
         raise RuntimeError("answers to nothing")
@@ -313,6 +349,24 @@ MISTAKES = {
     "a float": lambda engine: engine.forward_backward([Datum([1, 2]), Datum([1, 2.9])]),  # type: ignore[list-item]
     "a prompt of floats": lambda engine: engine.generate([[1], [1.7]]),
     "an empty prompt": lambda engine: engine.generate([[]]),
+    "no batch": lambda engine: engine.forward_backward(None),
+    "a datum alone": lambda engine: engine.forward(Datum([1, 2])),
+    "a batch that runs out": lambda engine: engine.forward_backward(iter([Datum([1, 2])])),
+    "rows without Datum": lambda engine: engine.forward_backward([Datum([1]), [1, 2]]),
+    "one batch of evaluate": lambda engine: engine.evaluate([Datum([1, 2])]),
+    "no batches": lambda engine: engine.evaluate(5),
+    "a text": lambda engine: engine.forward([Datum("ab")]),  # type: ignore[arg-type]
+    "a boolean": lambda engine: engine.forward([Datum([1, True])]),
+    "a number for ids": lambda engine: engine.forward([Datum(5)]),  # type: ignore[arg-type]
+    "texts as weights": lambda engine: engine.forward_backward([Datum([1, 2], weights=["a", "b"])]),  # type: ignore[list-item]
+    "extras in a list": lambda engine: engine.forward_backward([Datum([1, 2], extras=[1.0])]),  # type: ignore[arg-type]
+    "a member in a mapping": lambda engine: engine.forward([Datum([1, 2], member={"group": 0})]),  # type: ignore[arg-type]
+    "prompts of text": lambda engine: engine.generate("Hello"),
+    "one prompt": lambda engine: engine.generate([1, 2]),
+    "no list of prompts": lambda engine: engine.generate(None),
+    "sampling in a mapping": lambda engine: engine.generate([[1]], {"top_p": 0.9}),
+    "half a sequence": lambda engine: engine.generate([[1]], max_sequences=0.5),
+    "a configuration as text": lambda engine: _another("run.yaml"),
     "negative": lambda engine: engine.evaluate([[Datum([1, 2], weight=-1.0)]]),
     "unknown loss": lambda engine: engine.forward_backward([Datum([1, 2])], "ppoo"),
     "unknown option": lambda engine: engine.evaluate([[Datum([1, 2])]], NAMED, {"pover": 2}),

@@ -304,6 +304,24 @@ SAMPLES = {
     "weights": r"DataError: sample 0 has 3 input_ids, but weights of shape \[2\]; give one weight per token",
     "negative": "DataError: sample 0 has a weight that is negative or not finite",
     "a float": r"DataError: sample 1: input_ids\[1\] is 2.9 \(float\), but must be a whole number from 0 to 60",
+    "no batch": "DataError: the batch is of type NoneType, but must be a list of Datum",
+    "a datum alone": "DataError: the batch is of type Datum, but must be a list of Datum",
+    "a batch that runs out": "DataError: the batch is of type list_iterator, but must be a list of Datum",
+    "rows without Datum": r"DataError: sample 1 is of type list, but must be a Datum, such as Datum\(\[1, 2, 3\]\)",
+    "one batch of evaluate": "DataError: the batch is of type Datum, but must be a list of Datum",
+    "no batches": "DataError: batches are of type int, but must be lists of Datum, one a batch",
+    "a text": r"DataError: sample 0: input_ids\[0\] is 'a' \(str\), but must be a whole number from 0 to 60",
+    "a boolean": r"DataError: sample 0: input_ids\[1\] is True \(bool\), but must be a whole number from 0 to 60",
+    "a number for ids": "DataError: sample 0: input_ids is 5, but must be a row of token ids",
+    "texts as weights": r"DataError: sample 0: weights\[0\] is 'a', but must be a number",
+    "extras in a list": "DataError: sample 0 has extras of type list, but they must be a mapping by name",
+    "a member in a mapping": "DataError: sample 0 has a member of type dict, but it must be a GroupMember",
+    "prompts of text": "ValueError: prompts are of type str, but must be a list of rows of token ids",
+    "one prompt": "ValueError: prompt 0 is 1, but must be a row of token ids",
+    "no list of prompts": "ValueError: prompts are of type NoneType, but must be a list of rows of token ids",
+    "sampling in a mapping": r"ValueError: sampling is of type dict, but must be SamplingParams\(...\)",
+    "half a sequence": "ValueError: max_sequences is 0.5, but must be a whole number of at least 1",
+    "a configuration as text": "ConfigError: Engine needs a Config, as load_config makes it, but got a str",
     "a prompt of floats": r"ValueError: prompt 1\[0\] is 1.7 \(float\), but must be a whole number from 0 to 60",
     "an empty prompt": "ValueError: prompt 0 has no token",
 }
@@ -332,6 +350,15 @@ def test_a_sample_that_cannot_be_is_named(pool: Pool, notice: Notice) -> None:
         answers = pool.run(engine_ranks.messages_of, Layout(tp=2), small(layout__tp=2), list(SAMPLES))
     assert_named(answers, SAMPLES)
     assert DataError.exit_code == notice.exit_code
+
+
+def test_close_all_after_a_failure_lets_another_engine_start(pool: Pool) -> None:
+    config, batch = small(layout__tp=2, train__recompute="full"), data_of(three_steps())[0][:8]
+    answers = pool.run(engine_ranks.close_all_after_a_failure, Layout(tp=2), config, batch)
+    for rank, (first, again) in enumerate(answers):
+        assert first == again
+        place = f"layout {Layout(tp=2)}, rank {rank} of 2 on cpu"
+        assert re.fullmatch(rf"<Engine: [\d,]+ parameters in 2 layers; {place}; step 0>", first[0])
 
 
 def test_terms_of_other_denominators_need_the_whole_batch_in_one_call(pool: Pool) -> None:

@@ -95,7 +95,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     if parallel_state.is_initialized():
         raise ConfigError(
             "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
-            "close that one first"
+            "close that one first, with mtrain.close_all() if its name is gone"
         )
     # A program may have other groups of its own; they keep their timeouts.
     others = set(dist.distributed_c10d._world.pg_map)

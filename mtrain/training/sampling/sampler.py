@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import NumericError
-from mtrain.data.numbers import token_ids
+from mtrain.data.numbers import token_ids, whole_number
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
@@ -64,7 +64,7 @@ class _Answer:
 def generate(
     model: RankModel,
     prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
+    sampling: SamplingParams | None,
     max_sequences: int = 64,
     routed_experts: bool = False,
 ) -> list[Completion]:
@@ -76,7 +76,7 @@ def generate(
     Args:
         model: Model of this rank, parameters complete; left as it was.
         prompts: Token ids of each prompt, the same on all ranks; at least one token each.
-        sampling: Rules for drawing tokens.
+        sampling: Rules for drawing tokens; None: SamplingParams().
         max_sequences: Largest number of answers in progress on a replica; no answer depends on it.
         routed_experts: Whether the experts of all tokens are wanted.
 
@@ -84,10 +84,10 @@ def generate(
         ConfigError: The model cannot generate (see `cached_model`), or routed experts are wanted of one without
             experts.
         NumericError: The logits are not finite; on all ranks.
-        ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
+        ValueError: A prompt is empty, or holds what is no id of the vocabulary; or an argument is of a wrong type.
     """
     config, groups, chunks = model.config, model.groups, model.chunks
-    prompts = _checked(prompts, config.model.vocab_size)
+    prompts, sampling = _checked(prompts, config.model.vocab_size), _checked_sampling(sampling, max_sequences)
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
     own = range(replica, len(prompts), num_replicas)
@@ -122,7 +122,18 @@ def generate(
     return [_with_routes(*each) for each in zip(found, prompts, whole, strict=True)]
 
 
+def _checked_sampling(sampling: SamplingParams | None, max_sequences: int) -> SamplingParams:
+    sampling = SamplingParams() if sampling is None else sampling
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling is of type {type(sampling).__name__}, but must be SamplingParams(...)")
+    if (whole_number(max_sequences) or 0) < 1:
+        raise ValueError(f"max_sequences is {max_sequences!r}, but must be a whole number of at least 1")
+    return sampling
+
+
 def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+        raise ValueError(f"prompts are of type {type(prompts).__name__}, but must be a list of rows of token ids")
     found = [token_ids(prompt, f"prompt {number}", vocab_size).tolist() for number, prompt in enumerate(prompts)]
     if [] in found:
         raise ValueError(f"prompt {found.index([])} has no token, but needs at least one to continue from")
