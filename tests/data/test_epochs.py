@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,32 @@ def test_epochs_are_the_fewest_steps_that_hold_every_sample_so_often(
     whole, shorter = samples_of(config, num_steps), samples_of(config, num_steps - 1)
     assert min(whole[index] for index in range(NUM_SAMPLES)) == 2
     assert min(shorter[index] for index in range(NUM_SAMPLES)) == 1
+
+
+def texts_of(config: Config, num_ranks: int) -> Counter[tuple[int, ...]]:
+    """Counts the answers in the losses of the data-parallel ranks of a whole run, by their tokens."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for rank in range(num_ranks):
+        loader = StepLoader(config, rank, num_ranks)
+        for step in range(config.train.num_steps):
+            for batch in loader.batches(step):
+                labels, weights = batch.labels.flatten().tolist(), batch.weights["main"].flatten().tolist()
+                starts = [place for place, each in enumerate(batch.positions.flatten().tolist()) if each == 0]
+                for first, end in pairwise([*starts, len(labels)]):
+                    found[tuple(labels[place] for place in range(first, end) if weights[place] > 0)] += 1
+    del found[()]  # padding
+    return found
+
+
+@pytest.mark.parametrize("name", ["rows of one sample", "packed rows of windows beyond an epoch"])
+def test_two_ranks_read_every_sample_so_often_and_together_what_one_reads(
+    name: str, config_of: Callable[..., Config]
+) -> None:
+    config = with_num_steps(config_of(PACKINGS[name]))
+    found = texts_of(config, 2)
+    assert len(found) == NUM_SAMPLES
+    assert min(found.values()) == 2
+    assert found == texts_of(config, 1)
 
 
 def test_an_epoch_is_recorded_as_steps_and_repeats_from_its_record(
