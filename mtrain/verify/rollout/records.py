@@ -27,6 +27,7 @@ _KEYS = frozenset(
         "routed_experts",
         "hidden_states",
         "finish_reason",
+        "likeliest",
     }
 )
 _MOST_LOG_PROB = 1e-3
