@@ -102,7 +102,7 @@ def test_log_probabilities_before_the_temperature_are_found(pool: Pool, dense: E
     assert "temperature 1, but the file says 0.7, 1.3" in report.findings[0].lines[0]
 
 
-@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("by", [1, pytest.param(-1, marks=pytest.mark.nightly)])
 def test_log_probabilities_of_the_neighbour_are_found(pool: Pool, dense: Engine, by: int) -> None:
     moved = [[*each[by:], *each[:by]] for each in dense.log_probs()]
     assert cause(dense.verified(pool, dense.records(log_probs=moved))) == "off by one"
@@ -194,7 +194,7 @@ def test_bfloat16_routers_are_found(pool: Pool, experts: Engine) -> None:
     assert cause(experts.verified(pool, experts.records(log_probs=found))) == "bf16 router"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_another_expert_parallel_sum_is_found(pool: Pool, experts: Engine, num_ranks: int) -> None:
     with engine.expert_sums(experts.model, num_ranks):
         found = experts.log_probs()
