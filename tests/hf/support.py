@@ -1,18 +1,20 @@
 """Measures what every family of Hugging Face can do here: `python -m tests.hf.support` writes docs/models.md.
 
-`python -m tests.hf.support llama qwen3` prints the rows of some families. Each cell is an outcome: small random models
-of transformers are converted, trained and asked, and transformers judges them.
+`python -m tests.hf.support llama qwen3` prints the rows of some families. `--columns packed,LoRA` measures these cells
+alone, of all families or of the named ones, and writes them into the page, whose other cells stay. Each cell is an
+outcome: small random models of transformers are converted, trained and asked, and transformers judges them.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import filecmp
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,7 @@ LAYOUTS = {
 """Column -> layout whose steps are compared with those of transformers."""
 TRAININGS: dict[str, Callable[[ModelSection], str]] = {
     "documents": lambda model: "data.isolate_documents=true",
+    "packed": lambda model: "data={kind: mock, seq_length: 16, isolate_documents: true, packing: {}}",
     "LoRA": lambda model: f"adapter={{rank: 4, targets: [{', '.join(sorted(model.query_projections))}, proj]}}",
 }
 """Column -> key of a run whose steps are compared with the float64 reference, on layouts of two axes."""
@@ -127,25 +130,31 @@ PROMPTS, NUM_NEW = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21]], 4
 COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "worst")
 
 
-def row_of(family: str, pool: Pool) -> dict[str, str]:
-    """Measures one family; returns column -> what the page says."""
+def row_of(family: str, pool: Pool, columns: Collection[str] = COLUMNS) -> dict[str, str]:
+    """Measures one family; returns column -> what the page says, of these columns (a step's with all of `LAYOUTS`)."""
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder, given = Path(name) / "hf", MODELS[family]
         changes = {"num_hidden_layers": 4} | _groups(given) | dict(given.changes)
         model = save(given.folder, folder, torch.float32, **changes)
         _rename(folder, family)
-        found["convert"] = _mark(_comes_back(folder))
-        found["logits"] = f"{_logits_deviation(folder, model, pool):.0e}"
-        found["generate"] = _mark(_answers(folder, pool) == _their_answers(model))
+        if not {"convert", "logits"}.isdisjoint(columns):
+            found["convert"] = _mark(_comes_back(folder))
+            found["logits"] = f"{_logits_deviation(folder, model, pool):.0e}"
+        if "generate" in columns:
+            found["generate"] = _mark(_answers(folder, pool) == _their_answers(model))
         (Path(name) / "run.yaml").write_text(RUN.replace("RUN", f"{name}/run").replace("HF", str(folder)))
         config = configured(name)
-        found["plan"] = _mark(num_parameters(config.model) == _num_learning(model))
-        deviations = dict(_steps(config, pool))
-        found |= {column: "-" if value is None else _mark(value < TOLERANCE) for column, value in deviations.items()}
-        for column, key in TRAININGS.items():
-            found[column] = _mark(_trains(configured(name, key(config.model)), pool))
-        found["worst"] = f"{max(value for value in deviations.values() if value is not None):.0e}"
+        if "plan" in columns:
+            found["plan"] = _mark(num_parameters(config.model) == _num_learning(model))
+        if not {*LAYOUTS, "worst"}.isdisjoint(columns):
+            deviations = dict(_steps(config, pool))
+            found |= {
+                column: "-" if value is None else _mark(value < TOLERANCE) for column, value in deviations.items()
+            }
+            found["worst"] = f"{max(value for value in deviations.values() if value is not None):.0e}"
+        for column in (each for each in TRAININGS if each in columns):
+            found[column] = _mark(_trains(configured(name, TRAININGS[column](config.model)), pool))
     return found
 
 
@@ -245,7 +254,7 @@ _TEXT = """# Models
 <!-- Written by `{command}`; a nightly test repeats it. Change the program, not this page. -->
 
 What was proved of each family on CPU ranks, with small random models of transformers {version}
-({date}):
+({date} or later):
 
 - **convert**: an import and its export are the same folder, byte for byte.
 - **logits**: largest deviation of a logit from transformers', relative to the largest logit, in float32.
@@ -254,8 +263,11 @@ What was proved of each family on CPU ranks, with small random models of transfo
 - **tp** (with sp) to **ep**: two steps of training on two ranks of that axis have transformers' losses and gradient
   norms within {tolerance:g} (`mtrain verify hf`); a dash: refused by name (no experts; a ring with windows or latents).
   **worst** is the largest deviation.
-- **documents**, **LoRA**: a step with documents kept apart in a row, or with adapters, is that of the reference in
-  float64 on two layouts, every gradient and weight (`mtrain verify parity`).
+- **documents**, **packed**, **LoRA**: a step with documents kept apart in a row, with several samples packed into a
+  row, or with adapters, is that of the reference in float64 on two layouts, every gradient and weight (`mtrain verify
+  parity`).
+
+A question mark: not measured yet.
 
 Gradients and weights of every family under combined axes are in [Parity](parity.md); what of a file is refused by name
 is in [Hugging Face](conversion.md).
@@ -264,7 +276,7 @@ is in [Hugging Face](conversion.md).
 
 
 def page(rows: Mapping[str, Mapping[str, str]], version: str, date: str) -> str:
-    """Makes the page, in Markdown.
+    """Makes the page, in Markdown; a cell that was never measured is a question mark.
 
     Args:
         rows: Family -> column -> what the page says.
@@ -273,21 +285,46 @@ def page(rows: Mapping[str, Mapping[str, str]], version: str, date: str) -> str:
     """
     lines = [f"| `model_type` | configs/model | {' | '.join(COLUMNS)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for family, row in rows.items():
-        cells = " | ".join(row[column] for column in COLUMNS)
+        cells = " | ".join(row.get(column, "?") for column in COLUMNS)
         lines.append(f"| `{family}` | {MODELS[family].example} | {cells} |")
     return _TEXT.format(command=COMMAND, tolerance=TOLERANCE, version=version, date=date) + "\n".join(lines) + "\n"
 
 
+def rows_of_page() -> dict[str, dict[str, str]]:
+    """Reads the table of the page."""
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    (_, _, *columns), *rows = lines
+    return {line[0].strip("`"): dict(zip(columns, line[2:], strict=True)) for line in rows}
+
+
+def origin_of_page() -> tuple[str, str]:
+    """Returns the version of transformers and the date that the page names."""
+    ((version, date),) = re.findall(r"transformers (\S+)\n\((\S+) or later\)", PAGE.read_text())
+    return version, date
+
+
 def main() -> None:
-    """Prints the rows of the named families, or writes the page of all."""
+    """Prints the rows of the named families, or writes the page of all, or the named columns into it."""
     torch.set_num_threads(1)
-    pool, chosen = Pool(), sys.argv[1:]
-    rows = {}
-    for family in chosen or FAMILIES:
-        rows[family] = row_of(family, pool)
-        print(family, rows[family], flush=True)
-    if not chosen:
-        PAGE.write_text(page(rows, transformers.__version__, datetime.date.today().isoformat()))
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    parser.add_argument("families", nargs="*", choices=[[], *FAMILIES])
+    parser.add_argument("--columns", type=lambda text: text.split(","))
+    given = parser.parse_args()
+    if unknown := {*(given.columns or ())} - {*COLUMNS}:
+        parser.error(f"--columns={','.join(sorted(unknown))} is no column; name some of {', '.join(COLUMNS)}")
+    pool, rows = Pool(), {} if given.columns is None else rows_of_page()
+    version, date = transformers.__version__, datetime.date.today().isoformat()
+    if rows and (there := origin_of_page()):
+        assert there[0] == version, f"the page is of transformers {there[0]}: measure all of it anew"
+        date = there[1]
+    for family in given.families or FAMILIES:
+        measured = row_of(family, pool, given.columns or COLUMNS)
+        rows[family] = rows.get(family, {}) | measured
+        print(family, measured, flush=True)
+        if given.columns:  # at once, as a long measurement may be cut
+            PAGE.write_text(page(rows, version, date))
+    if not given.columns and not given.families:
+        PAGE.write_text(page(rows, version, date))
 
 
 if __name__ == "__main__":

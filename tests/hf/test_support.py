@@ -1,7 +1,5 @@
 """The page of models says of every family what is measured."""
 
-import re
-
 import pytest
 
 from mtrain.hf.schema.registry import FAMILIES
@@ -10,21 +8,12 @@ from tests.paths import CONFIGS
 from tests.pool import Pool
 
 
-def rows_of_page() -> dict[str, dict[str, str]]:
-    """Reads the table of docs/models.md."""
-    lines = [line.strip("| ").split(" | ") for line in support.PAGE.read_text().splitlines() if line.startswith("| `")][
-        1:
-    ]
-    return {line[0].strip("`"): dict(zip(support.COLUMNS, line[2:], strict=True)) for line in lines}
-
-
 def test_every_family_has_a_row_and_nothing_else() -> None:
-    rows = rows_of_page()
+    rows = support.rows_of_page()
     assert list(rows) == list(FAMILIES)
     assert support.MODELS.keys() == FAMILIES.keys()
     text = support.PAGE.read_text()
-    ((version, date),) = re.findall(r"transformers (\S+)\n\((\S+)\)", text)
-    assert support.page(rows, version, date) == text
+    assert support.page(rows, *support.origin_of_page()) == text
     files = {f"{model.example}.yaml" for model in support.MODELS.values()}
     assert files < {path.name for path in (CONFIGS / "model").iterdir()}
 
@@ -32,9 +21,9 @@ def test_every_family_has_a_row_and_nothing_else() -> None:
 @pytest.mark.nightly  # by day each cell has a test of its own: tests/convert, tests/parity/models, tests/verify/hf
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_what_is_measured(pool: Pool, family: str) -> None:
-    found, said = support.row_of(family, pool), rows_of_page()[family]
+    found, said = support.row_of(family, pool), support.rows_of_page()[family]
     for column in support.COLUMNS:
         if column in ("logits", "worst"):
             assert float(found[column]) < (support.TOLERANCE if column == "worst" else 1e-5)
         else:
-            assert found[column] == said[column], column
+            assert said[column] in (found[column], "?"), column
