@@ -39,6 +39,8 @@ class MemoryEstimate:
     """Peak of what the optimizer makes in addition to its state, when no activations are left."""
     host_bytes: int = 0
     """Pinned memory of the host that activations and moments move to; not part of the total."""
+    adapter_bytes: int = 0
+    """Part of the first three that belongs to the adapters: each further one of this shape takes as much."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,13 +63,16 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     largest = rank.largest_trained()
     updated = own_share(config.train, layout, held)
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
+    learned_bytes, gradients_bytes = held.total * element_bytes(config.train), held.total * FP32_BYTES
+    optimizer_bytes = FP32_BYTES * own_share(config.train, layout, kept) - moved
     return MemoryEstimate(
-        weights_bytes=held.total * element_bytes(config.train) + rank.frozen_bytes(),
-        gradients_bytes=held.total * FP32_BYTES,
-        optimizer_bytes=FP32_BYTES * own_share(config.train, layout, kept) - moved,
+        weights_bytes=learned_bytes + rank.frozen_bytes(),
+        gradients_bytes=gradients_bytes,
+        optimizer_bytes=optimizer_bytes,
         activations_bytes=activations.most_bytes(pp_rank),
         update_bytes=_update_bytes(updated, largest) + _moments_at_once(moved, largest),
         host_bytes=activations.host_bytes(pp_rank) + moved,
+        adapter_bytes=0 if config.adapter is None else learned_bytes + gradients_bytes + optimizer_bytes,
     )
 
 

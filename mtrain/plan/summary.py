@@ -9,7 +9,7 @@ from mtrain.config.derived import data_phases
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.layout import Layout, most_microbatches
 
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
 _HOST_COLUMN = ("pinned on the host",)
 """Header of the column that is added where activations or moments move to the host."""
@@ -62,6 +62,10 @@ class _Summary(NamedTuple):
             parameters += (
                 f"; frozen, with {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
             )
+        adapters = {}
+        if config.adapter is not None:
+            most = max(plan.memory_per_rank(config, layout, pp_rank).adapter_bytes for pp_rank in range(layout.pp))
+            adapters["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: weights, gradients and the optimizer's state"
         passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
         return {
             "layout": f"{layout} on {layout.world_size} ranks",
@@ -72,6 +76,7 @@ class _Summary(NamedTuple):
             if train.num_steps
             else f"those of {train.num_epochs:g} epochs, not counted without files",
             "parameters": parameters,
+            **adapters,
             "FLOPs per token": f"{flops:.4e}",
             "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
             **{f"data, phase {number}": str(each) for number, each in enumerate(data_phases(config.data), start=1)},

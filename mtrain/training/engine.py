@@ -25,34 +25,14 @@ from mtrain.mcore.distributed.groups import opened_groups
 from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
 from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.engine.optimizer import AdamOptions
-from mtrain.mcore.model.adapters.adapter import adapters_off
-from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.init_weights import draw_adapters
-from mtrain.mcore.state.held import (
-    clear_optimizer,
-    held_gradients,
-    held_optimizer,
-    held_weights,
-    put_back_gradients,
-    put_back_optimizer,
-    put_back_weights,
-)
 from mtrain.plan import num_parameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.batches import GlobalBatches, checked_config
-from mtrain.training.build import Parts, build_parts
+from mtrain.training.build import build_parts
 from mtrain.training.export import exported_through_checkpoint
-from mtrain.training.forward import (
-    AskedScores,
-    check_adapters_off,
-    forward_totals,
-    reading,
-    scores_of_samples,
-    token_scores,
-)
-from mtrain.training.held import Accumulated, Held
+from mtrain.training.forward import AskedScores, forward_totals, reading, scores_of_samples, token_scores
 from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
 from mtrain.training.open_engines import open_engines
 from mtrain.training.results import EvalResult, ForwardResult, StepResult
@@ -60,10 +40,10 @@ from mtrain.training.resume import initialize
 from mtrain.training.run_folder import Position, load_from, save_at
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
-from mtrain.training.step import OpenStep
+from mtrain.training.turns import SharedBase, Turns
 
 
-class Engine:
+class Engine(Turns):
     """A model with its optimizer, distributed over ranks according to `config.layout`.
 
     The engine initialises torch.distributed from the launcher's environment (torchrun, srun, `mtrain launch local`; a
@@ -101,19 +81,19 @@ class Engine:
             device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s, purpose))
             layout = Layout.from_config(config, dist.get_world_size())
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
-            self._groups, self.config, self.step = groups, config, 0
+            self._groups, self.config = groups, config
             self._objective = Objective.from_config(
                 config.loss, config.model.mtp_depths, config.model.num_labels is not None
             )
-            self._parts: Parts | None = build_parts(config, groups, self._objective, weights_follow=True)
+            self._parts = build_parts(config, groups, self._objective, weights_follow=True)
             initialize(self._parts.model)
+            if config.adapter is not None:
+                self._base = SharedBase(self._parts)
+                held.callback(self._base.close)
             self._batches = GlobalBatches(config, groups)
             # a failure above closes all that was opened; from here on `close` does
             self._held = held.pop_all()
             open_engines.add(self)
-        self._open: OpenStep | None = None
-        self._tokens = self._total_tokens = 0
-        self._is_bare = False
 
     @property
     def rank(self) -> int:
@@ -171,26 +151,6 @@ class Engine:
             DataError: A sample does not fit the configuration, or is member of no group.
         """
         return scores_of_samples(batch, self._built().model, self._batches)
-
-    @contextlib.contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Turns the adapters off inside the `with` block: `forward` and `evaluate` use the frozen model alone.
-
-        This gives log-probabilities of the model that a finetuning with new adapters started from, without a second
-        model in memory. A run that continues from `adapter.path` started from that adapter: its reference is the result
-        of `forward` or `scores` before the first `optim_step`.
-
-        Raises:
-            ConfigError: The configuration has no `adapter`, or the model has a head, which is trained as a whole.
-            RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
-        """
-        check_adapters_off(self.config.adapter, self.config.model)
-        with adapters_off(self._built().model.chunks):
-            self._is_bare = True
-            try:
-                yield
-            finally:
-                self._is_bare = False
 
     def forward_backward(
         self,
@@ -411,81 +371,19 @@ class Engine:
         on_first_rank(lambda: need_group(group))
         return self._hf_tensors(content).send(bucket_bytes, group if self.rank == 0 else None)
 
-    def hold(self, weights_only: bool = False) -> Held:
-        """Copies what training has changed to the host's memory: with adapters the adapters alone.
-
-        Args:
-            weights_only: Whether to copy the weights that compute alone, which is enough to sample from them.
-        """
-        model = self._built().model
-        weights = held_weights(model)
-        if weights_only:
-            return Held(weights)
-        accumulated = None if self._open is None else Accumulated(self._open, held_gradients(model), self._tokens)
-        return Held(weights, held_optimizer(model), self.step, self._total_tokens, accumulated)
-
-    def put_back(self, held: Held) -> None:
-        """Makes what was held the engine's state again; after weights alone, only passes and answers may follow."""
-        model = self._built().model
-        put_back_weights(held.weights, model)
-        if held.optimizer is None:
-            return
-        put_back_optimizer(held.optimizer, model)
-        self.step, self._total_tokens = held.step, held.total_tokens
-        self._open, self._tokens = None, 0
-        if held.accumulated is not None:
-            put_back_gradients(held.accumulated.gradients, model)
-            self._open, self._tokens = held.accumulated.open_step, held.accumulated.tokens
-
-    def begin_anew(self, seed: int | None = None) -> None:
-        """Takes weights and optimizer back to step 0: new adapters, or the weights that the engine began with.
-
-        Args:
-            seed: Seed of the adapters; None: `train.seed`.
-        """
-        model = self._built().model
-        if self.config.adapter is None:
-            initialize(model)
-        else:
-            seed = self.config.train.seed if seed is None else seed
-            for chunk in model.chunks:
-                draw_adapters(unwrap(chunk), self.config.model, self._groups, seed)
-            model.optimizer.take_weights()
-        self.forget_optimizer()
-
-    def forget_optimizer(self) -> None:
-        """Sets moments, step and gradients back to 0; the weights stay."""
-        clear_optimizer(self._built().model)
-        self.drop_gradients()
-        self.step = self._total_tokens = 0
-
-    def drop_gradients(self) -> None:
-        """Forgets the gradients since the last step."""
-        self._open, self._tokens = None, 0
-
-    def close(self) -> None:
-        """Frees the model and closes what the engine has opened. May be called twice."""
-        self.__exit__(None, None, None)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        open_engines.discard(self)
-        self._open = self._parts = None
+        self._let_go()
         self._held.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
         model, state = self.config.model, "closed" if self._parts is None else f"step {self.step}"
         place = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
         return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {place}; {state}>"
-
-    def _built(self) -> Parts:
-        if self._parts is None:
-            raise RuntimeError("this Engine is closed; make another one")
-        return self._parts
 
     def _hf_tensors(self, content: HfContent) -> HfTensors:
         return HfTensors(self._built().model, content)

@@ -88,9 +88,16 @@ class RouterBalance:
         self.counts: Tensor | None = None
         """[routers, experts] int64: tokens of text that this rank has sent to each expert in the last step."""
         self.step: _Step | None = None
-        if self.terms or self._rate:
-            for index, router in enumerate(self.routers):
-                router.watch = RouterStats(self, index, router.section, groups, router not in of_depths)
+        self._watches = [
+            RouterStats(self, index, router.section, groups, router not in of_depths)
+            for index, router in enumerate(self.routers if self.terms or self._rate else [])
+        ]
+        self.watch()
+
+    def watch(self) -> None:
+        """Gives every router its watch, in the place of that of other adapters on the same frozen model."""
+        for router, watch in zip(self.routers, self._watches, strict=False):
+            router.watch = watch
 
     @contextmanager
     def watching(self, accumulator: PairAccumulator, factors: Factors, num_sequences: int) -> Iterator[None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError
@@ -51,11 +53,43 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False) ->
     for chunk in chunks:
         # before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those
         draw_weights(chunk, config, groups, others_follow=weights_follow)
-    wrapped = [_wrap(config, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
+    wrapped = [
+        _wrap(config.train, ddp_config(config, groups.layout), translated, chunk, groups, index)
+        for index, chunk in enumerate(chunks)
+    ]
     compile_layers(wrapped, config, groups)
     if config.train.offload_layers is not None:
         move_activations([unwrap(chunk).decoder for chunk in wrapped], config.train.offload_layers, groups.device)
     return wrapped
+
+
+def build_adapters(base: Sequence[torch.nn.Module], config: Config, groups: Groups) -> list[DistributedDataParallel]:
+    """Builds further adapters on this rank's chunks, whose own have been taken out, and wraps these anew.
+
+    Args:
+        base: The chunks.
+        config: Configuration of the run, with the section of the new adapters.
+        groups: The process groups.
+    """
+    assert config.adapter is not None, "the caller wants adapters"
+    # megatron-core's callbacks are kept in it: each set has gradients and an optimizer of its own
+    translated = transformer_config(config, groups.layout, groups.device)
+    chunks = [unwrap(chunk) for chunk in base]
+    for chunk in chunks:
+        attach(chunk, config.model, config.adapter, groups.collection)
+    return [
+        _wrap(config.train, ddp_config(config, groups.layout), translated, chunk, groups, index)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def let_go(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Lets the memory of chunks be freed, which nobody trains any more."""
+    for chunk in chunks:
+        # Nodes of autograd hold the chunk by their hooks. megatron-core keeps them here, and the distributed optimizer
+        # by its views of parameters in fp32: cycles through C++, which Python's collector does not see.
+        chunk.grad_accs.clear()
+        get_model_config(chunk).grad_scale_func = None
 
 
 def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
@@ -135,12 +169,17 @@ def _build_chunk(
 
 
 def _wrap(
-    config: Config, translated: TransformerConfig, chunk: LanguageModel, groups: Groups, index: int
+    train: TrainSection,
+    ddp: DistributedDataParallelConfig,
+    translated: TransformerConfig,
+    chunk: LanguageModel,
+    groups: Groups,
+    index: int,
 ) -> DistributedDataParallel:
     return DistributedDataParallel(
         config=translated,
-        ddp_config=ddp_config(config, groups.layout),
-        module=_in_precision(config.train, translated, chunk),
+        ddp_config=ddp,
+        module=_in_precision(train, translated, chunk),
         disable_bucketing=index > 0,  # as in Megatron-LM: only the first chunk's gradients are reduced in buckets
         pg_collection=groups.collection,
     )

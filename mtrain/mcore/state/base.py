@@ -41,8 +41,7 @@ DRAWN = "drawn from train.seed"
 def settle_base(model: RankModel) -> None:
     """Records the base, once the frozen weights are those of the run and before its adapters are loaded. Collective.
 
-    Takes the fingerprint, and sets magnitudes (DoRA) to the norms of their rows. One all-reduce over the world; for
-    magnitudes of row-parallel projections one over TP each.
+    Takes the fingerprint by one all-reduce over the world, and does what `settle_magnitudes` does.
 
     Raises:
         DataError: A weight is not finite; on all ranks.
@@ -51,8 +50,14 @@ def settle_base(model: RankModel) -> None:
     found = weights_fingerprint(chunks, model.groups, model.config.model.vocab_size)
     for chunk in chunks:
         unwrap(chunk).base_fingerprint = found
+    settle_magnitudes(model)
+
+
+def settle_magnitudes(model: RankModel) -> None:
+    """Sets magnitudes (DoRA) to the norms of their rows; one all-reduce over TP for each of a row-parallel
+    projection."""
     norms: dict[Tensor, Tensor] = {}
-    for adapter in adapters_of(chunks):
+    for adapter in adapters_of(model.chunks):
         if isinstance(adapter, LinearAdapter):
             norms |= adapter.reset_magnitudes()
     optimizer_state.set_main_weights(model.optimizer.inner, norms)

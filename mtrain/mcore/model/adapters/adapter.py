@@ -10,6 +10,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from mtrain.mcore.model.own_parameters import own_places
 
@@ -27,7 +28,12 @@ class Adapter(nn.Module):
     of the module that owns them.
     """
 
-    is_on = True
+    is_switched_on = True
+    """False inside `adapters_off`."""
+    is_in_model = True
+    """False while another set of adapters is in the model."""
+    hook: RemovableHandle | None = None
+    """Hook by which the frozen module calls this adapter."""
 
     def __init__(self, config: TransformerConfig, collection: ProcessGroupCollection) -> None:
         """
@@ -39,6 +45,11 @@ class Adapter(nn.Module):
         self._config, self._tp = config, collection.tp
         self._divided: dict[str, int] = {}
         self._padded: set[str] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Says whether the frozen module adds what the adapter computes."""
+        return self.is_switched_on and self.is_in_model
 
     def add_parameter(
         self, name: str, shape: tuple[int, ...], divided_axis: int | None, may_be_padded: bool = False
@@ -78,6 +89,41 @@ class Adapter(nn.Module):
         return places
 
 
+class AdapterSet:
+    """Adapters of a rank's chunks, which other sets on the same frozen modules can take turns with."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        """
+        Args:
+            models: Unwrapped chunks, which hold the set.
+        """
+        holders = [holder for model in models for holder in model.modules()]
+        self._places = [
+            (holder, name, child)
+            for holder in holders
+            for name, child in holder.named_children()
+            if isinstance(child, Adapter)
+        ]
+
+    def take_out(self) -> None:
+        """Removes the adapters from the tree of modules; their hooks add nothing."""
+        for holder, name, adapter in self._places:
+            delattr(holder, name)
+            adapter.is_in_model = False
+
+    def put_in(self) -> None:
+        """Makes the adapters a part of the tree of modules again, in the same order."""
+        for holder, name, adapter in self._places:
+            holder.add_module(name, adapter)
+            adapter.is_in_model = True
+
+    def unhook(self) -> None:
+        """Removes the hooks of adapters that were taken out for good."""
+        for _, _, adapter in self._places:
+            assert adapter.hook is not None, "attach registers one"
+            adapter.hook.remove()
+
+
 def is_adapter_key(key: str) -> bool:
     """Says whether a name, in the model or in a checkpoint, is of an adapter's parameter."""
     return f"{MODULE}." in key
@@ -102,9 +148,9 @@ def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
     """
     found = list(adapters_of(chunks))
     for adapter in found:
-        adapter.is_on = False
+        adapter.is_switched_on = False
     try:
         yield
     finally:
         for adapter in found:
-            adapter.is_on = True
+            adapter.is_switched_on = True

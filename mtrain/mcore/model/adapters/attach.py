@@ -95,12 +95,14 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
         collection: Process groups.
     """
     model.requires_grad_(False)
+    is_first = not model.has_adapters
     model.has_adapters, model.learned_whole = True, plan.learned_whole(section)
     builder = _Builder(section, adapter, model.config, collection)
     if model.pre_process:
         # Full recomputation and the pipeline follow what needs a gradient, starting at the input: with a frozen table
         # the adapters after it would get none (megatron-core, tensor_parallel/random.py).
-        model.embedding.register_forward_hook(_with_gradient)
+        if is_first:
+            model.embedding.register_forward_hook(_with_gradient)
         if "embedding" in adapter.parts:
             builder.adapt_table(model.embedding)
     for layer in model.decoder.layers:
@@ -133,7 +135,7 @@ class _Builder:
     def adapt_table(self, embedding: Any) -> None:
         """Adapts the table of embeddings."""
         adapter = EmbeddingAdapter(self._adapter, self._config, self._collection, embedding.word_embeddings)
-        embedding.word_embeddings.register_forward_hook(add_to_table(adapter))
+        adapter.hook = embedding.word_embeddings.register_forward_hook(add_to_table(adapter))
         embedding.add_module(f"word_embeddings{MODULE}", adapter)
 
     def adapt_output(self, model: Any) -> None:
@@ -154,16 +156,17 @@ class _Builder:
         adapter: LinearAdapter
         if isinstance(linear, KeyValueProjection):
             adapter = WeightAdapter(*given)
-            linear.register_forward_hook(add_to_weight(adapter))
+            adapter.hook = linear.register_forward_hook(add_to_weight(adapter))
         else:
             adapter = LinearAdapter(*given)
             is_replicated = isinstance(linear, ReplicatedLinear)
-            linear.register_forward_hook(add_to_replicated(adapter) if is_replicated else add_to_linear(adapter))
+            add = add_to_replicated(adapter) if is_replicated else add_to_linear(adapter)
+            adapter.hook = linear.register_forward_hook(add)
         holder.add_module(f"{name}{MODULE}", adapter)
 
     def _adapt_stack(self, holder: Any, name: str, stack: Stack) -> None:
         adapter = ExpertAdapter(self._adapter, self._config, stack, holder.implementation)
-        stack.register_forward_hook(add_to_stack(adapter))
+        adapter.hook = stack.register_forward_hook(add_to_stack(adapter))
         holder.add_module(f"{name}{MODULE}", adapter)
 
     def _fusion(self, name: str, linear: FrozenLinear) -> Fusion:
