@@ -191,7 +191,7 @@ class App:
         """Makes a model at its beginning."""
         body = await read_body(request, bodies.CreateModelBody)
         self._check_session(body.session_id)
-        if body.base_model != self.base.name:
+        if not self.base.is_called(body.base_model):
             raise DataError(f"base_model={body.base_model[:200]!r} is not served here; take {self.base.name}")
         if body.optimizer_config.type != "adamw":
             raise DataError(f"optimizer {body.optimizer_config.type[:80]!r} is not offered here; take adamw")
@@ -290,7 +290,7 @@ class App:
         self._check_session(body.session_id)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         source = None if body.model_path is None else Place.parsed(body.model_path)
-        if source is None and body.base_model != self.base.name:
+        if source is None and not self.base.is_called(body.base_model or ""):
             raise DataError(f"base_model={body.base_model!r:.200} is not served here; take {self.base.name}")
         made = self.desk.submit(KeepSampler(sampler_id, source=source), f"{sampler_id}:create")
         result = await self._result_of(made, None)

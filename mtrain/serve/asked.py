@@ -24,6 +24,10 @@ class BaseModel:
     has_tied_output: bool = False
     """Whether the output layer has no table of its own, for which `train_unembed`, the SDK's default, is nothing."""
 
+    def is_called(self, name: str) -> bool:
+        """Says whether a client means this model: by its name, or as the hub names it, with an owner before it."""
+        return name.count("/") <= 1 and name.rpartition("/")[2] == self.name
+
 
 def asked_of(body: SampleBody, base: BaseModel) -> Sample:
     """Returns the operation that answers a request.

@@ -187,9 +187,19 @@ class Failed:
     category: Literal["user", "server"]
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Weights that are sampled from."""
+
+    engine: Engine
+    held: Held
+
+
 @dataclass
 class _Model:
     lora: Lora
+    engine: Engine
+    """Engine of the adapters of its shape, which it takes turns on with others."""
     held: Held | None = None
     """State while another model is on the engine."""
     fault: str | None = None
@@ -210,9 +220,12 @@ class Worker:
         """
         self._served, self._store = served, store
         self._engine = Engine(served.config)
+        self._shapes: dict[str, Engine] = {}
+        """Engines of adapters of other shapes on the same base, by their section as JSON."""
         self._models: dict[str, _Model] = {}
-        self._samplers: dict[str, Held | None] = {}
-        self._current: str | None = None
+        self._samplers: dict[str, _Kept | None] = {}
+        self._current: dict[int, str] = {}
+        """Model that is on an engine, by the engine's id."""
         self._base = self._whole_base()
 
     @cached_property
@@ -240,8 +253,9 @@ class Worker:
             failed = Failed(str(error), "server")
         if isinstance(operation, SentBatch) and operation.model_id in self._models and not operation.forward_only:
             self._models[operation.model_id].fault = failed.message
-            if self._current == operation.model_id:
-                self._engine.drop_gradients()
+            engine = self._models[operation.model_id].engine
+            if self._current.get(id(engine)) == operation.model_id:
+                engine.drop_gradients()
         return failed
 
     def _done(self, operation: Operation) -> Done:
@@ -249,8 +263,9 @@ class Worker:
             case CreateModel():
                 return self._create(operation)
             case LoadWeights():
-                self._turn_to(operation.model_id).has_gradients = False
-                self._load(operation.source, operation.with_optimizer)
+                model = self._turn_to(operation.model_id)
+                model.has_gradients = False
+                self._load(model.engine, operation.source, operation.with_optimizer)
                 return Done({"path": str(operation.source), "model_id": operation.model_id, "type": "load_weights"})
             case SentBatch():
                 return self._pass(operation)
@@ -268,72 +283,95 @@ class Worker:
     def _create(self, asked: CreateModel) -> Done:
         if asked.model_id in self._models:
             raise DataError(f"{asked.model_id} exists already; create a model of another number")
-        self._fit(asked.lora)
-        self._leave()
-        self._engine.begin_anew(asked.lora.seed)
-        self._models[asked.model_id] = _Model(asked.lora)
-        self._current = asked.model_id
+        engine = self._engine_of(asked.lora)
+        self._leave(engine)
+        engine.begin_anew(asked.lora.seed)
+        self._models[asked.model_id] = _Model(asked.lora, engine)
+        self._current[id(engine)] = asked.model_id
         if asked.source is None:
             return Done({"model_id": asked.model_id, "type": "create_model"})
         try:
-            self._load(asked.source, asked.with_optimizer)
+            self._load(engine, asked.source, asked.with_optimizer)
         except MtrainError:
             del self._models[asked.model_id]
-            self._current = None
+            del self._current[id(engine)]
+            self._free_shapes()
             raise
         return Done({"path": str(asked.source), "model_id": asked.model_id, "type": "load_weights"})
 
-    def _fit(self, lora: Lora) -> None:
-        """Builds the engine anew where adapters of another shape are wanted.
+    def _engine_of(self, lora: Lora) -> Engine:
+        """Returns an engine with adapters of this shape: one that is there, or a further one on the same base.
 
         Raises:
-            ConfigError: There are models whose adapters have another shape, or the model can have no such adapter.
+            ConfigError: The model can have no such adapter, or is trained whole by a client, so that there is no base.
         """
         config = self._served.adapted(lora)
         there, wanted = self._engine.config.adapter, config.adapter
         if wanted == there:
-            return
+            return self._engine
+        if there is None or wanted is None or config.train.compile != "none":
+            return self._built_anew(lora)
+        shape = wanted.model_dump_json()
+        if shape not in self._shapes:
+            self._shapes[shape] = self._engine.adapter(shape, wanted.model_dump(exclude={"path"}))
+        return self._shapes[shape]
+
+    def _built_anew(self, lora: Lora) -> Engine:
+        """Closes all engines, and builds one for adapters where the model was trained whole, or the other way round."""
+        config = self._served.adapted(lora)
+        there, wanted = self._engine.config.adapter, config.adapter
         if self._models:
             raise ConfigError(
-                f"this service holds models with {_shown(there)}, and one with {_shown(wanted)} was asked for; take "
-                "the same rank and modules, or close the sessions of the others first"
+                f"this service holds models with {_shown(there)}, and one with {_shown(wanted)} was asked for, which "
+                "cannot be trained at the same time; close the sessions of the others first"
             )
         self._engine.close()
+        self._shapes.clear()
+        self._current.clear()
         # what is held of adapters has another shape
-        self._samplers = {each: held for each, held in self._samplers.items() if held is None}
+        self._samplers = {each: kept for each, kept in self._samplers.items() if kept is None}
         self._engine = Engine(config)
         self._base = self._whole_base()
+        return self._engine
 
-    def _load(self, source: Place, with_optimizer: bool) -> None:
+    def _free_shapes(self) -> None:
+        """Closes the engines of adapters that nobody uses."""
+        used = {id(each.engine) for each in (*self._models.values(), *self._samplers.values()) if each is not None}
+        for shape, engine in list(self._shapes.items()):
+            if id(engine) not in used:
+                self._current.pop(id(engine), None)
+                self._shapes.pop(shape).close()
+
+    def _load(self, engine: Engine, source: Place, with_optimizer: bool) -> None:
         on_first_rank(lambda: self._store.described(source))
-        self._engine.load(self._store.folder(source))
+        engine.load(self._store.folder(source))
         if not with_optimizer:
-            self._engine.forget_optimizer()
+            engine.forget_optimizer()
 
     def _pass(self, sent: SentBatch) -> Done:
         model = self._turn_to(sent.model_id)
         batch = Batch.of(sent.data, sent.loss, sent.options, self._served.config.model.vocab_size)
         if sent.forward_only:
-            self._engine.evaluate([batch.data], batch.function)
+            model.engine.evaluate([batch.data], batch.function)
         else:
             if model.fault is not None:
                 raise DataError(f"an earlier forward_backward of this step failed ({model.fault}); make a new step")
-            self._engine.forward_backward(batch.data, batch.function)
+            model.engine.forward_backward(batch.data, batch.function)
             model.has_gradients = True
-        log_probs, loss = batch.outputs(self._engine.device)
+        log_probs, loss = batch.outputs(model.engine.device)
         return Done(written_outputs({"logprobs": log_probs}, {"loss:sum": loss}))
 
     def _step(self, asked: OptimStep) -> Done:
         model = self._turn_to(asked.model_id)
         fault, model.fault = model.fault, None
         if fault is not None:
-            self._engine.drop_gradients()
+            model.engine.drop_gradients()
             model.has_gradients = False
             raise DataError(f"a forward_backward of this step failed ({fault}), so no update was made; send it again")
         if not model.has_gradients:
             raise DataError("optim_step needs a forward_backward before it; send one")
         model.has_gradients = False
-        done = self._engine.optim_step(asked.lr, asked.options)
+        done = model.engine.optim_step(asked.lr, asked.options)
         return Done({"metrics": {"grad_norm": done.grad_norm, "step": float(done.step)}})
 
     def _save(self, asked: Save) -> Done:
@@ -346,7 +384,7 @@ class Worker:
             return store.fresh(place)
 
         # gradients of an unfinished step are not part of a checkpoint
-        self._engine.save(on_first_rank(begun))
+        model.engine.save(on_first_rank(begun))
         lora = vars(model.lora) if model.lora.rank else None
         described = Described(
             place.model_id, place.kind, place.name, self._served.name, lora, time.time(), asked.user_metadata
@@ -357,84 +395,86 @@ class Worker:
 
     def _keep(self, asked: KeepSampler) -> Done:
         if asked.model_id is not None:
-            self._turn_to(asked.model_id)
-            self._samplers[asked.sampler_id] = self._engine.hold(weights_only=True)
+            engine = self._turn_to(asked.model_id).engine
+            self._samplers[asked.sampler_id] = _Kept(engine, engine.hold(weights_only=True))
         elif asked.source is not None:
             self._samplers[asked.sampler_id] = self._weights_of(asked.source)
         else:
             self._samplers[asked.sampler_id] = None
         return Done({"sampling_session_id": asked.sampler_id, "type": "save_weights_for_sampler"})
 
-    def _weights_of(self, source: Place) -> Held:
+    def _weights_of(self, source: Place) -> _Kept:
         described = on_first_rank(lambda: self._store.described(source))
-        self._fit(described.adapter)
-        self._leave()
-        self._engine.load(self._store.folder(source))
-        return self._engine.hold(weights_only=True)
+        engine = self._engine_of(described.adapter)
+        self._leave(engine)
+        engine.load(self._store.folder(source))
+        return _Kept(engine, engine.hold(weights_only=True))
 
     def _sample(self, asked: Sample) -> Done:
         if asked.sampler_id not in self._samplers:
             raise DataError(f"there is no sampling session {asked.sampler_id}; create one")
-        held = self._samplers[asked.sampler_id]
-        self._leave()
-        if held is not None:
-            self._engine.put_back(held)
+        kept = self._samplers[asked.sampler_id]
+        engine = self._engine if kept is None else kept.engine
+        self._leave(engine)
+        if kept is not None:
+            engine.put_back(kept.held)
         elif self._base is not None:
-            self._engine.put_back(self._base)
-        is_bare = held is None and self._engine.config.adapter is not None
-        with self._engine.adapters_off() if is_bare else nullcontext():
+            engine.put_back(self._base)
+        is_bare = kept is None and engine.config.adapter is not None
+        with engine.adapters_off() if is_bare else nullcontext():
             ends = partial(ends_with, asked.stop_texts, self._tokenizer) if asked.stop_texts else None
             sampling = replace(asked.sampling, is_complete=ends, num_likeliest=asked.num_likeliest)
-            found = self._engine.generate([asked.prompt] * asked.num_samples, sampling)
-            likely = self._prompt_log_probs(asked) if asked.with_prompt_log_probs else None
-            likeliest = self._prompt_likeliest(asked) if asked.num_likeliest_of_prompt else None
+            found = engine.generate([asked.prompt] * asked.num_samples, sampling)
+            likely = self._prompt_log_probs(engine, asked) if asked.with_prompt_log_probs else None
+            likeliest = self._prompt_likeliest(engine, asked) if asked.num_likeliest_of_prompt else None
         return Done(written_answers(found, likely, likeliest))
 
-    def _prompt_log_probs(self, asked: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _prompt_log_probs(self, engine: Engine, asked: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
         found = np.full(len(asked.prompt), np.nan, np.float32)
         if len(asked.prompt) > 1:
-            found[1:] = self._engine.forward([Datum(asked.prompt)]).log_probs[0].numpy()
+            found[1:] = engine.forward([Datum(asked.prompt)]).log_probs[0].numpy()
         if asked.last_n is not None:
             found[: len(found) - asked.last_n] = np.nan
         return found
 
-    def _prompt_likeliest(self, asked: Sample) -> Likeliest:
+    def _prompt_likeliest(self, engine: Engine, asked: Sample) -> Likeliest:
         count = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
         ids = np.zeros((len(asked.prompt), count), np.int32)
         log_probs = np.full(ids.shape, NO_LOG_PROB, np.float32)
         if len(asked.prompt) > 1:
-            ids[1:], log_probs[1:] = likeliest_of_prompt(self._engine, asked.prompt, count)
+            ids[1:], log_probs[1:] = likeliest_of_prompt(engine, asked.prompt, count)
         unasked = slice(0, 0 if asked.last_n is None else len(ids) - asked.last_n)
         ids[unasked], log_probs[unasked] = 0, NO_LOG_PROB
         return ids, log_probs
 
     def _unload(self, asked: Unload) -> Done:
         for model_id in asked.model_ids:
-            self._models.pop(model_id, None)
-            if self._current == model_id:
-                self._engine.drop_gradients()
-                self._current = None
+            model = self._models.pop(model_id, None)
+            if model is not None and self._current.get(id(model.engine)) == model_id:
+                model.engine.drop_gradients()
+                del self._current[id(model.engine)]
         for sampler_id in asked.sampler_ids:
             self._samplers.pop(sampler_id, None)
+        self._free_shapes()
         return Done({"type": "unload_model"})
 
     def _turn_to(self, model_id: str) -> _Model:
-        """Brings a model onto the engine."""
+        """Brings a model onto its engine."""
         model = self._models.get(model_id)
         if model is None:
             raise DataError(f"there is no model {model_id}; create one, or load a checkpoint of it")
-        if self._current != model_id:
-            self._leave()
-            assert model.held is not None, "a model that is not on the engine is held"
-            self._engine.put_back(model.held)
-            model.held, self._current = None, model_id
+        if self._current.get(id(model.engine)) != model_id:
+            self._leave(model.engine)
+            assert model.held is not None, "a model that is not on its engine is held"
+            model.engine.put_back(model.held)
+            model.held, self._current[id(model.engine)] = None, model_id
         return model
 
-    def _leave(self) -> None:
-        """Holds the model that is on the engine, so that others can use it."""
-        if self._current is not None:
-            self._models[self._current].held = self._engine.hold()
-            self._current = None
+    def _leave(self, engine: Engine) -> None:
+        """Holds the model that is on an engine, so that others can use it."""
+        current = self._current.pop(id(engine), None)
+        if current is not None:
+            self._models[current].held = engine.hold()
 
     def _whole_base(self) -> Held | None:
         """Returns the weights of the base model, where models have nothing of it left: they are trained whole."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.serve.run import serve
-from mtrain.serve.work import Served
+from mtrain.serve.store import Lora, Store
+from mtrain.serve.work import CreateModel, Done, KeepSampler, Served, Unload, Worker
 from tests.training.engine_ranks import free
 
 
@@ -21,6 +22,25 @@ def served(groups: Groups, config: Config, stop: str) -> None:
         threading.Thread(target=_ended, args=(Path(stop),), daemon=True).start()
     with free(groups):
         serve(Served(config), "127.0.0.1", 0, None)
+
+
+def shapes(groups: Groups, config: Config, folder: str) -> list[int]:
+    """Counts the sets of adapters in addition to the first one, while models and samplers come and go."""
+    found = []
+    with free(groups):
+        worker = Worker(Served(config), Store(Path(folder)))
+        for operation in (
+            CreateModel("a", Lora(2, 1)),
+            CreateModel("b", Lora(3, 1)),
+            CreateModel("c", Lora(4, 1)),
+            KeepSampler("kept", "c"),
+            Unload(("b", "c"), ()),
+            Unload((), ("kept",)),
+        ):
+            assert isinstance(worker.run(operation), Done)
+            found.append(len(worker._shapes))
+        worker.close()
+    return found
 
 
 def _ended(stop: Path) -> None:

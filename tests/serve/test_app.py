@@ -241,6 +241,8 @@ def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> N
     made = app.desk.take(0)
     assert made is not None
     assert isinstance(made.operation, CreateModel)
+    assert all(app.base.is_called(name) for name in ("base", "owner/base"))
+    assert not any(app.base.is_called(name) for name in ("other", "a/b/base", "base/other", ""))
     tied = case().config(model__tied_embeddings=True)
     assert Served(tied).adapted(made.operation.lora).adapter.targets == ("qkv", "proj", "fc1", "fc2")  # type: ignore[union-attr]
 

@@ -21,6 +21,7 @@ from tests.parity.compare import at_night, relative
 from tests.parity.expert_models import MIXTRAL
 from tests.pool import Pool
 from tests.reference import Parameters
+from tests.serve import service_ranks
 from tests.serve.oracle import Oracle
 from tests.serve.service import KEY, datum, running, sequences, session
 from tests.training.test_engine import parameters_of
@@ -139,9 +140,17 @@ def seen(future: Any) -> list[list[float]]:
     return [each["logprobs"].tolist() for each in future.result().loss_fn_outputs]
 
 
+ADAPTERS: dict[int, dict[str, Any]] = {1: {"rank": 2}, 2: {"rank": 5, "train_mlp": False}, 3: {"rank": 2}}
+"""Options of adapters by seed; two have the same shape."""
+
+
+def created(service: Any, seed: int) -> Any:
+    return service.create_lora_training_client("base", seed=seed, **ADAPTERS[seed]).result()
+
+
 def trained_alone(service: Any, seed: int) -> list[list[list[float]]]:
     """Makes three steps of two calls each."""
-    client, found = service.create_lora_training_client("base", rank=2, seed=seed).result(), []
+    client, found = created(service, seed), []
     for step in range(3):
         calls = [client.forward_backward(batch(10 * seed + 2 * step + call), "cross_entropy") for call in (0, 1)]
         client.optim_step(types.AdamParams(**ADAM)).result()
@@ -154,13 +163,13 @@ def test_models_that_take_turns_are_what_each_is_alone(pool: Pool, tmp_path: Pat
     """Compares to the bit, also where one is sampled from or left with half a gradient while others train."""
     with running(pool, one, one.config(), tmp_path / "base") as address:
         with session(address) as service:
-            alone = [trained_alone(service, seed) for seed in (1, 2)]
+            alone = [trained_alone(service, seed) for seed in ADAPTERS]
         with session(address) as service:
-            clients = [service.create_lora_training_client("base", rank=2, seed=seed).result() for seed in (1, 2)]
-            found: list[list[list[list[float]]]] = [[], []]
+            clients = [created(service, seed) for seed in ADAPTERS]
+            found: list[list[list[list[float]]]] = [[] for _ in ADAPTERS]
             for step in range(3):
                 for call in (0, 1):
-                    for each, (client, seed) in enumerate(zip(clients, (1, 2), strict=True)):
+                    for each, (client, seed) in enumerate(zip(clients, ADAPTERS, strict=True)):
                         data = batch(10 * seed + 2 * step + call)
                         found[each].append(seen(client.forward_backward(data, "cross_entropy")))
                 sampler = clients[0].save_weights_and_get_sampling_client().result()
@@ -168,8 +177,14 @@ def test_models_that_take_turns_are_what_each_is_alone(pool: Pool, tmp_path: Pat
                 for client in reversed(clients):
                     client.optim_step(types.AdamParams(**ADAM)).result()
             with pytest.raises(RequestFailedError, match="rank 2 on qkv, proj, fc1, fc2, output"):
-                service.create_lora_training_client("base", rank=3).result()
+                service.create_lora_training_client("base", rank=0).result()
     assert found == alone
+
+
+def test_adapters_of_a_shape_that_nobody_uses_are_freed(pool: Pool, tmp_path: Path) -> None:
+    one = LAYOUTS[0]
+    (found,) = pool.run(service_ranks.shapes, one.resolved(one.config()), one.config(), str(tmp_path))
+    assert found == [0, 1, 2, 2, 1, 0]
 
 
 def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_path: Path) -> None:
