@@ -75,6 +75,7 @@ _NEVER = {
     "train.precision": "the optimizer keeps other state in another precision",
     "train.global_batch_size": _ORDER,
     "train.seed": _ORDER,
+    "data.seed": _ORDER,
 }
 _OTHER_MODEL = "the weights in the checkpoint are those of this model"
 

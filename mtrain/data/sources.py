@@ -215,7 +215,7 @@ class Sources:
             DataError: A source is missing, damaged, too small, or does not fit the model.
             NothingToLearnError: No sample of any source has anything to learn.
         """
-        data, seed = self._config.data, self._config.train.seed
+        data, seed = self._config.data, self._config.order_seed
         match data:
             case MockSection():
                 return MockSamples(seed, data.seq_length, self._config.model.vocab_size)
@@ -242,7 +242,7 @@ class Sources:
         match data:
             case MockSection():
                 # valid and test are different sequences, and neither is the training one
-                seed = key_of(self._config.train.seed, _PARTS.index(part))
+                seed = key_of(self._config.order_seed, _PARTS.index(part))
                 samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
                 return {part: MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)}
             case IndexedSection() | SftSection():
@@ -293,7 +293,7 @@ class Sources:
             case IndexedSection():
                 corpus = self._corpus(section.path)
                 documents = _numbers(data, part, len(corpus.document_lengths))
-                key = None if shuffle_number is None else (self._config.train.seed, shuffle_number)
+                key = None if shuffle_number is None else (self._config.order_seed, shuffle_number)
                 return PretrainDataset(corpus, documents, data.seq_length, data.isolate_documents, key)
             case _:
                 assert_never(data)

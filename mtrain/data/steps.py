@@ -155,7 +155,7 @@ def steps_of(config: Config, widths: Widths) -> Steps:
     if packing is None or not config.steps_count_rows:
         return StepsOfSequences(size)
     later = tuple((each.from_step, each.window) for each in packing.later)
-    return StepsOfRows(widths, WindowShape(packing.window, config.row_width, size, config.train.seed, later))
+    return StepsOfRows(widths, WindowShape(packing.window, config.row_width, size, config.order_seed, later))
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,19 @@ def test_the_seed_decides_the_order(config: Config) -> None:
     )
 
 
+def test_the_seed_of_the_data_takes_the_place_of_the_runs(config: Config) -> None:
+    def tokens(train_seed: int, data_seed: int | None) -> torch.Tensor:
+        sections = {
+            "train": config.train.model_copy(update={"seed": train_seed}),
+            "data": config.data.model_copy(update={"seed": data_seed}),
+        }
+        return joined(StepLoader(config.model_copy(update=sections), 0, 1).batches(0))["tokens"]
+
+    assert torch.equal(tokens(4321, None), tokens(1234, 4321))
+    assert torch.equal(tokens(1234, None), tokens(4321, 1234))
+    assert not torch.equal(tokens(4321, 1234), tokens(4321, None))
+
+
 def test_every_term_has_weights_and_shares_of_its_own(config: Config) -> None:
     for step in (0, 3):
         rows = global_batch(config, 2, 2, step)

@@ -35,6 +35,7 @@ OURS = {
             "optimizer.epsilon": "adam_epsilon adam_eps eps",
             "data.seq_length": "sequence_len max_length max_seq_length max_seq_len sequence_length cutoff_len",
             "data.packing": "sample_packing pack_sequences use_dynamic_bsz",
+            "data.seed": "data_seed",
             "data.train": "train_files data_path dataset datasets train_dataset",
             "data.valid": "val_files eval_dataset test_datasets",
             "data.split": "val_set_size split_dataset_ratio",

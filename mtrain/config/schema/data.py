@@ -92,6 +92,8 @@ class DataSection(Section):
     """Path of a sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
     allow_other_tokenizer: bool = False
     """Whether the tokenizer may give other ids than the one that came with the weights (`model.hf`, an import)."""
+    seed: Annotated[int | None, bounds.SEED] = Field(None, ge=0)
+    """Seed of the order of samples, and of the tokens of kind=mock. null: that of train.seed."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
     """Number of global batches that a thread reads ahead; 0 reads in the training loop."""
     packing: PackingSection | None = None

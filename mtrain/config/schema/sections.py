@@ -55,6 +55,11 @@ class Sections(Section):
         return derived.sequences_per_sample(self.loss, self.data)
 
     @property
+    def order_seed(self) -> int:
+        """Returns the seed of the order of samples."""
+        return self.train.seed if self.data.seed is None else self.data.seed
+
+    @property
     def sequences_per_step(self) -> int:
         """Returns the number of sequences in a step, where it does not count packed rows."""
         return self.train.global_batch_size * self.sequences_per_sample

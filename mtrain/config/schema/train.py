@@ -67,7 +67,7 @@ class TrainSection(Section):
     """Number of passes through the training samples, in place of num_steps; may be a fraction. A start counts the
     samples and records num_steps. null: num_steps is given."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
-    """Seed of initial weights, of the order of samples and of dropout."""
+    """Seed of initial weights, of dropout, and, without data.seed, of the order of samples."""
     device: Device = "auto"
     """Device of each rank."""
     precision: Precision = "bf16"
