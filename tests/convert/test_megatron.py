@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.nn import functional
 
 from mtrain.base.errors import ConfigError, DataError
@@ -106,6 +107,15 @@ def test_an_import_for_megatron_lm_is_read_by_megatron_cores_reader(pool: Pool, 
     assert torch.equal(found[key][:2], norms)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
     assert all(torch.equal(value, back[key]) for key, value in theirs.items())
+
+
+def test_a_checkpoint_of_megatron_fsdp_is_refused_by_name(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hf")
+    halves = {f"decoder.layers.0.mlp.linear_fc1.weight_{half}": torch.zeros(4, 4) for half in "wv"}
+    saved = {"model": {"module": {"embedding.word_embeddings.weight": torch.zeros(4, 4), **halves}}}
+    save_distributed(saved, checkpoint_id=tmp_path / "iter_0000100", no_dist=True)
+    with refuses(DataError, "linear_fc1.weight_", "--ckpt-format torch_dist"):
+        export_hf(tmp_path / "iter_0000100", tmp_path / "out", tmp_path / "hf", None, 1)
 
 
 def test_folders_are_named_once(tmp_path: Path) -> None:

@@ -135,7 +135,16 @@ def canonical(key: str) -> str | None:
 
 
 def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
-    """Returns `canonical` name -> key of each weight."""
+    """Returns `canonical` name -> key of each weight.
+
+    Raises:
+        DataError: The checkpoint is one of Megatron-FSDP, which saves the halves of SwiGLU apart.
+    """
+    if (key := next((key for key in saved.tensors if re.search(r"\.weight\d*_[wv]$", key)), None)) is not None:
+        raise DataError(
+            f"{saved.folder} has the format fsdp_dtensor of Megatron-FSDP, as {key} shows, which is not read; save it "
+            "there with --ckpt-format torch_dist"
+        )
     return {named: key for key in saved.tensors if (named := canonical(key)) is not None}
 
 
