@@ -89,6 +89,7 @@ def few_layers(config: Sections, length: int) -> Config:
             "hf": None,
             "backend": "auto",
             "num_layers": num_layers,
+            "layer_pattern": model.layer_pattern and model.layer_pattern[:num_layers],
             "vocab_size": 8,
             "vocab_multiple": 1,
             "num_labels": None,

@@ -39,6 +39,7 @@ REFUSED = [
     "minimax_m2",
     "ministral3_8b",
     "mixtral_8x7b",
+    "nemotron3_nano_30b_a3b",
     "olmo2_7b",
     "olmo3_7b",
     "qwen2_57b_a14b",

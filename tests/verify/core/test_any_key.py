@@ -60,6 +60,7 @@ SPECIAL: dict[str, list[Any]] = {
     "model.delta_net": [
         {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
     ],
+    "model.global_attention": [{"head_dim": 16, "num_query_groups": 2}],
     "model.megatron": [{"no_rope_freq": 4}, {"deterministic_mode": True}],
     "model.mtp_depths": [1],
     "loss.side_terms": [{"z": {"function": "z_loss", "coefficient": 0.01}}],
@@ -68,7 +69,7 @@ SPECIAL: dict[str, list[Any]] = {
     "adapter": [{"kind": "lora", "rank": 8}, {"kind": "dora", "rank": 4, "path": "adapter"}],
 }
 """Values of keys whose annotation gives none."""
-NOT_DRAWN = re.compile(r"run\.dir|\w+\.kind|loss\.(teacher|reference|options)|model\.(mla|layer_\w+|num_labels)")
+NOT_DRAWN = re.compile(r"run\.dir|\w+\.kind|loss\.(teacher|reference|options)|model\.(mla|mamba|layer_\w+|num_labels)")
 """Keys that are not drawn: paths, kinds of sections, other models, and structures with tests of their own."""
 
 

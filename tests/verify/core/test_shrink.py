@@ -1,5 +1,6 @@
 """The small configuration keeps the structure of the user's."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,10 @@ def test_derived_layouts_are_legal_on_every_shipped_model(path: Path, layout: st
     ]
     if "num_query_groups" in path.read_text():
         sizes.append("model.num_query_groups=8")
+    if "global_attention:" in path.read_text():
+        sizes.append("model.global_attention.num_query_groups=8")
+    if (pattern := re.search("layer_pattern: (.*)", path.read_text())) is not None:
+        sizes.append(f"model.layer_pattern={pattern[1][:16]}")
     user = load_config(files, sizes)
     trials = OwnTrials(user, 8).derived()
     small = shrink(user, trials).config
