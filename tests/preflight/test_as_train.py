@@ -377,6 +377,15 @@ def test_a_sound_run_passes_both(shared: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def _twice_as_deep(model: dict[str, Any]) -> dict[str, Any]:
+    """Doubles the layers, and what is listed for each of them."""
+    pattern, megatron = model["layer_pattern"], dict(model["megatron"])
+    if "no_rope_freq" in megatron:
+        megatron["no_rope_freq"] = 2 * megatron["no_rope_freq"]
+    deeper = {"num_layers": 2 * model["num_layers"], "layer_pattern": pattern and 2 * pattern, "megatron": megatron}
+    return model | deeper
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in FAMILIES]
 )
@@ -393,6 +402,6 @@ def test_weights_of_every_family_fit_their_model(family: str, tmp_path: Path) ->
         start = {"model": model, "checkpoint": {"initialize_from": str(tmp_path / name)}}
         code, text = call("check", _file(place, start), "--world-size", 1)
         assert code == 0, text
-        deeper = {**start, "model": {**model, "num_layers": 2 * model["num_layers"]}}
+        deeper = {**start, "model": _twice_as_deep(model)}
         code, text = call("check", _file(place, deeper), "--world-size", 1)
         assert (code, "use the model that it was saved from" in text) == (3, True), text
