@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from tests.slurm.cluster import missing
 from tests.tools.wheels import (
@@ -54,6 +55,11 @@ def may_mount() -> bool:
         return subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
 
+def can_simulate_a_gpu() -> bool:
+    """Says whether tests/simulated_gpu can take CUDA's places in torch, which a build for CUDA has filled itself."""
+    return shutil.which("c++") is not None and not torch.backends.cuda.is_built()
+
+
 NEEDS = (
     Need(
         "chromium", "a chromium on PATH or in MTRAIN_BROWSER (launch/browser.sh)", lambda: browser_program() is not None
@@ -64,7 +70,7 @@ NEEDS = (
         lambda: not missing(),
     ),
     Need("flaky_disk", "a C compiler (cc)", lambda: shutil.which("cc") is not None),
-    Need("simulated_gpu", "a C++ compiler (c++)", lambda: shutil.which("c++") is not None),
+    Need("simulated_gpu", "a C++ compiler (c++), or a build of torch without CUDA", can_simulate_a_gpu),
     Need(
         "transformer_engine_wheel",
         f"the wheel of {TRANSFORMER_ENGINE}, which pip could not bring",
