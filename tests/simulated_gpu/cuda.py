@@ -133,6 +133,7 @@ def _replace_cuda(torch: Any) -> None:
     cuda.get_rng_state = lambda *given, **options: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *given, **options: torch.set_rng_state(state)
     cuda.cudart = _returning(SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister))
+    cuda.nccl.version = _returning((2, 0, 0))
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _returning(None), _returning(None)
     torch.Tensor.record_stream = lambda self, stream: None
 
