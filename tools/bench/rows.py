@@ -87,6 +87,15 @@ ROWS = (
         _TINY_PRETRAIN,
     ),
     Row(
+        "training, Qwen3.5's kind (hybrid): tokens per cpu-s",
+        "plain transformers loop",
+        1.0,
+        1.15,
+        (*_PRETRAIN, "--hybrid", "--no-trainer"),
+        rf"loop: {NUMBER} \(",
+        _TINY_PRETRAIN,
+    ),
+    Row(
         "training, tp2 a rank",
         "DistributedDataParallel",
         1.0,

@@ -1,7 +1,7 @@
 """Training steps against plain transformers and its Trainer: `python tools/bench/peers/pretrain.py`.
 
 - "mtrain": `mtrain.Engine`, forward_backward and optim_step, rows made from token ids included.
-- "loop": a usual training loop: LlamaForCausalLM (or Mixtral) with SDPA, clipping, fused AdamW.
+- "loop": a usual training loop: LlamaForCausalLM (or Mixtral, or Qwen3.5) with SDPA, clipping, fused AdamW.
 - "trainer": transformers.Trainer with the same model and optimizer; needs accelerate.
 
 All start from the same weights, see the same tokens with the same hyper-parameters and are compared step by step: a
@@ -61,6 +61,8 @@ class Shape(NamedTuple):
     vocab: int
     experts: int
     """Number of experts; 0 is a dense model, as Llama; else as Mixtral, two experts per token."""
+    hybrid: bool
+    """Whether three of four layers are gated delta nets, as in Qwen3.5 (dense)."""
     seq: int
     rows: int
     """Number of rows in a step, over all ranks."""
@@ -70,7 +72,14 @@ class Shape(NamedTuple):
 
 def hf_model(shape: Shape) -> Any:
     """Builds a model of transformers, always the same."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+    )
 
     heads = shape.hidden // 64
     sizes: dict[str, Any] = {
@@ -88,6 +97,10 @@ def hf_model(shape: Shape) -> Any:
     if shape.experts:
         mixtral = MixtralConfig(**sizes, num_local_experts=shape.experts, num_experts_per_tok=2)
         return MixtralForCausalLM(mixtral)
+    if shape.hybrid:
+        widths = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+        numbers = {"linear_num_key_heads": max(1, heads // 2), "linear_num_value_heads": heads}
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **widths, **numbers))
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
@@ -308,6 +321,7 @@ def main(
     ffn: Annotated[int, typer.Option(help="width of the feed-forward part, or of an expert")] = 704,
     vocab: Annotated[int, typer.Option(help="words")] = 8192,
     experts: Annotated[int, typer.Option(help="0: dense; else as Mixtral, two a token")] = 0,
+    hybrid: Annotated[bool, typer.Option(help="gated delta nets in three of four layers, as Qwen3.5")] = False,
     seq: Annotated[int, typer.Option(help="tokens of a row")] = 512,
     rows: Annotated[int, typer.Option(help="of a step")] = 4,
     micro: Annotated[int, typer.Option(help="rows of a forward pass, of a rank's share under tp2")] = 2,
@@ -324,7 +338,9 @@ def main(
 ) -> None:
     """Prints a line of JSON and a row of a Markdown table."""
     torch.set_num_threads(1)
-    shape = Shape(hidden, layers, ffn, vocab, experts, seq, rows, micro)
+    if experts and hybrid:
+        raise typer.BadParameter("--hybrid is a dense model: give it without --experts")
+    shape = Shape(hidden, layers, ffn, vocab, experts, hybrid, seq, rows, micro)
     # one folder for all ranks of torchrun
     folder = os.path.join(tempfile.gettempdir(), f"bench-pretrain-{os.environ.get('MASTER_PORT', os.getpid())}")
     if int(os.environ.get("RANK", "0")) == 0:
@@ -343,7 +359,7 @@ def main(
         found = measured(contenders, shape, steps, rounds)
     if engine_rank() == 0:
         typer.echo(json.dumps({"shape": shape._asdict(), "layout": layout, **found}))
-        kind = f"{experts} experts" if experts else "dense"
+        kind = f"{experts} experts" if experts else "hybrid" if hybrid else "dense"
         cells = [f"{name}: {each['median']:.3f} ({each['best']:.3f})" for name, each in found["speed_over"].items()]
         typer.echo(f"| {kind}, {layout}, {rows} x {seq} tokens a step | " + " | ".join(cells) + " |")
 
