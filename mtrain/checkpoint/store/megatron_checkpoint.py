@@ -12,7 +12,7 @@ the model's configuration has to be given.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ LATEST_NAME, RELEASE = "latest_checkpointed_iteration.txt", "release"
 _LIST, _RUN_CONFIG = ".metadata", "run_config.yaml"
 _MOST_BYTES = 1 << 20
 """Largest size of a text file next to the tensors."""
+_HALF = re.compile(r"\.weight\d*_[wv]$")
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
 
@@ -56,6 +57,19 @@ def megatron_folder(path: Path) -> Path | None:
             f"{path} has no {LATEST_NAME} to say which is the latest; name a folder such as {iterations[-1]}"
         )
     return None
+
+
+def check_format(folder: Path, keys: Iterable[str]) -> None:
+    """Refuses what Megatron-FSDP wrote, which saves the halves of SwiGLU apart.
+
+    Raises:
+        DataError: A key is one of such a half.
+    """
+    if (key := next((key for key in keys if _HALF.search(key)), None)) is not None:
+        raise DataError(
+            f"{folder} has the format fsdp_dtensor of Megatron-FSDP, as {key} shows, which is not read; save it there "
+            "with --ckpt-format torch_dist"
+        )
 
 
 def _text(path: Path) -> str:

@@ -24,7 +24,7 @@ from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.writer import Shard
 from mtrain.checkpoint.store.directory import CheckpointEntry
-from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
+from mtrain.checkpoint.store.megatron_checkpoint import check_format, check_run_config
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import HeadOutput
@@ -138,13 +138,9 @@ def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
     """Returns `canonical` name -> key of each weight.
 
     Raises:
-        DataError: The checkpoint is one of Megatron-FSDP, which saves the halves of SwiGLU apart.
+        DataError: The checkpoint has another format than torch_dist.
     """
-    if (key := next((key for key in saved.tensors if re.search(r"\.weight\d*_[wv]$", key)), None)) is not None:
-        raise DataError(
-            f"{saved.folder} has the format fsdp_dtensor of Megatron-FSDP, as {key} shows, which is not read; save it "
-            "there with --ckpt-format torch_dist"
-        )
+    check_format(saved.folder, saved.tensors)
     return {named: key for key in saved.tensors if (named := canonical(key)) is not None}
 
 
