@@ -43,7 +43,7 @@ step mtrain from ms-swift --output from-swift.yaml --model models/smollm2 --data
 step mtrain from megatron-lm --output from-megatron.yaml --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 \
   --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 3e-4 --mock-data \
   --tokenizer-type NullTokenizer --vocab-size 1024 --tensor-model-parallel-size 2
-# what could not be told from the file is said in it, and is given here
+# its precision is that of a GPU where nothing is said
 step mtrain check from-axolotl.yaml train.precision=fp32 --world-size 2
 step mtrain launch local -n 2 from-axolotl.yaml train.precision=fp32
 step mtrain status runs/from-axolotl

@@ -65,8 +65,8 @@ class Mxfp4:
             if not _fits(*found) or name in stored:
                 raise DataError(
                     f"{folder.path}: {name} in mxfp4 needs {BLOCKS_SUFFIX} of bytes [experts, outputs, blocks, "
-                    f"{BLOCK_BYTES}] and {SCALES_SUFFIX} of bytes [experts, outputs, blocks], and no tensor beside "
-                    "them; download it again"
+                    f"{BLOCK_BYTES}] and {SCALES_SUFFIX} of bytes [experts, outputs, blocks], and no other tensor "
+                    "of that name; download it again"
                 )
         self._plain = {name for name in stored if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
 

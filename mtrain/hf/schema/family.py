@@ -57,7 +57,7 @@ class Family:
         return (*(() if self.tower is None else self.tower.images), *self.carried_names, *ahead)
 
     def for_depths(self, depths: int) -> Family:
-        """Returns the family of a model with so many predictions further ahead.
+        """Returns the family of a model with this number of predictions further ahead.
 
         Raises:
             DataError: The family has fewer.

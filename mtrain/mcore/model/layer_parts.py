@@ -134,7 +134,7 @@ def _global_attention(draft: LayerDraft, model: ModelSection) -> None:
 
 def _value_norm(draft: LayerDraft, model: ModelSection) -> None:
     assert draft.attention is not None
-    if draft.attention.module is RotatingAttention:  # global attention has been told
+    if draft.attention.module is RotatingAttention:  # GlobalAttention norms its values itself
         draft.attention.module = NormedValueAttention
 
 

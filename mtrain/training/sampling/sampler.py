@@ -191,7 +191,7 @@ class _Replies:
         self.done: dict[int, list[list[float]]] = {}
         """Rows of finished answers, as `_completion` reads them, by the number of the prompt."""
         self._passes: list[list[tuple[int, int, int]]] = []
-        """Of each pass and piece: number of the prompt, position of the first token, number of tokens."""
+        """Pieces of each pass: number of the prompt, position of the first token, number of tokens."""
 
     @property
     def are_unfinished(self) -> bool:

@@ -34,7 +34,7 @@ from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
 from mtrain.mcore.model.attention.mla import LatentCore
-from mtrain.mcore.model.attention.recurrent.core import RecurrentCore
+from mtrain.mcore.model.attention.recurrent.core import CoreParameters, Inputs, RecurrentCore
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.plan import padded_vocab_size
@@ -327,32 +327,14 @@ def _full_width_norm_by_rank(chunks: Sequence[nn.Module]) -> None:
 
 
 class _OneDocument(RecurrentCore):
-    def forward(
-        self,
-        mixed: Tensor,
-        weight: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        document_starts: Tensor | None,
-        bias: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        return super().forward(mixed, weight, log_decay, beta, None, bias, skip)
+    def _computed(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        return super()._computed(inputs, held, None)
 
 
 class _HalfDecay(RecurrentCore):
-    def forward(
-        self,
-        mixed: Tensor,
-        weight: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        document_starts: Tensor | None,
-        bias: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        rounded = log_decay.bfloat16().to(log_decay.dtype)
-        return super().forward(mixed, weight, rounded, beta, document_starts, bias, skip)
+    def _computed(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        rounded = inputs.log_decay.bfloat16().to(inputs.log_decay.dtype)
+        return super()._computed(inputs._replace(log_decay=rounded), held, document_starts)
 
 
 class _StateDropped(RecurrentCore):

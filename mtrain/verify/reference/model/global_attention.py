@@ -22,9 +22,8 @@ from mtrain.verify.reference.model.attention_kind import (
     softmax,
     visible,
 )
-from mtrain.verify.reference.model.grouped_attention import rotates, unweighted_norm
+from mtrain.verify.reference.model.grouped_attention import partly_rotated, rotates, unweighted_norm
 from mtrain.verify.reference.model.modules import Module, linear, norm
-from mtrain.verify.reference.model.rotary import rotated
 from mtrain.verify.reference.text import Rows
 
 
@@ -50,8 +49,8 @@ class GlobalAttention(AttentionKind):
         if model.qk_norm:
             query, key = norm(part.inner("q_layernorm"), query), norm(part.inner("k_layernorm"), key)
         if rotates(model, layer):
-            query = _rotated(query.flatten(2, 3), rows, model).view(query.shape)
-            key = _rotated(key, rows, model)
+            query = partly_rotated(query.flatten(2, 3), rows, model.rope).view(query.shape)
+            key = partly_rotated(key, rows, model.rope)
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
         weights = softmax(torch.einsum("bqghd,bkgd->bghqk", query, key) * scale, visible(rows, None), None)
         return torch.einsum("bghqk,bkgd->bqghd", weights, value).flatten(2)
@@ -76,10 +75,3 @@ def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
     size, groups = _sizes(model)
     heads = every.view(groups, -1, size)  # in each group queries, then the key
     return [heads[:, :-1].flatten(), heads[:, -1].flatten()]
-
-
-def _rotated(heads: Tensor, rows: Rows, model: ModelSection) -> Tensor:
-    """Rotates [batch, seq, heads, size]."""
-    rope = model.rope
-    turning = heads.shape[-1] if rope.scaling == "proportional" else math.floor(heads.shape[-1] * rope.partial)
-    return torch.cat([rotated(heads[..., :turning], rows.positions, rope), heads[..., turning:]], dim=-1)

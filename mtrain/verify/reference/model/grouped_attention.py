@@ -60,8 +60,8 @@ class GroupedAttention(AttentionKind):
             value = unweighted_norm(value, model)
         key = key.squeeze(3)
         if rotates(model, layer):
-            query = _rotated(query.flatten(2, 3), rows, rope).view(*x.shape[:2], groups, shared, size)
-            key = _rotated(key, rows, rope)
+            query = partly_rotated(query.flatten(2, 3), rows, rope).view(*x.shape[:2], groups, shared, size)
+            key = partly_rotated(key, rows, rope)
         if rope.attention_temperature:
             query = query * temperature(rows.positions, rope).view(*x.shape[:2], 1, 1, 1)
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
@@ -116,7 +116,7 @@ def unweighted_norm(x: Tensor, model: ModelSection) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + model.norm_epsilon)
 
 
-def _rotated(heads: Tensor, rows: Rows, rope: RopeSection) -> Tensor:
+def partly_rotated(heads: Tensor, rows: Rows, rope: RopeSection) -> Tensor:
     """Rotates the first dimensions of [batch, seq, heads, size], as many as `rope.partial` says."""
     size = heads.shape[-1] if rope.scaling == "proportional" else math.floor(heads.shape[-1] * rope.partial)
     return torch.cat([rotated(heads[..., :size], rows.positions, rope), heads[..., size:]], dim=-1)

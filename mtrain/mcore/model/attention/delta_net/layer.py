@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -26,7 +26,13 @@ from torch.nn import functional
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
 from mtrain.mcore.model.attention.recurrent.core import Heads
-from mtrain.mcore.model.attention.recurrent.parameters import Convolution, device_of, divided_parameter
+from mtrain.mcore.model.attention.recurrent.parameters import (
+    Convolution,
+    device_of,
+    divided_parameter,
+    input_projection,
+    output_projection,
+)
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
 
 
@@ -49,15 +55,7 @@ class GatedDeltaNet(MegatronModule):
         width = delta_net.value_width
         rows = 2 * (delta_net.key_width + width + delta_net.num_value_heads)
         # q, k, v, gate, step, decay
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            rows,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
+        self.in_proj = input_projection(config, rows, self.tp_group)
         channels = (2 * delta_net.key_width + width) // self.tp_group.size()
         self.conv1d = Convolution(config, channels, delta_net.conv_kernel, self.tp_group)
         self.dt_bias = divided_parameter(config, torch.ones(self.heads.value_heads))
@@ -65,17 +63,7 @@ class GatedDeltaNet(MegatronModule):
         self.A_log = divided_parameter(config, torch.zeros(self.heads.value_heads))
         self.core_attention = DeltaNetCore(self.heads, pg_collection.cp, cp_comm_type)
         self.out_norm = GatedNorm(config, delta_net.value_head_dim, self.tp_group)
-        self.out_proj = RowParallelLinear(
-            width,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
+        self.out_proj = output_projection(config, width, self.tp_group)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object

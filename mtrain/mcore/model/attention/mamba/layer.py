@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -26,7 +26,12 @@ from torch.nn import functional
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.mcore.model.attention.mamba.core import MambaCore
 from mtrain.mcore.model.attention.recurrent.core import Heads
-from mtrain.mcore.model.attention.recurrent.parameters import Convolution, divided_parameter
+from mtrain.mcore.model.attention.recurrent.parameters import (
+    Convolution,
+    divided_parameter,
+    input_projection,
+    output_projection,
+)
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
 
 
@@ -49,15 +54,7 @@ class MambaMixer(MegatronModule):
         # megatron-core recomputes the core only inside its own SelfAttention
         self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         # C, B, inputs, gate, step
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            mamba.channels + mamba.width + mamba.num_heads,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tp_group,
-        )
+        self.in_proj = input_projection(config, mamba.channels + mamba.width + mamba.num_heads, self.tp_group)
         self.conv1d = Convolution(config, mamba.channels // tp, mamba.conv_kernel, self.tp_group, mamba.conv_bias)
         # zeros until `init_weights` draws them or they are loaded
         self.dt_bias = divided_parameter(config, torch.zeros(self.heads.value_heads))
@@ -66,17 +63,7 @@ class MambaMixer(MegatronModule):
         self.D = divided_parameter(config, torch.ones(self.heads.value_heads))
         self.core_attention = MambaCore(self.heads, pg_collection.cp, cp_comm_type)
         self.out_norm = GroupNorm(config, self.heads, self.tp_group)
-        self.out_proj = RowParallelLinear(
-            mamba.width,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
+        self.out_proj = output_projection(config, mamba.width, self.tp_group)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object

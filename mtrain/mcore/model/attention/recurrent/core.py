@@ -117,14 +117,16 @@ class RecurrentCore(nn.Module, Remembering):
         """
         inputs, held = Inputs(mixed, log_decay, beta), CoreParameters(weight, bias, skip)
         if self.memory is not None:
-            output = self._generated(self.memory, inputs, held)
-        elif self.cp.size() == 1:
-            output = self._whole_rows(inputs, held, document_starts)
-        elif self.exchanges_heads:
-            output = self._with_own_heads(inputs, held, document_starts)
-        else:
-            output = self._with_states_of_parts(inputs, held, document_starts)
-        return output.flatten(2)
+            return self._generated(self.memory, inputs, held).flatten(2)
+        return self._computed(inputs, held, document_starts).flatten(2)
+
+    def _computed(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        """Computes [seq_local, batch, value_heads_local, value_dim] as this rank's group of CP can."""
+        if self.cp.size() == 1:
+            return self._whole_rows(inputs, held, document_starts)
+        if self.exchanges_heads:
+            return self._with_own_heads(inputs, held, document_starts)
+        return self._with_states_of_parts(inputs, held, document_starts)
 
     def _whole_rows(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes rows from their first tokens on; the heads may be fewer than a rank's."""

@@ -1,4 +1,4 @@
-"""Parameters of layers with a state: the convolution, and those of heads or channels, which are divided over TP."""
+"""Parameters of layers with a state: projections, the convolution, and those of heads, all divided over TP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -53,6 +57,34 @@ class Convolution(MegatronModule):
     ) -> dict[str, Any]:
         """Returns the places of the parameters, whose channels are divided over TP."""
         return own_places(self, {"weight": 0, "bias": 0}, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+def input_projection(config: TransformerConfig, rows: int, tp: dist.ProcessGroup) -> ColumnParallelLinear:
+    """Builds the projection of a layer's input, whose `rows` are divided over TP."""
+    return ColumnParallelLinear(
+        config.hidden_size,
+        rows,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=False,
+        tp_group=tp,
+    )
+
+
+def output_projection(config: TransformerConfig, width: int, tp: dist.ProcessGroup) -> RowParallelLinear:
+    """Builds the projection of the heads, `width` channels that are divided over TP, to a layer's output."""
+    return RowParallelLinear(
+        width,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_group=tp,
+    )
 
 
 def device_of(config: TransformerConfig) -> str | int:
