@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, the configuration of a run and text files, and their sections on a help page."""
+"""Arguments that several verbs take: the configuration of a run, a model, text files; their sections on a help page."""
 
 import sys
 import warnings
@@ -17,6 +17,14 @@ ConfigArguments = Annotated[
     typer.Argument(
         metavar="CONFIG... [section.key=value...]",
         help="YAML files, merged left to right, then single values.",
+        show_default=False,
+    ),
+]
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run folder, a checkpoint, an import, or a folder of Hugging Face.",
         show_default=False,
     ),
 ]

@@ -7,18 +7,12 @@ from typing import Annotated
 import typer
 
 from mtrain.base.ground import require_ground
+from mtrain.cli.arguments import ModelArgument
 from mtrain.cli.messages import one_message, this_rank
 
 
 def generate(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run folder, a checkpoint, an import, or a folder of Hugging Face.",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; may be given again.", show_default=False)
     ] = None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain.base.ground import require_ground
-from mtrain.cli.arguments import ConfigArguments, loaded_config
+from mtrain.cli.arguments import ConfigArguments, ModelArgument, loaded_config
 from mtrain.cli.messages import one_message, prefixed_traceback
 
 if TYPE_CHECKING:
@@ -223,14 +223,7 @@ def backend(
 
 @verify_app.command()
 def rollout(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run folder, a checkpoint, an import, or a folder of Hugging Face.",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     rollouts: Annotated[
         Path, typer.Option(help="JSON lines: prompts, token ids and log-probabilities of the inference engine.")
     ],

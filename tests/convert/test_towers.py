@@ -12,7 +12,6 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from mtrain.base.errors import DataError
-from mtrain.config import Config
 from mtrain.config.load import save_config
 from mtrain.config.schema.adapter import LoraSection
 from mtrain.convert.exporting import export_hf
@@ -25,7 +24,7 @@ from mtrain.hf.schema.description import described_model, read_model
 from mtrain.hf.schema.files import as_declared, declared_ends
 from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
-from tests.hf.folders import TOWERS, class_of, save
+from tests.hf.folders import TOWERS, class_of, run_of_folder, save
 from tests.hf.stored import store
 from tests.mcore.state import checkpoint_ranks
 from tests.pool import Pool
@@ -87,20 +86,7 @@ def test_a_run_changes_text_alone(name: str, start: str, pool: Pool, tmp_path: P
     theirs, run = tmp_path / "theirs", tmp_path / "run"
     save(name, theirs)
     import_hf(theirs, tmp_path / "ours", None, num_workers=1)
-    named: dict[str, Any] = {"model": described_model(theirs).model_dump(), "checkpoint": {}}
-    if start == "folder":
-        named["model"]["hf"] = str(theirs)
-    else:
-        named["checkpoint"]["initialize_from"] = str(tmp_path / "ours")
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(run)},
-            "train": {"global_batch_size": 2, "num_steps": 3, "precision": "bf16"},
-            "optimizer": {"lr": 1e-2, "schedule": "constant"},
-            "data": {"kind": "mock", "seq_length": 8},
-            **named,
-        }
-    )
+    config = run_of_folder(theirs, run, 3, tmp_path / "ours" if start == "import" else None)
     if start == "folder":
         started = pool.run(hf_ranks.started_weights, Layout(), config)[0]
         imported = pool.run(hf_ranks.weights, Layout(), tmp_path / "ours", config)[0]

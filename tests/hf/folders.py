@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import transformers
 
+from mtrain.config import Config
+from mtrain.hf.schema.description import described_model
+
 AWKWARD: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
@@ -360,3 +363,18 @@ def save(
                 value.copy_(torch.randn(value.shape) * 0.3)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model.eval()
+
+
+def run_of_folder(folder: Path, run: Path, num_steps: int, imported: Path | None = None) -> Config:
+    """Makes the configuration of a run in bf16 from a folder's weights, or from what they were imported as."""
+    model = described_model(folder).model_dump() | ({"hf": str(folder)} if imported is None else {})
+    return Config.model_validate(
+        {
+            "run": {"dir": str(run)},
+            "model": model,
+            "checkpoint": {} if imported is None else {"initialize_from": str(imported)},
+            "train": {"global_batch_size": 2, "num_steps": num_steps, "precision": "bf16"},
+            "optimizer": {"lr": 1e-2, "schedule": "constant"},
+            "data": {"kind": "mock", "seq_length": 8},
+        }
+    )

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.manifest import MANIFEST_NAME, parsed_manifest, write_manifest
-from mtrain.config import Config
 from mtrain.config.load import save_config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
@@ -30,11 +28,10 @@ from mtrain.hf.io.matching import same_bits
 from mtrain.hf.io.mxfp4 import Mxfp4, packed, rounding_error, unpacked
 from mtrain.hf.io.source import FolderTensors, open_source
 from mtrain.hf.io.training import transformers_logits
-from mtrain.hf.schema.description import described_model
 from mtrain.plan.layout import Layout
 from tests.cli.command_line import call
 from tests.hf import hf_ranks
-from tests.hf.folders import save
+from tests.hf.folders import run_of_folder, save
 from tests.mcore.state import checkpoint_ranks
 from tests.messages import check_message, refuses
 from tests.pool import Pool
@@ -290,20 +287,7 @@ def test_a_run_is_written_in_the_published_form(start: str, pool: Pool, tmp_path
     theirs, run = tmp_path / "theirs", tmp_path / "run"
     save_published(theirs)
     import_hf(theirs, tmp_path / "ours", None, num_workers=1)
-    named: dict[str, Any] = {"model": described_model(theirs).model_dump(), "checkpoint": {}}
-    if start == "folder":
-        named["model"]["hf"] = str(theirs)
-    else:
-        named["checkpoint"]["initialize_from"] = str(tmp_path / "ours")
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(run)},
-            "train": {"global_batch_size": 2, "num_steps": 1, "precision": "bf16"},
-            "optimizer": {"lr": 1e-2, "schedule": "constant"},
-            "data": {"kind": "mock", "seq_length": 8},
-            **named,
-        }
-    )
+    config = run_of_folder(theirs, run, 1, tmp_path / "ours" if start == "import" else None)
     run.mkdir()
     save_config(config, run / "config.yaml")
     pool.run(checkpoint_ranks.train, Layout(), config, run / "checkpoints", None, 1, 1)
