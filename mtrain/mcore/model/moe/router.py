@@ -66,14 +66,15 @@ def router_marks(sequence_ids: Tensor | None, routed_experts: Tensor | None) -> 
     As an argument of the layers it is kept and given again wherever they are recomputed.
 
     Args:
-        sequence_ids: [batch, seq] int64: the sequence of each position; None where nothing is counted.
+        sequence_ids: [batch, seq] int64: the sequence of each position; None where there is no router.
         routed_experts: [batch, seq, layers, top_k] int32: experts to take; None where all routers choose.
 
     Returns:
         [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32; `Router` takes them apart.
     """
-    if sequence_ids is None or routed_experts is None:
+    if routed_experts is None:
         return sequence_ids
+    assert sequence_ids is not None, "batches of models with experts say what is padding"
     return torch.cat((sequence_ids.unsqueeze(-1).to(routed_experts.dtype), routed_experts.flatten(2)), dim=-1)
 
 
