@@ -167,7 +167,8 @@ class Disagreement:
     def _of_logits(self) -> Iterator[tuple[Cause, Predicted | None]]:
         said = sorted({each.rollout.temperature for each in self.answers})
         fitted = fitted_temperature([(each.exact.logits, each.rollout) for each in self.answers])
-        for temperature in dict.fromkeys((1.0, fitted)):
+        # another one than the file's: that is no cause
+        for temperature in {each: None for each in (1.0, fitted) if [each] != said}:
             yield _temperature(temperature, said), self._of_each(_at(temperature))
         for shift in (1, -1):
             yield _moved(shift), self._of_each(_neighbour(shift))

@@ -105,7 +105,10 @@ def test_log_probabilities_before_the_temperature_are_found(pool: Pool, dense: E
 @pytest.mark.parametrize("by", [1, pytest.param(-1, marks=pytest.mark.nightly)])
 def test_log_probabilities_of_the_neighbour_are_found(pool: Pool, dense: Engine, by: int) -> None:
     moved = [[*each[by:], *each[:by]] for each in dense.log_probs()]
-    assert cause(dense.verified(pool, dense.records(log_probs=moved))) == "off by one"
+    report = dense.verified(pool, dense.records(log_probs=moved))
+    assert cause(report) == "off by one"
+    tried = [name for name, *_ in report.tried]
+    assert not any("at temperature 1, but the file says 1" in name for name in tried), tried
 
 
 def test_logits_of_the_token_itself_are_found(pool: Pool, dense: Engine) -> None:
