@@ -13,7 +13,7 @@ These names are the public API (docs/api/index.md). They are loaded when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from mtrain.base.errors import (

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from mtrain import __version__
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import config_yaml, load_config
-from mtrain.config.renamed import KEYS, LOSS_FUNCTIONS, VALUES, RenamedKeyWarning, with_current_names
+from mtrain.config.renamed import KEYS, LAST_VERSION, LOSS_FUNCTIONS, VALUES, RenamedKeyWarning, with_current_names
 from tests.config.samples import config
 from tests.messages import refuses
 
@@ -67,3 +68,9 @@ def test_the_old_kind_of_finetuning_data_means_its_plain_form_of_chat() -> None:
 def test_a_key_under_both_names_is_refused() -> None:
     with refuses(ConfigError, "checkpoint.rehearse"):
         with_current_names({"checkpoint": {"rehearse": True, "self_test": True}}, "a.yaml")
+
+
+def test_the_last_version_that_understands_old_names_is_not_over() -> None:
+    """Whoever raises the version removes the names, or promises them for longer."""
+    current, last = (tuple(map(int, text.split(".")[:2])) for text in (__version__, LAST_VERSION))
+    assert current <= last

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mtrain
 from tests.docs.pictures import FOLDER, PICTURES, packages, write
 from tests.paths import ROOT
 from tests.test_architecture import PACKAGES_BY_LAYER
@@ -80,6 +81,12 @@ def test_the_picture_of_layers_has_every_package() -> None:
     folders = {path.parent.name for path in ROOT.glob("mtrain/*/__init__.py")} - {"hf"}
     assert folders <= drawn
     assert {name for layer in packages(PACKAGES_BY_LAYER) for name in layer} <= drawn
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## (\S+)(?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert all(name == "Unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", date) for name, date in headings)
+    assert next(name for name, _ in headings if name != "Unreleased") == mtrain.__version__
 
 
 def test_pre_commit_formats_as_the_check_does() -> None:
