@@ -1,7 +1,8 @@
 """docs/faults.md: the outcome of each injected fault, written by the tests that inject it.
 
 `python -m tests.fault_table` runs every test marked `fault`, measures how long each fault takes to be noticed, and
-writes the page. A test names its row and measures like this:
+writes the page; with files of tests or options of pytest it runs these alone and leaves all other rows as they are. A
+test names its row and measures like this:
 
     @pytest.mark.fault("ranks", "kill -9 of a rank in a step", happens="the launcher names the rank", exit_code=5)
     def test_...(notice: Notice) -> None:
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,8 @@ AREAS = {
     "folders": "Folders of Hugging Face and tokenizers",
 }
 """Area of a mark -> heading of the page."""
+
+_ROW = re.compile(r"\| (.*) \| (.*) \| (goes on|-?\d+) \| `(.+)` \| (?:under 0\.1|(\d+\.\d)) s \|")
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,18 @@ what they read.
     return "\n".join(parts) + "\n"
 
 
+def rows(text: str) -> list[tuple[Row, float]]:
+    """Reads what `page` has written: rows and their times, of which it shows a tenth of a second."""
+    areas, area, found = {heading: area for area, heading in AREAS.items()}, "", []
+    for line in text.splitlines():
+        area = areas.get(line.removeprefix("## "), area)
+        if cells := _ROW.fullmatch(line):
+            fault, happens, code, test, seconds = cells.groups()
+            exit_code = None if code == "goes on" else int(code)
+            found.append((Row(area, fault, happens, exit_code, f"tests/{test}"), float(seconds or 0)))
+    return found
+
+
 def _readable(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 else "under 0.1 s"
 
@@ -148,8 +164,11 @@ def main() -> int:
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, TIMES_VARIABLE: str(file)}).returncode
         if code:
             return code
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-    PAGE.write_text(page((Row(**row), seconds) for row in rows if (seconds := row.pop("seconds")) is not None))
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    measured_now = [(Row(**line), seconds) for line in lines if (seconds := line.pop("seconds")) is not None]
+    ran = {row.test for row, _ in measured_now}
+    kept = [each for each in rows(PAGE.read_text()) if each[0].test not in ran] if sys.argv[1:] else []
+    PAGE.write_text(page([*kept, *measured_now]))
     return 0
 
 

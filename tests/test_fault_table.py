@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.fault_table import COMMAND, PAGE, Row, page
+from tests.fault_table import COMMAND, PAGE, Row, page, rows
 from tests.paths import ROOT
 
 
@@ -34,3 +34,8 @@ def test_the_page_takes_the_slowest_of_several_injections() -> None:
     text = page([(row, 0.01), (row, 2.04)])
     assert "| kill -9 | named | 5 | `test_x.py::test_y` | 2.0 s |" in text
     assert "1 faults" in text
+
+
+def test_the_page_is_read_back() -> None:
+    """Rows that are not measured again stay as they are."""
+    assert page(rows(PAGE.read_text())) == PAGE.read_text()

@@ -272,7 +272,9 @@ class Sources:
     def _of_0_1_0(self, sources: Sequence[SampleSource]) -> list[str | None]:
         if self.tokenizer is None:
             return []
-        tokenizer = self.tokenizer.fingerprint
+        bos, tokenizer = self.tokenizer.bos_id, self.tokenizer.fingerprint
+        if self.tokenizer.begin_ids != (() if bos is None else (bos,)):
+            return []  # it put the bos that a tokenizer names before every sample: the samples are others
         return [each.fingerprint_of_0_1_0(tokenizer) if isinstance(each, SftDataset) else None for each in sources]
 
     def _open(

@@ -60,8 +60,8 @@ class StepRecord:
     """Global L2 norm of the normalised gradient, before clipping."""
     lr: float
     tokens: int
-    """Number of positions of the global batch that hold text, with prompts and without padding. Records of version
-    0.1.0, which have no `padding_tokens`, include padding."""
+    """Number of positions of the global batch that hold text, with prompts and without padding. Records without
+    `padding_tokens` include padding."""
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float

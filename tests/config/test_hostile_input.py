@@ -138,7 +138,7 @@ def test_a_hostile_override_is_refused(override: str, base: Path, notice: Notice
 
 
 @pytest.mark.parametrize("value", ["12:30", "-1:00", "190:20:30", "1:30.5", "010", "0777", "-017"])
-@fault("12:30 or 010 for a number, which YAML reads in base 60 or 8", "refused; 0.1.0 built 750 layers of 12:30")
+@fault("12:30 or 010 for a number, which YAML reads in base 60 or 8", "refused with the base in which YAML reads it")
 def test_numbers_in_other_bases_are_refused(value: str, base: Path, notice: Notice) -> None:
     check_message(refusal([base], [f"model.num_layers={value}"], notice), value)
 
@@ -215,7 +215,7 @@ def test_the_largest_numbers_have_a_plan(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("changes", [["optimizer.lr=3e38"], ["optimizer.lr=1e30", "optimizer.weight_decay=1e10"]])
-@fault("a learning rate whose first update does not fit float32", "refused; 0.1.0 ended in a traceback of torch")
+@fault("a learning rate whose first update does not fit float32", "refused with the factors that are too large")
 def test_updates_beyond_float32_are_refused(changes: list[str], base: Path, notice: Notice) -> None:
     check_message(refusal([base], changes, notice), "optimizer.lr=")
 
@@ -225,7 +225,7 @@ PATHS = ["run.dir", "model.hf", "data.tokenizer", "checkpoint.initialize_from", 
 
 @pytest.mark.parametrize("text", ["x" * 256, "é" * 128, "d/" * 2000])
 @pytest.mark.parametrize("key", PATHS)
-@fault("a path in the configuration that no file can have", "refused in one line; model.hf ended in a traceback")
+@fault("a path in the configuration that no file can have", "refused in one line")
 def test_a_path_that_cannot_be_is_refused(key: str, text: str, base: Path, notice: Notice) -> None:
     value = {"data.train": f"[{{path: {text}}}]", "loss.teacher": f"{{checkpoint: {text}}}"}.get(key, text)
     line = refusal([base], [f"{key}={value}"], notice)

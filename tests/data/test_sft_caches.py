@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def test_data_are_known_by_the_fingerprint_of_version_0_1_0(
     tokenizer = hashlib.sha256((word_tokenizer / "tokenizer.json").read_bytes()).hexdigest()
     # as mtrain/data/samples/sft.py made it in version 0.1.0
     assert loader.earlier_fingerprints == (() if old is None else (f"1*{text}-{tokenizer}-0-4-8-{old}",))
+
+
+def test_data_that_lack_the_bos_of_version_0_1_0_are_other_data(
+    configured: Callable[..., Config], word_tokenizer: Path, tmp_path: Path
+) -> None:
+    """Version 0.1.0 put any bos that a tokenizer names before a sample; now the tokenizer itself has to."""
+    folder = shutil.copytree(word_tokenizer, tmp_path / "without_bos")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"post_processor": None}))
+    assert StepLoader(configured(GOOD), 0, 1).earlier_fingerprints
+    assert StepLoader(configured(GOOD, tokenizer=str(folder)), 0, 1).earlier_fingerprints == ()
 
 
 def test_tokens_beyond_the_model_are_refused(configured: Callable[..., Config]) -> None:

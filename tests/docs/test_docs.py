@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import mtrain
+from mtrain.config import renamed
 from tests.docs.pictures import FOLDER, PICTURES, packages, write
 from tests.paths import ROOT
 from tests.test_architecture import PACKAGES_BY_LAYER
@@ -87,6 +88,16 @@ def test_the_changelog_begins_with_this_version() -> None:
     headings = re.findall(r"^## (\S+)(?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert all(name == "Unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", date) for name, date in headings)
     assert next(name for name, _ in headings if name != "Unreleased") == mtrain.__version__
+
+
+def test_the_page_on_upgrading_has_every_old_name_and_no_other_page_tells_history() -> None:
+    page = (ROOT / "docs" / "upgrading.md").read_text()
+    values = {f"{key}: {old}" for key, names in renamed.VALUES.items() for old in names}
+    assert [name for name in (*renamed.KEYS, *values, *renamed.LOSS_FUNCTIONS) if f"| `{name}` |" not in page] == []
+    others = {
+        path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "adr" and path.name != "upgrading.md"
+    }
+    assert [path.name for path in sorted(others) if re.search(r"\b0\.1\.0\b|version 0\.1\b", path.read_text())] == []
 
 
 def test_pre_commit_formats_as_the_check_does() -> None:

@@ -142,7 +142,7 @@ class CheckpointInfo(BaseModel):
     step: int = Field(ge=0, le=_MOST_COUNT)
     """Optimizer updates completed."""
     tokens: int = Field(0, ge=0)
-    """Tokens of text that training has consumed; counts of version 0.1.0 include padding."""
+    """Tokens of text that training has consumed."""
     layout: str
     """Layout that saved the checkpoint, for people and for messages."""
     config_hash: str
@@ -170,8 +170,8 @@ class Manifest(CheckpointInfo):
     """Facts of one checkpoint and its files."""
 
     format: Literal[2, 3, 4] = 4
-    """Format of this file; a program that does not know the number does not touch the checkpoint. 2, of version 0.1.0,
-    has no SHA-256 of itself; up to 3 every file has a SHA-256."""
+    """Format of this file; a program that does not know the number does not touch the checkpoint. 2 has no
+    SHA-256 of itself; up to 3 every file has a SHA-256."""
     files: dict[str, FileInfo] = Field(min_length=1)
     """Path inside the checkpoint, with forward slashes -> facts; the manifest itself is left out."""
 

@@ -105,7 +105,7 @@ def _with_megatron(config: Config, **fields: Any) -> Config:
 
 @pytest.mark.fault(
     "folders",
-    "an import of 0.1.0 that ranks groups of experts by another number than its family",
+    "an import that ranks groups of experts by another number than its family",
     happens="it trains on as it was; export and verification name the field",
     exit_code=3,
 )

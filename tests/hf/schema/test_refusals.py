@@ -176,15 +176,22 @@ def test_weights_that_are_linked_one_by_one_are_read(good: Path, tmp_path: Path)
         import_hf(folder, tmp_path / "other", None, num_workers=1)
 
 
-def test_pointers_of_git_lfs_are_named(good: Path, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "folders",
+    "a clone in which Git LFS has not fetched the weights",
+    happens="refused with the files that are pointers, and the command that fetches them",
+    exit_code=3,
+)
+def test_pointers_of_git_lfs_are_named(good: Path, tmp_path: Path, notice: Notice) -> None:
     shutil.copytree(good, tmp_path / "hf")
     names = [FIRST, "model-00003-of-00003.safetensors"]
     for name in names:
         (tmp_path / "hf" / name).write_text(
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 9\n"
         )
-    with refuses(DataError, *names, "lfs pull"):
+    with notice, refuses(DataError, *names, "lfs pull") as error:
         import_hf(tmp_path / "hf", tmp_path / "out", None, num_workers=1)
+    assert error.value.exit_code == notice.exit_code
 
 
 def test_the_commands_end_with_one_line_and_a_code(good: Path, tmp_path: Path) -> None:
