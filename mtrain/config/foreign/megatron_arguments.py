@@ -5,6 +5,8 @@ Source: Megatron-LM, August 2026 (commit d98e8a64), megatron/training/arguments.
 into arguments.
 """
 
+from typing import Any
+
 TRANSLATED = frozenset(
     """
     adam-beta1 adam-beta2 adam-eps add-qkv-bias apply-layernorm-1p async-save attention-dropout
@@ -229,3 +231,97 @@ WITHOUT_EFFECT = frozenset(
     """.split()
 )
 """Arguments that do not change what is trained: kernels, transfers, logs, checkpoints of a process, inference."""
+SAME_VALUE = {
+    "num-layers": "model.num_layers",
+    "hidden-size": "model.hidden_size",
+    "num-attention-heads": "model.num_attention_heads",
+    "kv-channels": "model.head_dim",
+    "vocab-size": "model.vocab_size",
+    "no-rope-freq": "model.megatron.no_rope_freq",
+    "tensor-model-parallel-size": "layout.tp",
+    "pipeline-model-parallel-size": "layout.pp",
+    "context-parallel-size": "layout.cp",
+    "expert-model-parallel-size": "layout.ep",
+    "num-virtual-stages-per-pipeline-rank": "layout.vpp",
+    "decoder-first-pipeline-num-layers": "layout.first_stage_layers",
+    "decoder-last-pipeline-num-layers": "layout.last_stage_layers",
+    "micro-batch-size": "train.micro_batch_size",
+    "global-batch-size": "train.global_batch_size",
+    "train-iters": "train.num_steps",
+    "cpu-offloading-num-layers": "train.offload_layers",
+    "lr": "optimizer.lr",
+    "lr-decay-iters": "optimizer.decay_steps",
+    "lr-warmup-iters": "optimizer.warmup_steps",
+    "seq-length": "data.seq_length",
+    "tokenizer-model": "data.tokenizer",
+    "save": "run.dir",
+    "save-retain-interval": "checkpoint.keep_every_steps",
+    "tensorboard-dir": "",
+    "wandb-exp-name": "run.name",
+    "mtp-num-layers": "model.mtp_depths",
+}
+"""Argument -> key with the same value."""
+WITH_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "seed": ("train.seed", 1234),
+    "norm-epsilon": ("model.norm_epsilon", 1e-5),
+    "init-method-std": ("model.init_std", 0.02),
+    "make-vocab-size-divisible-by": ("model.vocab_multiple", 128),
+    "hidden-dropout": ("model.hidden_dropout", 0.1),
+    "attention-dropout": ("model.attention_dropout", 0.1),
+    "min-lr": ("optimizer.min_lr", 0.0),
+    "weight-decay": ("optimizer.weight_decay", 0.01),
+    "clip-grad": ("optimizer.clip_grad", 1.0),
+    "adam-beta1": ("optimizer.beta1", 0.9),
+    "adam-beta2": ("optimizer.beta2", 0.999),
+    "adam-eps": ("optimizer.epsilon", 1e-8),
+    "log-interval": ("metrics.console_interval_steps", 100),
+}
+"""Argument -> key, and the value that Megatron-LM takes where it is not given."""
+SWITCHES = {
+    "qk-layernorm": "model.qk_norm",
+    "add-qkv-bias": "model.qkv_bias",
+    "apply-layernorm-1p": "model.zero_centered_norm",
+    "attention-output-gate": "model.attention_gate",
+    "rotary-interleaved": "model.rope.interleaved",
+    "sequence-parallel": "layout.sp",
+    "overlap-grad-reduce": "train.overlap_grad_reduce",
+    "overlap-param-gather": "train.overlap_param_gather",
+    "deterministic-mode": "train.deterministic",
+    "optimizer-cpu-offload": "train.offload_optimizer",
+}
+"""Argument without a value -> key that it sets to true."""
+LATENT_ATTENTION = {
+    "q-lora-rank": ("model.mla.q_lora_rank", None),
+    "kv-lora-rank": ("model.mla.kv_lora_rank", 32),
+    "qk-head-dim": ("model.mla.qk_nope_head_dim", 128),
+    "qk-pos-emb-head-dim": ("model.mla.qk_rope_head_dim", 64),
+    "v-head-dim": ("model.mla.v_head_dim", 128),
+}
+"""Argument of --multi-latent-attention -> key, and the value where it is not given."""
+DELTA_NET = {
+    "linear-num-key-heads": ("model.delta_net.num_key_heads", 16),
+    "linear-num-value-heads": ("model.delta_net.num_value_heads", 32),
+    "linear-key-head-dim": ("model.delta_net.key_head_dim", 128),
+    "linear-value-head-dim": ("model.delta_net.value_head_dim", 128),
+    "linear-conv-kernel-dim": ("model.delta_net.conv_kernel", 4),
+    "linear-attention-freq": ("model.delta_net.full_attention_every", None),
+}
+"""Argument of --experimental-attention-variant gated_delta_net -> key, and the value where it is not given."""
+EXPERTS = {
+    "num-experts": ("model.experts.num_experts", None),
+    "moe-router-topk": ("model.experts.top_k", 2),
+    "moe-shared-expert-intermediate-size": ("model.experts.shared_ffn_hidden_size", None),
+    "moe-router-score-function": ("model.experts.score", "softmax"),
+    "moe-router-num-groups": ("model.experts.num_groups", None),
+    "moe-router-group-topk": ("model.experts.group_top_k", None),
+    "moe-router-topk-scaling-factor": ("model.experts.scaling_factor", None),
+    "moe-expert-capacity-factor": ("model.experts.capacity_factor", None),
+    "moe-z-loss-coeff": ("loss.router.z_coefficient", None),
+}
+"""Argument of --num-experts -> key, and the value where it is not given."""
+BALANCE = {
+    "aux_loss": "loss.router.microbatch_balance_coefficient",
+    "seq_aux_loss": "loss.router.sequence_balance_coefficient",
+    "global_aux_loss": "loss.router.global_balance_coefficient",
+}
+"""Kind of load balancing -> key of its coefficient."""

@@ -10,100 +10,20 @@ from fractions import Fraction
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.megatron_arguments import REFUSED, TRANSLATED, WITHOUT_EFFECT
+from mtrain.config.foreign.megatron_arguments import (
+    BALANCE,
+    DELTA_NET,
+    EXPERTS,
+    LATENT_ATTENTION,
+    REFUSED,
+    SAME_VALUE,
+    SWITCHES,
+    TRANSLATED,
+    WITH_DEFAULTS,
+    WITHOUT_EFFECT,
+)
 from mtrain.config.foreign.translation import Translation, scalar, shares
 
-_SIMPLE = {
-    "num-layers": "model.num_layers",
-    "hidden-size": "model.hidden_size",
-    "num-attention-heads": "model.num_attention_heads",
-    "kv-channels": "model.head_dim",
-    "vocab-size": "model.vocab_size",
-    "no-rope-freq": "model.megatron.no_rope_freq",
-    "tensor-model-parallel-size": "layout.tp",
-    "pipeline-model-parallel-size": "layout.pp",
-    "context-parallel-size": "layout.cp",
-    "expert-model-parallel-size": "layout.ep",
-    "num-virtual-stages-per-pipeline-rank": "layout.vpp",
-    "decoder-first-pipeline-num-layers": "layout.first_stage_layers",
-    "decoder-last-pipeline-num-layers": "layout.last_stage_layers",
-    "micro-batch-size": "train.micro_batch_size",
-    "global-batch-size": "train.global_batch_size",
-    "train-iters": "train.num_steps",
-    "cpu-offloading-num-layers": "train.offload_layers",
-    "lr": "optimizer.lr",
-    "lr-decay-iters": "optimizer.decay_steps",
-    "lr-warmup-iters": "optimizer.warmup_steps",
-    "seq-length": "data.seq_length",
-    "tokenizer-model": "data.tokenizer",
-    "eval-interval": "valid.interval_steps",
-    "save": "run.dir",
-    "save-retain-interval": "checkpoint.keep_every_steps",
-    "tensorboard-dir": "",
-    "wandb-exp-name": "run.name",
-    "mtp-num-layers": "model.mtp_depths",
-}
-"""Argument -> key with the same value."""
-_WITH_DEFAULTS: dict[str, tuple[str, Any]] = {
-    "seed": ("train.seed", 1234),
-    "norm-epsilon": ("model.norm_epsilon", 1e-5),
-    "init-method-std": ("model.init_std", 0.02),
-    "make-vocab-size-divisible-by": ("model.vocab_multiple", 128),
-    "hidden-dropout": ("model.hidden_dropout", 0.1),
-    "attention-dropout": ("model.attention_dropout", 0.1),
-    "min-lr": ("optimizer.min_lr", 0.0),
-    "weight-decay": ("optimizer.weight_decay", 0.01),
-    "clip-grad": ("optimizer.clip_grad", 1.0),
-    "adam-beta1": ("optimizer.beta1", 0.9),
-    "adam-beta2": ("optimizer.beta2", 0.999),
-    "adam-eps": ("optimizer.epsilon", 1e-8),
-    "log-interval": ("metrics.console_interval_steps", 100),
-}
-"""Argument -> key, and the value that Megatron-LM takes where it is not given."""
-_SWITCHES = {
-    "qk-layernorm": "model.qk_norm",
-    "add-qkv-bias": "model.qkv_bias",
-    "apply-layernorm-1p": "model.zero_centered_norm",
-    "attention-output-gate": "model.attention_gate",
-    "rotary-interleaved": "model.rope.interleaved",
-    "sequence-parallel": "layout.sp",
-    "overlap-grad-reduce": "train.overlap_grad_reduce",
-    "overlap-param-gather": "train.overlap_param_gather",
-    "deterministic-mode": "train.deterministic",
-    "optimizer-cpu-offload": "train.offload_optimizer",
-}
-"""Argument without a value -> key that it sets to true."""
-_MLA = {
-    "q-lora-rank": ("model.mla.q_lora_rank", None),
-    "kv-lora-rank": ("model.mla.kv_lora_rank", 32),
-    "qk-head-dim": ("model.mla.qk_nope_head_dim", 128),
-    "qk-pos-emb-head-dim": ("model.mla.qk_rope_head_dim", 64),
-    "v-head-dim": ("model.mla.v_head_dim", 128),
-}
-_DELTA_NET = {
-    "linear-num-key-heads": ("model.delta_net.num_key_heads", 16),
-    "linear-num-value-heads": ("model.delta_net.num_value_heads", 32),
-    "linear-key-head-dim": ("model.delta_net.key_head_dim", 128),
-    "linear-value-head-dim": ("model.delta_net.value_head_dim", 128),
-    "linear-conv-kernel-dim": ("model.delta_net.conv_kernel", 4),
-    "linear-attention-freq": ("model.delta_net.full_attention_every", None),
-}
-_EXPERTS = {
-    "num-experts": ("model.experts.num_experts", None),
-    "moe-router-topk": ("model.experts.top_k", 2),
-    "moe-shared-expert-intermediate-size": ("model.experts.shared_ffn_hidden_size", None),
-    "moe-router-score-function": ("model.experts.score", "softmax"),
-    "moe-router-num-groups": ("model.experts.num_groups", None),
-    "moe-router-group-topk": ("model.experts.group_top_k", None),
-    "moe-router-topk-scaling-factor": ("model.experts.scaling_factor", None),
-    "moe-expert-capacity-factor": ("model.experts.capacity_factor", None),
-    "moe-z-loss-coeff": ("loss.router.z_coefficient", None),
-}
-_BALANCE = {
-    "aux_loss": "loss.router.microbatch_balance_coefficient",
-    "seq_aux_loss": "loss.router.sequence_balance_coefficient",
-    "global_aux_loss": "loss.router.global_balance_coefficient",
-}
 _ROPE = ("rope", "yarn")
 _KNOWN_BY_THEIR_FILES = {"HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "NullTokenizer"}
 _RECOMPUTED = {"core_attn", "mlp", "moe", "shared_experts"}
@@ -161,6 +81,7 @@ class _Megatron:
 
     def __init__(self, given: Mapping[str, list[str]], found: Translation) -> None:
         self._given, self._found = given, found
+        self._read: set[str] = set()
 
     def translate(self) -> None:
         """Puts every argument under its key, and the defaults of Megatron-LM that differ from ours."""
@@ -175,14 +96,23 @@ class _Megatron:
         self._recomputation()
         self._data()
         self._places()
-        if "calculate-per-token-loss" not in self._given:
+        if not self._is_on("calculate-per-token-loss"):
             self._found.notes.append(
                 "Megatron-LM averages the means of microbatches and data-parallel ranks unless it has "
                 "--calculate-per-token-loss; loss.aggregation=token-mean is that mean, under every layout"
             )
+        self._found.lost += [
+            f"{' '.join([f'--{name}', *values])}: nothing takes it with the other arguments that are given"
+            for name, values in self._given.items()
+            if name in TRANSLATED and name not in self._read
+        ]
+
+    def _values(self, name: str) -> list[str] | None:
+        self._read.add(name)
+        return self._given.get(name)
 
     def _text(self, name: str) -> str | None:
-        values = self._given.get(name)
+        values = self._values(name)
         if values is not None and len(values) != 1:
             raise ConfigError(f"--{name} needs one value, but has {len(values)}; fix it")
         return None if values is None else values[0]
@@ -198,7 +128,7 @@ class _Megatron:
         return value
 
     def _is_on(self, name: str) -> bool:
-        return name in self._given
+        return self._values(name) is not None
 
     def _put(self, name: str, key: str, default: Any = None) -> None:
         """Puts a value that is given, else the default of Megatron-LM, which is None where ours is the same."""
@@ -206,17 +136,19 @@ class _Megatron:
         self._found.put(key, self._value(name, default), origin)
 
     def _lost(self, name: str, why: str) -> None:
-        self._found.lost.append(f"--{name} {' '.join(self._given.get(name, []))}: {why}")
+        self._found.lost.append(f"--{name} {' '.join(self._values(name) or [])}: {why}")
 
     def _simple(self) -> None:
-        for name, key in _SIMPLE.items():
+        for name, key in SAME_VALUE.items():
             if key:
                 self._put(name, key)
-        for name, (key, default) in _WITH_DEFAULTS.items():
+        for name, (key, default) in WITH_DEFAULTS.items():
             self._put(name, key, default)
-        for name, key in _SWITCHES.items():
+        for name, key in SWITCHES.items():
             if self._is_on(name):
                 self._found.put(key, True, f"--{name}")
+        if self._number("tensor-model-parallel-size", 1) == 1 and self._found.content.get("layout", {}).pop("sp", None):
+            self._found.without_effect.append("--sequence-parallel")  # Megatron-LM ignores it with tp 1
 
     def _model(self) -> None:
         put, hidden = self._found.put, self._number("hidden-size")
@@ -231,9 +163,13 @@ class _Megatron:
         norm = self._value("normalization", "LayerNorm")
         put("model.norm", str(norm).lower(), "--normalization, LayerNorm where it is not given")
         bias = not self._is_on("disable-bias-linear")
+        is_unfused, is_tanh = self._is_on("no-bias-gelu-fusion"), self._is_on("openai-gelu")
+        if is_tanh and bias and not is_unfused:
+            self._found.without_effect.append("--openai-gelu")
+        if is_unfused and (gated or is_tanh or not bias):
+            self._found.without_effect.append("--no-bias-gelu-fusion")
         put("model.linear_bias", bias, "true in Megatron-LM without --disable-bias-linear")
-        fused = bias and not self._is_on("no-bias-gelu-fusion")
-        plain = "gelu_tanh" if fused or self._is_on("openai-gelu") else "gelu"
+        plain = "gelu_tanh" if (bias and not is_unfused) or is_tanh else "gelu"
         put(
             "model.activation", "swiglu" if gated else plain, "--swiglu" if gated else "GELU, fused with its bias: tanh"
         )
@@ -245,10 +181,10 @@ class _Megatron:
             self._lost("softmax-type", "attention has its softmax, or learned sinks")
         self._window()
         if self._is_on("multi-latent-attention"):
-            for name, (key, default) in _MLA.items():
+            for name, (key, default) in LATENT_ATTENTION.items():
                 self._put(name, key, default)
         if self._value("experimental-attention-variant") == "gated_delta_net":
-            for name, (key, default) in _DELTA_NET.items():
+            for name, (key, default) in DELTA_NET.items():
                 self._put(name, key, default)
         elif self._is_on("experimental-attention-variant"):
             self._lost("experimental-attention-variant", "only gated_delta_net is known here")
@@ -274,10 +210,14 @@ class _Megatron:
     def _rope(self) -> None:
         kind = self._value("position-embedding-type", "learned_absolute")
         if self._is_on("use-rotary-position-embeddings"):
+            if kind == "rope":
+                self._found.without_effect.append("--use-rotary-position-embeddings")
             kind = "rope"
         is_rotary = kind in _ROPE or self._is_on("multi-latent-attention")
         if self._is_on("max-position-embeddings") and is_rotary:
             self._found.without_effect.append("--max-position-embeddings")
+        elif self._is_on("max-position-embeddings"):
+            self._lost("max-position-embeddings", "there is no table of positions here")
         if not is_rotary:
             self._found.lost.append(
                 f"--position-embedding-type {kind}, Megatron-LM's default: positions are rotary here"
@@ -302,7 +242,7 @@ class _Megatron:
     def _experts(self) -> None:
         if not self._is_on("num-experts"):
             return
-        for name, (key, default) in _EXPERTS.items():
+        for name, (key, default) in EXPERTS.items():
             self._put(name, key, default)
         put, ffn = self._found.put, self._found.content.get("model", {}).get("ffn_hidden_size")
         self._put("moe-ffn-hidden-size", "model.experts.ffn_hidden_size", ffn)
@@ -329,15 +269,17 @@ class _Megatron:
             self._lost("moe-layer-freq", "layers with experts are every so many, or all after the first so many")
 
     def _balance(self) -> None:
-        kinds = self._given.get("moe-router-load-balancing-type", ["aux_loss"])
-        coefficients = [scalar(text) for text in self._given.get("moe-aux-loss-coeff", [])]
+        kinds = self._values("moe-router-load-balancing-type") or ["aux_loss"]
+        coefficients = [scalar(text) for text in self._values("moe-aux-loss-coeff") or []]
+        if len(coefficients) > len(kinds) or any(kind not in BALANCE for kind, _ in zip(kinds, coefficients)):
+            self._lost("moe-aux-loss-coeff", f"each one is of one of {', '.join(BALANCE)}")
         for kind, coefficient in zip(kinds, coefficients):
-            if kind in _BALANCE and coefficient:
-                self._found.put(_BALANCE[kind], coefficient, f"--moe-aux-loss-coeff of {kind}")
+            if kind in BALANCE and coefficient:
+                self._found.put(BALANCE[kind], coefficient, f"--moe-aux-loss-coeff of {kind}")
                 if kind != "seq_aux_loss":
                     self._found.put("loss.allow_layout_dependent", True, f"{kind} depends on the layout by definition")
-        if any(kind not in (*_BALANCE, "none") for kind in kinds):
-            self._lost("moe-router-load-balancing-type", f"known are {', '.join(_BALANCE)} and none")
+        if any(kind not in (*BALANCE, "none") for kind in kinds):
+            self._lost("moe-router-load-balancing-type", f"known are {', '.join(BALANCE)} and none")
 
     def _layout(self) -> None:
         put, tp = self._found.put, self._number("tensor-model-parallel-size", 1) or 1
@@ -347,9 +289,11 @@ class _Megatron:
         if each is not None and layers is not None:
             stages = layers // (self._number("pipeline-model-parallel-size", 1) or 1)
             put("layout.vpp", stages // each, "--num-layers-per-virtual-pipeline-stage")
+            if self._is_on("num-virtual-stages-per-pipeline-rank"):
+                self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
         if (self._number("context-parallel-size", 1) or 1) > 1:
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
-            kinds = set(self._given.get("cp-comm-type", ["p2p"]))
+            kinds = set(self._values("cp-comm-type") or ["p2p"])
             if len(kinds) == 1 and kinds <= ways.keys():
                 put("layout.cp_comm", ways[kinds.pop()], "--cp-comm-type, p2p where it is not given")
             else:
@@ -357,6 +301,8 @@ class _Megatron:
 
     def _steps(self) -> None:
         size = self._number("global-batch-size")
+        if self._is_on("train-samples") and self._is_on("train-iters"):
+            self._lost("train-iters", "--train-samples is given, too; keep one")
         for name, key in (
             ("train-samples", "train.num_steps"),
             ("lr-decay-samples", "optimizer.decay_steps"),
@@ -365,6 +311,8 @@ class _Megatron:
             samples = self._number(name)
             if samples is not None and size:
                 self._found.put(key, -(-samples // size), f"--{name} / --global-batch-size")
+            elif samples is not None:
+                self._lost(name, f"{key} counts steps; give --global-batch-size, too")
 
     def _schedule(self) -> None:
         put, style = self._found.put, str(self._value("lr-decay-style", "linear"))
@@ -420,12 +368,16 @@ class _Megatron:
     def _recomputation(self) -> None:
         put, kind = self._found.put, self._value("recompute-granularity")
         if self._is_on("recompute-activations"):
+            if self._is_on("recompute-granularity"):
+                self._lost("recompute-granularity", "--recompute-activations, which is given, too, means selective")
             kind = "selective"
         put("train.recompute", kind, "--recompute-granularity")
         if kind == "full" and self._value("recompute-method") == "block":
             self._put("recompute-num-layers", "train.recompute_layers")
-        modules = self._given.get("recompute-modules")
-        if kind == "selective" and modules is not None:
+        elif kind == "full" and self._is_on("recompute-num-layers"):  # layers that are recomputed at one time
+            self._found.without_effect.append("--recompute-num-layers")
+        modules = self._values("recompute-modules") if kind == "selective" else None
+        if modules is not None:
             put("train.recompute_modules", [each for each in modules if each in _RECOMPUTED], "--recompute-modules")
             if others := [each for each in modules if each not in _RECOMPUTED]:
                 self._found.lost.append(f"--recompute-modules {' '.join(others)}: not recomputed here; memory only")
@@ -447,9 +399,11 @@ class _Megatron:
             "--sft" if self._is_on("sft") else ".bin/.idx pairs",
         )
         names = {"data-path": "train", "train-data-path": "train", "valid-data-path": "valid", "test-data-path": "test"}
+        if self._is_on("data-path") and self._is_on("train-data-path"):
+            self._lost("data-path", "--train-data-path is given, too; keep one")
         for name, part in names.items():
             if self._is_on(name):
-                put(f"data.{part}", _blend(self._given[name]), f"--{name}")
+                put(f"data.{part}", _blend(self._values(name) or []), f"--{name}")
         if self._is_on("data-path") and not sources.get("valid"):
             put("data.split", shares(str(self._text("split") or "969,30,1")), "--split, 969,30,1 where it is not given")
         reset = [self._is_on(f"reset-{name}") for name in ("position-ids", "attention-mask")]
@@ -457,15 +411,29 @@ class _Megatron:
             put("data.isolate_documents", True, "--reset-position-ids and --reset-attention-mask")
         elif any(reset):
             self._found.lost.append("one of --reset-position-ids and --reset-attention-mask alone: documents have both")
+        self._validation(sources)
+
+    def _validation(self, data: Mapping[str, Any]) -> None:
         count, size = self._number("eval-iters", 100), self._number("global-batch-size")
-        if count and size and self._is_on("eval-interval"):
-            put("valid.max_samples", count * size, "--eval-iters x --global-batch-size")
-        elif self._is_on("eval-interval"):
-            put("valid.interval_steps", 0, "--eval-iters 0")
+        if not (data.get("valid") or data.get("split", [0, 0])[1]):
+            self._found.without_effect += [f"--{name}" for name in ("eval-interval", "eval-iters") if self._is_on(name)]
+            return
+        if count == 0:
+            self._put("eval-iters", "valid.interval_steps")
+            self._read.add("eval-interval")
+            return
+        self._put("eval-interval", "valid.interval_steps", 1000)
+        if size is None:
+            self._lost("eval-iters", "valid.max_samples counts samples; give --global-batch-size, too")
+        else:
+            self._found.put("valid.max_samples", (count or 0) * size, "--eval-iters, or 100, x --global-batch-size")
 
     def _places(self) -> None:
         put, load = self._found.put, self._text("load")
-        origin = self._text("pretrained-checkpoint") or (load if load != self._text("save") else None)
+        other = load if load != self._text("save") else None
+        origin = self._text("pretrained-checkpoint") or other
+        if other != origin and other is not None:
+            self._lost("load", "a run begins from --pretrained-checkpoint and goes on from its own folder")
         put("checkpoint.initialize_from", origin, "--pretrained-checkpoint, or --load of another folder")
         if origin is not None and not self._is_on("finetune"):
             self._found.notes.append(
@@ -484,7 +452,7 @@ class _Megatron:
         if self._is_on("profile"):
             steps = [self._number(f"profile-step-{name}", default) for name, default in (("start", 10), ("end", 12))]
             put("metrics.profile_steps", steps, "--profile-step-start, --profile-step-end")
-            ranks = [int(each) for each in self._given.get("profile-ranks", [])]
+            ranks = [int(each) for each in self._values("profile-ranks") or []]
             put("metrics.profile_ranks", ranks or None, "--profile-ranks")
 
 

@@ -18,7 +18,13 @@ _SCHEDULES = {
     "constant_with_warmup": "constant",
     "WSD": "wsd",
 }
-_AS_MESSAGES = {"chat_template": "messages", "alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
+_AS_MESSAGES = {
+    "chat_template": "messages",
+    "chat_template.default": "messages",
+    "alpaca": "alpaca",
+    "sharegpt": "sharegpt",
+    "completion": "text",
+}
 
 
 def _recompute(found: Translation, value: Any, name: str) -> None:
@@ -42,6 +48,23 @@ def _held_out(found: Translation, value: Any, name: str) -> None:
         found.put("data.split", [1 - value, value, 0.0], f"{name}, by records in file order")
 
 
+_ROLES = {"messages": {"role": "role", "content": "content"}, "sharegpt": {"role": "from", "content": "value"}}
+"""Form -> field of the form for each field of a message, as axolotl names them."""
+
+
+def _left_of_dataset(given: Mapping[str, Any], form: str) -> Iterator[str]:
+    """Yields the keys of a dataset that the form does not say."""
+    for key, value in given.items():
+        roles = value.items() if key == "message_property_mappings" else ()
+        if key in ("path", "type") or (key, value) in (("split", "train"), ("ds_type", "json"), ("ds_type", "parquet")):
+            continue
+        if key == "field_messages" and value == {"messages": "messages", "sharegpt": "conversations"}.get(form):
+            continue
+        if roles and all(_ROLES.get(form, {}).get(ours) == theirs for ours, theirs in roles):
+            continue
+        yield key
+
+
 def _datasets(found: Translation, value: Any, name: str) -> None:
     """Puts axolotl's list of datasets; all have one form here."""
     sources, formats = [], set()
@@ -53,13 +76,14 @@ def _datasets(found: Translation, value: Any, name: str) -> None:
         sources.append({"path": given["path"]})
         kind = str(given.get("type", "chat_template"))
         if kind not in _AS_MESSAGES:
-            found.lost.append(f"{name}: type={kind}; data.format is one of {', '.join(_AS_MESSAGES.values())}")
-        is_sharegpt = given.get("field_messages") == "conversations"
-        formats.add("sharegpt" if kind == "chat_template" and is_sharegpt else _AS_MESSAGES.get(kind, kind))
-        left = sorted(
-            given.keys() - {"path", "type", "field_messages", "message_property_mappings", "split", "ds_type"}
-        )
-        found.lost += [f"{name}: {key}={given[key]}" for key in left]
+            found.lost.append(
+                f"{name}: type={kind}; data.format is one of {', '.join(dict.fromkeys(_AS_MESSAGES.values()))}"
+            )
+        form = _AS_MESSAGES.get(kind, kind)
+        if form == "messages" and given.get("field_messages") == "conversations":
+            form = "sharegpt"
+        formats.add(form)
+        found.lost += [f"{name}: {key}={given[key]}" for key in _left_of_dataset(given, form)]
     found.put("data.kind", "sft", name)
     found.put(f"data.{'valid' if name == 'test_datasets' else 'train'}", sources, f"{name}; paths on this machine")
     if len(formats) == 1:
@@ -120,8 +144,33 @@ def _column(ours: str) -> Put:
 
 
 def _optimizer(found: Translation, value: Any, name: str) -> None:
-    if "adam" not in str(value).lower():
+    if "adam" in str(value).lower():
+        found.put("optimizer.kind", "adamw", f"{name}={value}")
+    else:
         found.lost.append(f"{name}={value}: optimizer.kind is adamw or muon")
+
+
+def _template(found: Translation, value: Any, name: str) -> None:
+    """Puts the tokenizer's own template; names of templates that the program has are lost."""
+    if value in ("tokenizer_default", "jinja"):
+        found.put("data.chat_template", "auto", f"{name}={value}")
+    else:
+        found.lost.append(
+            f"{name}={value}: data.chat_template takes auto (the tokenizer's own), plain, the name of one of the "
+            "tokenizer's templates or the path of a .jinja file"
+        )
+
+
+def _special_tokens(found: Translation, value: Mapping[str, Any], name: str) -> None:
+    """Names the tokens that are given another text; the one for padding is never in the loss."""
+    others = {role: text for role, text in value.items() if role != "pad_token"}
+    if others:
+        found.lost.append(f"{name}={others}: the tokenizer's own tokens are used; change its tokenizer_config.json")
+
+
+def _last_rate(found: Translation, value: Any, name: str) -> None:
+    """Puts the learning rate that the decay ends with, which is given as a part of the first one."""
+    found.put("optimizer.min_lr", value * found.content["optimizer"]["lr"], f"{name} x learning rate")
 
 
 _LORA: dict[str, Put] = {
@@ -142,7 +191,9 @@ AXOLOTL: dict[str, Put] = {
     "datasets": _datasets,
     "test_datasets": _datasets,
     "val_set_size": _held_out,
-    "chat_template": constant("data.chat_template", {"tokenizer_default": "auto", "jinja": "auto"}),
+    "chat_template": _template,
+    "special_tokens": _special_tokens,
+    "tokens": to("model.add_tokens"),
     "chat_template_jinja": to("data.chat_template"),
     "sequence_len": to("data.seq_length"),
     "excess_length_strategy": constant("data.too_long", {"drop": "drop", "truncate": "end", "raise": "refuse"}),
@@ -152,6 +203,7 @@ AXOLOTL: dict[str, Put] = {
     "num_epochs": to("train.num_epochs"),
     "learning_rate": to("optimizer.lr", float),
     "lr_scheduler": constant("optimizer.schedule", _SCHEDULES),
+    "cosine_min_lr_ratio": _last_rate,
     "warmup_steps": to("optimizer.warmup_steps"),
     "warmup_ratio": to("optimizer.warmup_ratio"),
     "weight_decay": to("optimizer.weight_decay"),
@@ -167,7 +219,9 @@ AXOLOTL: dict[str, Put] = {
     "adapter": _adapter,
     "gradient_checkpointing": _recompute,
     "context_parallel_size": to("layout.cp"),
+    "sequence_parallel_degree": to("layout.cp"),
     "tensor_parallel_size": to("layout.tp"),
+    "expert_parallel_size": to("layout.ep"),
     "output_dir": to("run.dir"),
     "save_steps": to("checkpoint.interval_steps"),
     "save_total_limit": to("checkpoint.keep_last"),
@@ -176,6 +230,12 @@ AXOLOTL: dict[str, Put] = {
     "wandb_project": _wandb,
     "wandb_name": to("run.name"),
     "rl": constant("loss.function", {name: name for name in ("dpo", "ipo", "kto", "orpo", "simpo")}),
+    "rl_beta": to("loss.options.beta", float),
+    "orpo_alpha": to("loss.options.beta", float),
+    "dpo_label_smoothing": to("loss.options.label_smoothing", float),
+    "simpo_gamma": to("loss.options.gamma", float),
+    "kto_desirable_weight": to("loss.options.desirable_weight", float),
+    "kto_undesirable_weight": to("loss.options.undesirable_weight", float),
     "load_in_4bit": _NO_4_BITS,
     "load_in_8bit": _NO_4_BITS,
     "train_on_inputs": lost("prompts are never in the loss of conversations; data.format=text trains whole texts"),
@@ -252,6 +312,10 @@ MS_SWIFT: dict[str, Put] = {
     "wandb_exp_name": to("run.name"),
     "report_to": _trackers,
     "rlhf_type": constant("loss.function", {"dpo": "dpo", "kto": "kto"}),
+    "beta": to("loss.options.beta", float),
+    "label_smoothing": to("loss.options.label_smoothing", float),
+    "desirable_weight": to("loss.options.desirable_weight", float),
+    "undesirable_weight": to("loss.options.undesirable_weight", float),
     **dict.fromkeys(
         """
         attention_backend cross_entropy_loss_fusion finetune no_save_optim no_save_rng no_load_optim no_load_rng
@@ -329,7 +393,7 @@ def from_axolotl(path: Path) -> Translation:
         ConfigError: The file cannot be read.
     """
     given = read_file(path).content
-    found = _translated("axolotl", given, AXOLOTL)
+    found = translated("axolotl", given, AXOLOTL)
     micro, accumulation = given.get("micro_batch_size", 1), given.get("gradient_accumulation_steps", 1)
     if isinstance(micro, int) and isinstance(accumulation, int):
         found.put("train.global_batch_size", micro * accumulation, "micro_batch_size x gradient_accumulation_steps")
@@ -345,7 +409,7 @@ def from_verl(path: Path) -> Translation:
     Raises:
         ConfigError: The file cannot be read.
     """
-    return _translated("verl", dict(_leaves(read_file(path).content)), VERL)
+    return translated("verl", dict(_leaves(read_file(path).content)), VERL)
 
 
 def from_ms_swift(arguments: Sequence[str]) -> Translation:
@@ -366,7 +430,7 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     if not given:
         raise ConfigError("there are no arguments that begin with --; give those of `megatron sft`")
     whole = {name: True if not each else each[0] if len(each) == 1 else each for name, each in given.items()}
-    return _translated("ms-swift", whole, MS_SWIFT)
+    return translated("ms-swift", whole, MS_SWIFT)
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -377,29 +441,42 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _translated(program: str, given: Mapping[str, Any], table: Mapping[str, Put]) -> Translation:
-    """Puts every value that is given; one that is null, false or empty switches something off that is off here."""
+def translated(program: str, given: Mapping[str, Any], table: Mapping[str, Put]) -> Translation:
+    """Puts every value that is given, and names each of which nothing is kept.
+
+    A value that is null, false or empty switches something off that is off here.
+    """
     found = Translation(program)
-    for name, value in given.items():
+    for name, value in sorted(given.items(), key=lambda item: item[0] in _AFTER_OTHERS):
         if value is None or value is False or value in ("", [], {}):
             continue
-        put = table.get(name)
+        put, before = table.get(name), found.state()
         if put is None:
             found.lost.append(f"{name}={value}: no key here corresponds")
             continue
         try:
             put(found, value, name)
-        except (TypeError, ValueError, LookupError):
+        except (TypeError, ValueError, LookupError, AttributeError):
             found.lost.append(f"{name}={value}: not a value that {program} takes")
-    train = found.content.get("train", {})
-    if {"num_steps", "num_epochs"} <= train.keys():
-        del train["num_epochs"]
-    if "warmup_ratio" in found.content.get("optimizer", {}) and "warmup_steps" in found.content["optimizer"]:
-        del found.content["optimizer"]["warmup_ratio"]
+        if found.state() == before:
+            found.without_effect.append(name)
+    if "num_steps" in found.content.get("train", {}):
+        found.drop("train.num_epochs")
+    if "warmup_steps" in found.content.get("optimizer", {}):
+        found.drop("optimizer.warmup_ratio")
     is_full = "full" in (given.get("tuner_type"), given.get("train_type"))
     if is_full or not {"kind", "rank"} & found.content.get("adapter", {}).keys():
-        found.content.pop("adapter", None)
+        found.drop("adapter")
+    if "function" in found.content.get("loss", {}):
+        found.drop("data.format")
+        found.notes.append("records are pairs of prompt, chosen and rejected, or prompt, completion and label for kto")
+    else:
+        found.drop("loss")
     found.notes.append(
         f"keys that are not given have the defaults of mtrain, which may be others than those of {program}"
     )
     return found
+
+
+_AFTER_OTHERS = {"cosine_min_lr_ratio"}
+"""Keys whose value follows from that of another key."""

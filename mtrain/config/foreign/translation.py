@@ -43,8 +43,27 @@ class Translation:
         place = self.content
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[name] = value
-        self.origins[key] = origin
+        earlier, known = place.get(name), self.origins.get(key, origin)
+        is_grown = isinstance(earlier, dict) and isinstance(value, dict) and earlier.items() <= value.items()
+        place[name], self.origins[key] = value, origin
+        if known != origin and (earlier == value or is_grown):
+            self.origins[key] = f"{known}; {origin}"
+        elif known != origin:
+            self.lost.append(f"{known}: {origin} gives another {key}, which is kept")
+
+    def drop(self, key: str) -> None:
+        """Takes a key or a section out, and names what gave it among what has no effect."""
+        *parents, name = key.split(".")
+        place = self.content
+        for parent in parents:
+            place = place.get(parent, {})
+        if place.pop(name, None) is not None:
+            gone = [each for each in self.origins if each == key or each.startswith(f"{key}.")]
+            self.without_effect += [self.origins.pop(each) for each in gone]
+
+    def state(self) -> tuple[dict[str, str], int, int, int]:
+        """Returns the origins and the numbers of lines, which change when anything is kept of a value."""
+        return dict(self.origins), len(self.lost), len(self.notes), len(self.without_effect)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the YAML file, each key with its origin, after what could not be carried over."""

@@ -1,5 +1,7 @@
 """Arguments of Megatron-LM: every one has a place, and each that is translated shows in the configuration."""
 
+import random
+
 import pytest
 import yaml
 
@@ -53,6 +55,7 @@ EXAMPLES = {
     "openai-gelu": "--disable-bias-linear",
     "optimizer": "sgd",
     "position-embedding-type": "learned_absolute",
+    "pretrained-checkpoint": "origin",
     "profile-ranks": "0 1 --profile",
     "profile-step-end": "30 --profile",
     "profile-step-start": "3 --profile",
@@ -129,6 +132,18 @@ def test_each_argument_shows_in_the_translation(name: str) -> None:
     given, *others = example(name).split(" --")
     without = " ".join([BASE, *(f"--{each}" for each in others)])
     assert lines(f"{without} {given}") != lines(without)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_argument_of_a_drawn_start_is_dropped(seed: int) -> None:
+    """Each argument, whatever is given with it, makes a difference to the text."""
+    drawn = random.Random(seed)
+    given = {name: example(name).split(" --")[0] for name in drawn.sample(sorted(TRANSLATED), 25)}
+    whole = lines(" ".join([BASE, *given.values()]))
+    silent = [
+        name for name in given if lines(" ".join([BASE, *(given[each] for each in given if each != name)])) == whole
+    ]
+    assert silent == []
 
 
 def test_an_argument_is_translated_or_refused_or_without_effect() -> None:

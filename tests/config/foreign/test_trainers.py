@@ -1,5 +1,7 @@
 """Files of axolotl and verl and arguments of ms-swift become configurations that load."""
 
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import yaml
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.keys import OURS
-from mtrain.config.foreign.trainers import from_axolotl, from_ms_swift, from_verl
-from mtrain.config.foreign.translation import Translation
+from mtrain.config.foreign.trainers import AXOLOTL as AXOLOTL_KEYS
+from mtrain.config.foreign.trainers import MS_SWIFT, from_axolotl, from_ms_swift, from_verl, translated
+from mtrain.config.foreign.trainers import VERL as VERL_KEYS
+from mtrain.config.foreign.translation import Put, Translation
 from mtrain.config.load import load_config
 from mtrain.config.messages import sections_at
 from tests.cli.command_line import call
@@ -82,7 +86,12 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         "recompute": "full",
         "global_batch_size": 8,
     }
-    assert section(found, "optimizer") == {"lr": 2e-4, "schedule": "cosine", "warmup_ratio": 0.03}
+    assert section(found, "optimizer") == {
+        "lr": 2e-4,
+        "schedule": "cosine",
+        "warmup_ratio": 0.03,
+        "kind": "adamw",
+    }
     data = section(found, "data")
     assert data["train"] == [{"path": "data/a.jsonl"}]
     assert (data["format"], data["packing"], data["split"]) == ("messages", {"batch": "rows"}, [0.95, 0.05, 0.0])
@@ -125,6 +134,49 @@ def test_arguments_of_ms_swift() -> None:
     assert found.lost == ["unheard_of=3: no key here corresponds"]
     with refuses(ConfigError, "--"):
         from_ms_swift(["megatron", "sft"])
+
+
+def leaves(program: str, table: dict[str, Put], seed: int) -> dict[str, Any]:
+    """Draws keys of a program with values of any type."""
+    drawn = random.Random(f"{program}{seed}")
+    values = [True, 3, 0.5, "lora", "dpo", ["a", "b"], {"pad_token": "x"}, {"eos_token": "x"}, "3e-4", [{"path": "p"}]]
+    return {name: drawn.choice(values) for name in drawn.sample(sorted(table), 20)}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("program", "table"), [("axolotl", AXOLOTL_KEYS), ("ms-swift", MS_SWIFT), ("verl", VERL_KEYS)])
+def test_no_key_of_a_drawn_file_is_dropped(program: str, table: dict[str, Put], seed: int) -> None:
+    """Each key is named as the origin of one of ours, or in a line on what was not carried over."""
+    given = leaves(program, table, seed)
+    found = translated(program, given, table)
+    text = "\n".join([*found.origins.values(), *found.lost, *found.notes, *found.without_effect])
+    assert [name for name in given if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text)] == []
+
+
+def test_ways_of_axolotl_to_say_a_thing(tmp_path: Path) -> None:
+    sharegpt = {"role": "from", "content": "value"}
+    dataset = {"path": "a", "field_messages": "conversations", "message_property_mappings": sharegpt}
+    given = {
+        "datasets": [{**dataset, "split": "train[:20%]"}],
+        "rl": "kto",
+        "rl_beta": 0.3,
+        "tokens": ["<think>"],
+        "sequence_parallel_degree": 4,
+        "learning_rate": "1e-3",
+        "cosine_min_lr_ratio": 0.1,
+        "max_steps": 10,
+        "num_epochs": 2,
+        "special_tokens": {"pad_token": "<pad>", "eos_token": "</s>"},
+    }
+    found = from_axolotl(Path(write(tmp_path / "a.yml", given)))
+    assert found.content["loss"] == {"function": "kto", "options": {"beta": 0.3}}
+    assert "format" not in found.content["data"]
+    assert found.content["model"]["add_tokens"] == ["<think>"]
+    assert found.content["layout"] == {"cp": 4}
+    assert found.content["optimizer"] == {"lr": 1e-3, "min_lr": 1e-4}
+    assert found.content["train"]["num_steps"] == 10
+    assert {"num_epochs", "datasets: type"} <= set(found.without_effect)
+    assert [line.split(":")[0] for line in found.lost] == ["datasets", "special_tokens={'eos_token'"]
 
 
 def test_the_verb_writes_a_file_once(tmp_path: Path) -> None:
