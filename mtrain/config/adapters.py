@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.schema.adapter import GROUPS, AdapterSection
+from mtrain.config.schema.adapter import GROUPS, JOINED, AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 
-_ATTENTION = frozenset(GROUPS["qkv"])
+_ATTENTION = frozenset((*GROUPS["qkv"], "qkv_proj"))
 _INTO_MAMBA = "in_proj_zxbcdt"
-_OF_STATES = {*GROUPS["in_proj"], "in_proj", "out_proj"}
-_FEED_FORWARD = {*GROUPS["fc1"], "fc2"}
+_OF_STATES = {*GROUPS["in_proj"], "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba"}
+_FEED_FORWARD = {*GROUPS["fc1"], "fc2", "gate_up_proj"}
+_GATED = {"gate_proj", "gate_up_proj"}
 
 
 def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
@@ -22,7 +23,10 @@ def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
 
 def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     """Checks that every target exists, and that it can have the form that PEFT gives it."""
-    if missing := [target for target in adapter.targets if target in _ATTENTION - model.query_projections]:
+    there = model.query_projections | (
+        {"qkv_proj"} if model.query_projections.issuperset(JOINED["qkv_proj"]) else set()
+    )
+    if missing := [target for target in adapter.targets if target in _ATTENTION - there]:
         yield (
             f"adapter.targets={', '.join(missing)}: the attention of this model has no such projection; name "
             f"{', '.join(sorted(model.query_projections))}, or qkv for all of them"
@@ -38,8 +42,11 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     if missing := [target for target in adapter.targets if target in _OF_STATES - own]:
         needed = "model.mamba" if missing == [_INTO_MAMBA] else "model.delta_net"
         yield f"adapter.targets={', '.join(missing)} needs {needed}; remove it"
-    if "gate_proj" in adapter.targets and not model.is_gated:
-        yield f"adapter.targets=gate_proj needs a gate, but model.activation={model.activation} has none; remove it"
+    if not model.is_gated and (missing := [target for target in adapter.targets if target in _GATED]):
+        yield (
+            f"adapter.targets={', '.join(missing)} needs a gate, but model.activation={model.activation} has none; "
+            "remove it"
+        )
     if "experts" in adapter.parts and model.experts is None:
         yield "adapter.targets=experts needs model.experts; remove it"
     if adapter.parts & _FEED_FORWARD and not _has_networks(model):
@@ -60,7 +67,7 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
 
 
 def _given(adapter: AdapterSection, *groups: str) -> str:
-    names = [name for group in groups for name in (group, *GROUPS.get(group, ()))]
+    names = [name for group in groups for name in (group, *GROUPS.get(group, ()))] + ["gate_up_proj"]
     return ", ".join(target for target in adapter.targets if target in names)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import SavedAdapter
 from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, source_for
 from mtrain.hf.schema.table import Table
@@ -28,7 +27,6 @@ from mtrain.mcore.model.adapters.linear import Fusion
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.transformer_config import DTYPES
 from mtrain.plan import adapters as plan
-from mtrain.plan.features import segments
 from mtrain.plan.features.feature import EMBEDDING
 
 TensorOf = Callable[[str], Tensor]
@@ -85,7 +83,8 @@ class Merging:
             down, up = _pair(module, "embedding", tensor_of)
             return wide + adapter.scale_of("embedding") * (down[: len(wide)] @ up.T)
         changes = [self._product(module, part, tensor_of) if part in adapter.parts else None for part in parts]
-        fusion = _fusion(name, parts, wide, self.config.model)
+        sizes = plan.fused_rows(self.config.model, adapter, name.removesuffix(".weight"), len(wide))
+        fusion = Fusion(len(wide) // sum(sizes), sizes)
         new = wide + fusion.joined(changes, 0.0, wide.T).T
         if not adapter.has_magnitudes:
             return new
@@ -112,7 +111,7 @@ class Merging:
             return ()
         if ".mlp.experts." in name:
             return ("experts",) if "experts" in own else ()
-        parts = plan.fused_parts(self.config.model, name.removesuffix(".weight"))
+        parts = plan.fused_parts(self.config.model, self.adapter, name.removesuffix(".weight"))
         return parts if own.intersection(parts) else ()
 
 
@@ -124,11 +123,6 @@ def _module(name: str) -> str:
 def _pair(module: str, part: str, tensor_of: TensorOf) -> tuple[Tensor, Tensor]:
     down, up = (tensor_of(f"{module}.{part}_{kind}").float() for kind in (LORA_A, LORA_B))
     return down, up
-
-
-def _fusion(name: str, parts: Sequence[str], weight: Tensor, model: ModelSection) -> Fusion:
-    sizes = segments(model, name.split(".")[-2], len(weight)) if len(parts) > 1 else (len(weight),)
-    return Fusion(len(weight) // sum(sizes), sizes)
 
 
 _MAIN = "optimizer.state.param."

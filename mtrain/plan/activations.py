@@ -377,19 +377,21 @@ def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
     return model.ffn_hidden_size // layout.tp if model.has_dense(layer) else 0
 
 
-_BEHIND_INPUT_NORM = frozenset(GROUPS["qkv"]) - {"q_b_proj", "kv_b_proj"}  # these read latents
+_BEHIND_INPUT_NORM = frozenset((*GROUPS["qkv"], "qkv_proj", *GROUPS["in_proj"], "in_proj_qkvz", "in_proj_ba"))
+_BEHIND_INPUT_NORM -= {"q_b_proj", "kv_b_proj"}  # these read latents
+_BEHIND_OUTPUT_NORM = frozenset((*GROUPS["fc1"], "gate_up_proj", "experts"))
 
 
 def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
     """Counts the elements a token of outputs of a layer's norms that only frozen weights would have read."""
     if model.post_norm:
         return 0
-    of_state = {"in_proj_zxbcdt"} if model.attention(layer) == "mamba" else set()
     readers = {
-        _BEHIND_INPUT_NORM | of_state: model.attention(layer) != "none",
-        frozenset((*GROUPS["fc1"], "experts")): model.has_feed_forward(layer),
+        _BEHIND_INPUT_NORM: model.attention(layer) != "none",
+        _BEHIND_OUTPUT_NORM: model.has_feed_forward(layer),
     }
-    read = [bool(adapter.parts & names) for names, is_there in readers.items() if is_there]
+    adapted = {each.part for each in in_layer(model, adapter, layer)}
+    read = [bool(adapted & names) for names, is_there in readers.items() if is_there]
     return read.count(False) * hidden_local(model, layout)
 
 

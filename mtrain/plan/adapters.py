@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import HeadOutput, ModelSection
-from mtrain.plan.features import LAYER_PARTS, present
+from mtrain.plan.features import LAYER_PARTS, present, segments
 from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import head_elements, padded_vocab_size
@@ -17,8 +19,15 @@ HEAD = f"{OUTPUT}.weight"
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:
     """Returns the adapted matrices of layer `layer`, counted from 0, in the order of the forward pass."""
-    own = (part for part in LAYER_PARTS if part.is_in(model, layer))
-    return [each for part in own for each in part.adapted(model) if each.part in adapter.parts]
+    found: dict[tuple[str, str], AdaptedMatrix] = {}
+    for part in (part for part in LAYER_PARTS if part.is_in(model, layer)):
+        for each in part.adapted(model):
+            name = adapter.pair_of(each.part)
+            before = found.get((each.linear, name))
+            if name in adapter.parts:
+                rows = each.rows + (0 if before is None else before.rows)
+                found[each.linear, name] = replace(each, part=name, rows=rows)
+    return list(found.values())
 
 
 def tables(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
@@ -75,9 +84,31 @@ def is_matrix(name: str, num_axes: int) -> bool:
     return num_axes > 1 and ".router." not in name
 
 
-def fused_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
-    """Returns the parts of a linear module of a layer, in the order of its outputs within each query group; empty where
-    it may have no adapter."""
+def fused_parts(model: ModelSection, adapter: AdapterSection, linear: str) -> tuple[str, ...]:
+    """Returns the parts of a linear module of a layer that have a pair each, in the order of its outputs within each
+    query group; empty where it may have no adapter."""
+    return tuple(dict.fromkeys(map(adapter.pair_of, model_parts(model, linear))))
+
+
+def fused_rows(model: ModelSection, adapter: AdapterSection, linear: str, num_rows: int) -> tuple[int, ...]:
+    """Returns the rows of each of `fused_parts` in the block that the rows of a module repeat.
+
+    Args:
+        model: Section of the model.
+        adapter: Section that says which parts have a pair together.
+        linear: Name of the module.
+        num_rows: Number of rows of the module's weight, on a rank or in the whole model.
+    """
+    parts = fused_parts(model, adapter, linear)
+    if len(parts) < 2:
+        return (num_rows,)
+    single = model_parts(model, linear)
+    rows = dict(zip(single, segments(model, linear.rpartition(".")[2], num_rows), strict=True))
+    return tuple(sum(rows[each] for each in single if adapter.pair_of(each) == part) for part in parts)
+
+
+def model_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
+    """Returns the smallest parts of a linear module of a layer, in the order of its outputs."""
     own = linear.rpartition(".")[2]
     found = (each for part in present(model) for each in part.adapted(model) if not each.num_experts)
     return tuple(dict.fromkeys(each.part for each in found if each.linear.rpartition(".")[2] == own))

@@ -24,6 +24,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"targets": ["q_a_proj"]}, {}, "adapter.targets=q_a_proj"),
     ({"targets": ["qkv"], "dropout": 0.1}, MLA, "adapter.dropout=0.1"),
     ({"targets": ["gate_proj"]}, {"model__activation": "gelu"}, "adapter.targets=gate_proj"),
+    ({"targets": ["qkv_proj"]}, MLA, "adapter.targets=qkv_proj"),
+    ({"targets": ["in_proj_qkvz"]}, {}, "adapter.targets=in_proj_qkvz"),
+    ({"targets": ["gate_up_proj"]}, {"model__activation": "gelu"}, "adapter.targets=gate_up_proj"),
+    ({"targets": ["fc1", "gate_up_proj"]}, {}, "targets=gate_up_proj"),
     ({"targets": ["experts"]}, {}, "adapter.targets=experts"),
     (
         {"targets": ["fc1", "down_proj"]},

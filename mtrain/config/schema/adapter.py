@@ -15,6 +15,7 @@ Target = Literal[
     "q_proj",
     "k_proj",
     "v_proj",
+    "qkv_proj",
     "q_a_proj",
     "q_b_proj",
     "kv_a_proj",
@@ -24,12 +25,15 @@ Target = Literal[
     "in_proj_z",
     "in_proj_b",
     "in_proj_a",
+    "in_proj_qkvz",
+    "in_proj_ba",
     "in_proj_zxbcdt",
     "proj",
     "out_proj",
     "fc1",
     "gate_proj",
     "up_proj",
+    "gate_up_proj",
     "fc2",
     "experts",
     "embedding",
@@ -39,9 +43,16 @@ LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_p
 """Projections of latent attention: down to the latents of queries, and of keys and values, and up from them."""
 DELTA_NET_PARTS: tuple[Target, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Projections into a delta net: queries, keys and values; gates of the output; steps; decays."""
+JOINED: Mapping[Target, tuple[Target, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Targets that are one pair for several parts, which are one projection in some families' folders -> the parts."""
 PARTS: tuple[Target, ...] = (
     *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "in_proj_zxbcdt", "proj", "out_proj"),
-    *("gate_proj", "up_proj", "fc2", "experts", "embedding", "output"),
+    *("gate_proj", "up_proj", "fc2", "experts", "embedding", "output", *JOINED),
 )
 """Targets that have a pair of matrices of their own; in_proj_zxbcdt: the projection into Mamba-2; experts: one pair for
 each of the two projections of every expert."""
@@ -147,6 +158,19 @@ class AdapterSection(Section):
     @rule
     def something_is_adapted(self) -> str | None:
         return None if self.targets else "targets is empty, so that nothing would learn; name at least one"
+
+    @rule
+    def no_part_has_two_pairs(self) -> str | None:
+        for target, parts in JOINED.items():
+            if target in self.parts and (twice := sorted(self.parts.intersection(parts))):
+                return (
+                    f"targets={target} is one pair for {', '.join(parts)}, but {', '.join(twice)} has its own; name one"
+                )
+        return None
+
+    def pair_of(self, part: str) -> str:
+        """Returns the target whose pair a part of a projection has: its own, or that of several parts together."""
+        return next((target for target, parts in JOINED.items() if part in parts and target in self.parts), part)
 
     def rank_of(self, part: str) -> int:
         """Returns the rank of a part."""

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
-from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.adapter import JOINED, AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
-from mtrain.plan.adapters import HEAD, OUTPUT, fused_parts, in_layer, tables
+from mtrain.plan.adapters import HEAD, OUTPUT, in_layer, model_parts, tables
 from mtrain.plan.features.feature import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
@@ -110,13 +110,15 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
             if not found:
                 raise DataError(f"PEFT has no form for {matrix.linear} of {family.model_type} models")
             (rule,) = found
-            if len(rule.parts) < len(fused_parts(model, matrix.linear)):
-                # PEFT has one pair for the fused module, where each of our parts has its own
-                raise DataError(
-                    f"PEFT has no form for {matrix.part} of {family.model_type} models, which is fused with others "
-                    "there; merge the adapter into the weights"
+            place = _place(matrix, rule, len(model_parts(model, matrix.linear)))
+            if place is None:
+                modules = ", ".join(
+                    _module(family, rule, number).rpartition(".")[2] for number in range(len(rule.parts))
                 )
-            place = _place(matrix, rule)
+                raise DataError(
+                    f"PEFT has no form for {matrix.part} of {family.model_type} models, which have {modules} in its "
+                    "place; name these in adapter.targets, or merge the adapter into the weights"
+                )
             for each in _pair(matrix, adapter, f"{_ROOT}{_module(family, rule, place).format(L=layer)}", ours):
                 # outputs are rows of B, and all that there is of magnitudes
                 columns = {"lora_b": adapter.rank_of(matrix.part), "magnitude": 1}.get(each.kind)
@@ -132,8 +134,20 @@ def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Ru
     return [rule for rule in family.rules if rule.key == key and rule.when(model, layer)]
 
 
-def _place(matrix: AdaptedMatrix, rule: Rule) -> int:
-    """Returns the number of a part among the tensors of a fused projection, in the order of the rules."""
+def _place(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
+    """Returns the number of a part among the tensors of a fused projection, in the order of the rules; None where they
+    are divided in another way than the pairs.
+
+    Args:
+        matrix: Matrix with a pair.
+        rule: Rule of the projection.
+        num_parts: Number of parts that may have a pair each.
+    """
+    if matrix.part in JOINED:
+        names = [part.name.removesuffix(".weight").rpartition(".")[2] for part in rule.parts]
+        return names.index(matrix.part) if matrix.part in names else None
+    if len(rule.parts) < num_parts:
+        return None
     # a projection without a gate is one tensor, so up is its first and its last
     order = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": len(rule.parts) - 1}
     order |= {"in_proj_qkv": 0, "in_proj_z": 1, "in_proj_b": 2, "in_proj_a": 3}

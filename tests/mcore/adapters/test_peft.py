@@ -50,6 +50,14 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
     "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
     "delta nets": ("qwen3.5", LORA | {"targets": [*ALL, "in_proj", "out_proj"]}, Layout(tp=2, sp=True)),
+    "fused delta nets": (
+        "qwen3-next",
+        LORA
+        | {"targets": ["qkv", "proj", "in_proj_qkvz", "in_proj_ba", "out_proj"], "rank_pattern": {"in_proj_ba": 2}},
+        Layout(tp=2, sp=True),
+    ),
+    "fused dense": ("phi3", LORA | {"targets": ["qkv_proj", "proj", "gate_up_proj", "fc2"]}, Layout(tp=2)),
+    "fused dora": ("phi3", LORA | {"targets": ["qkv_proj", "gate_up_proj"], "kind": "dora"}, Layout(tp=2, sp=True)),
     "mamba": ("nemotron-h", LORA | {"targets": [*ALL, "in_proj"]}, Layout(tp=2, sp=True)),
     "interleaved experts": ("gpt-oss", LORA | {"targets": ["experts"]}, Layout()),
 }

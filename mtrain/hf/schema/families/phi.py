@@ -16,7 +16,8 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule, TensorPattern
 
-_QKV = TensorPattern(f"{THEIRS}self_attn.qkv_proj.weight", "", pieces=by_group("weight", " h"))
+# the whole as a region: rows of an adapter's B have this order, too
+_QKV = TensorPattern(f"{THEIRS}self_attn.qkv_proj.weight", "", region="(G s d) h", pieces=by_group("weight", " h"))
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",

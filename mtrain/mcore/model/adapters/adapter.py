@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +46,7 @@ class Adapter(nn.Module):
         self._config, self._tp = config, collection.tp
         self._divided: dict[str, int] = {}
         self._padded: set[str] = set()
+        self._halved: set[str] = set()
 
     @property
     def is_on(self) -> bool:
@@ -52,7 +54,12 @@ class Adapter(nn.Module):
         return self.is_switched_on and self.is_in_model
 
     def add_parameter(
-        self, name: str, shape: tuple[int, ...], divided_axis: int | None, may_be_padded: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        divided_axis: int | None,
+        may_be_padded: bool = False,
+        is_halved: bool = False,
     ) -> nn.Parameter:
         """Adds a parameter of zeros.
 
@@ -61,6 +68,7 @@ class Adapter(nn.Module):
             shape: Shape on this rank.
             divided_axis: Axis that is divided over TP; None means the same values on all its ranks.
             may_be_padded: Whether it has a row for each token, with the padding that TP needs.
+            is_halved: Whether a rank of TP has a share of each half of the divided axis, as of gate and up.
         """
         device = "cpu" if self._config.use_cpu_initialization else torch.cuda.current_device()
         parameter: Any = nn.Parameter(torch.zeros(shape, dtype=self._config.params_dtype, device=device))
@@ -73,6 +81,7 @@ class Adapter(nn.Module):
             parameter.partition_dim, parameter.partition_stride = divided_axis, 1
             self._divided[name] = divided_axis
         self._padded |= {name} if may_be_padded else set()
+        self._halved |= {name} if is_halved else set()
         self.register_parameter(name, parameter)
         return parameter
 
@@ -83,9 +92,11 @@ class Adapter(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Returns the places of the parameters."""
-        places = own_places(self, self._divided, self._tp, prefix, sharded_offsets, metadata)
+        places: dict[str, Any] = own_places(self, self._divided, self._tp, prefix, sharded_offsets, metadata)
         for name in self._padded:
             places[f"{prefix}{name}"].allow_shape_mismatch = True
+        for name in self._halved:
+            places[f"{prefix}{name}"] = apply_swiglu_sharded_factory(places[f"{prefix}{name}"], sharded_offsets)
         return places
 
 

@@ -34,7 +34,6 @@ from mtrain.mcore.model.adapters.linear import (
 from mtrain.mcore.model.attention.mla import KeyValueProjection, ReplicatedLinear
 from mtrain.mcore.model.moe.experts import Stack
 from mtrain.plan import adapters as plan
-from mtrain.plan.features import segments
 
 
 class EmbeddingAdapter(Adapter):
@@ -146,7 +145,7 @@ class _Builder:
         )
 
     def _adapt_linear(self, holder: nn.Module, name: str, linear: FrozenLinear) -> None:
-        names = plan.fused_parts(self._section, name)
+        names = plan.fused_parts(self._section, self._adapter, name)
         adapted = adapted_names(names, self._adapter)
         if adapted:
             self._attach_linear(holder, name, linear, FusedParts(self._fusion(name, linear), names, adapted))
@@ -171,8 +170,8 @@ class _Builder:
 
     def _fusion(self, name: str, linear: FrozenLinear) -> Fusion:
         """Returns the fusion of a rank's outputs; query groups and their heads are never cut."""
-        rows, model = linear.weight.shape[0], self._section
-        sizes = segments(model, name, rows) if len(plan.fused_parts(model, name)) > 1 else (rows,)
+        rows = linear.weight.shape[0]
+        sizes = plan.fused_rows(self._section, self._adapter, name, rows)
         return Fusion(rows // sum(sizes), sizes)
 
 

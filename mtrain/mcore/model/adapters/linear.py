@@ -121,9 +121,10 @@ class LinearAdapter(Adapter):
             of_inputs = 1 if self.is_row_parallel else None
             of_outputs = None if self.is_row_parallel or self._is_replicated else 0
             self.add_parameter(f"{name}_{LORA_A}", (rank, columns), of_inputs)
-            self.add_parameter(f"{name}_{LORA_B}", (rows, rank), of_outputs, name == "output")
+            is_halved = name == "gate_up_proj"
+            self.add_parameter(f"{name}_{LORA_B}", (rows, rank), of_outputs, name == "output", is_halved)
             if section.has_magnitudes:
-                self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs)
+                self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs, is_halved=is_halved)
 
     def forward(self, inputs: Tensor, plain: Tensor | Operands) -> Tensor | Operands:
         """Computes what is added to the frozen projection's output, or the operands of both together.

@@ -108,13 +108,31 @@ def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
         if layer.startswith("mtp."):
             continue  # depths of multi-token prediction stay frozen
         for weight in (name for name in shapes if name.startswith(f"{layer}.") and name.endswith(".weight")):
-            rows = _rows(weight, shapes[weight][0], number, model)
+            rows = _together(_rows(weight, shapes[weight][0], number, model), targets)
             wanted = {part: where for part, where in rows.items() if part in targets}
             if wanted:
                 yield Adapted(weight, wanted)
     for table, part in (("embedding.word_embeddings.weight", "embedding"), ("output_layer.weight", "output")):
         if part in targets:
             yield Adapted(table, {part: torch.arange(shapes[table][0])})
+
+
+_ONE_PAIR = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""Target that adapts a projection of several parts as one matrix -> the parts."""
+
+
+def _together(rows: Mapping[str, Tensor], targets: set[str]) -> dict[str, Tensor]:
+    """Returns the rows of each part; those of parts that have one pair as one part's."""
+    found = dict(rows)
+    for target in targets & _ONE_PAIR.keys():
+        if parts := [found.pop(each) for each in _ONE_PAIR[target] if each in found]:
+            found[target] = torch.cat(parts).sort().values
+    return found
 
 
 def _spelled_out(section: AdapterSection) -> set[str]:
