@@ -42,7 +42,7 @@ EXAMPLES = {
     ),
     "from ms-swift": "mtrain from ms-swift --output mine.yaml --model models/qwen3-8b --dataset data/chat.jsonl",
     "from axolotl": "mtrain from axolotl config.yml --output mine.yaml",
-    "from verl": "mtrain from verl sft.yaml --output mine.yaml",
+    "from verl": "mtrain from verl --output mine.yaml sft.yaml optim.lr=1e-5",
     "stdlib-corpus": "mtrain stdlib-corpus --output data",
     "train-tokenizer": "mtrain train-tokenizer data --output data/my.model --vocab-size 32000",
     "tokenize": "mtrain tokenize data --tokenizer data/my.model --output-prefix data/corpus --workers 8",

@@ -23,6 +23,9 @@ _Output = Annotated[
     typer.Option(help="File to write, which must not exist; by default it is printed.", show_default=False),
 ]
 _Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
+_FilesAndArguments = Annotated[
+    list[str], typer.Argument(metavar="FILE|KEY=VALUE...", help="Its YAML files and arguments; later ones hold.")
+]
 _File = Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)]
 
 
@@ -51,12 +54,13 @@ def axolotl(file: _File, output: _Output = None) -> None:
     _write(lambda: from_axolotl(file), output)
 
 
-@from_app.command("verl")
-def verl(file: _File, output: _Output = None) -> None:
-    """Translates a file of verl's SFT trainer."""
-    from mtrain.config.foreign.trainers import from_verl
+@from_app.command("verl", context_settings=_OfOthers)
+def verl(arguments: _FilesAndArguments, output: _Output = None) -> None:
+    """Translates files and arguments of verl: of its SFT trainer, or the actor of its loops of reinforcement learning.
+    --output comes before them."""
+    from mtrain.config.foreign.verl import from_verl
 
-    _write(lambda: from_verl(file), output)
+    _write(lambda: from_verl(arguments), output)
 
 
 def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905 - many names read better as words than as strings
-"""Files of axolotl and verl, and arguments of ms-swift's `megatron sft`, as a configuration."""
+"""Files of axolotl, and arguments of ms-swift's `megatron sft`, as a configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.translation import Put, Translation, constant, lost, no_effect, scalar, to
 from mtrain.config.load import read_file
 
-_SCHEDULES = {
+SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",
     "constant": "constant",
     "constant_with_warmup": "constant",
     "WSD": "wsd",
 }
+_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 _AS_MESSAGES = {
     "chat_template": "messages",
     "chat_template.default": "messages",
@@ -27,7 +28,7 @@ _AS_MESSAGES = {
 }
 
 
-def _recompute(found: Translation, value: Any, name: str) -> None:
+def recomputed(found: Translation, value: Any, name: str) -> None:
     if value and value != "none":
         found.put("train.recompute", "selective" if value == "selective" else "full", name)
 
@@ -94,7 +95,7 @@ def _datasets(found: Translation, value: Any, name: str) -> None:
         )
 
 
-def _files(key: str) -> Put:
+def files_of(key: str) -> Put:
     def put(found: Translation, value: Any, name: str) -> None:
         paths = value if isinstance(value, list) else [value]
         found.put("data.kind", "sft", name)
@@ -103,22 +104,17 @@ def _files(key: str) -> Put:
     return put
 
 
-def _folder(found: Translation, value: Any, name: str) -> None:
+def folder_of(found: Translation, value: Any, name: str) -> None:
     found.put("model.hf", value, f"{name}; a folder: hf download {value} --local-dir DIR")
     found.content.setdefault("data", {}).setdefault("tokenizer", value)
     found.origins.setdefault("data.tokenizer", f"{name}: of the same folder")
 
 
-def _packing(batch: str) -> Put:
+def packing_of(batch: str) -> Put:
     return lambda found, value, name: found.put("data.packing", {"batch": batch}, name) if value else None
 
 
-def _betas(found: Translation, value: Any, name: str) -> None:
-    found.put("optimizer.beta1", value[0], name)
-    found.put("optimizer.beta2", value[1], name)
-
-
-def _trackers(found: Translation, value: Any, name: str) -> None:
+def trackers(found: Translation, value: Any, name: str) -> None:
     known = [each for each in (value if isinstance(value, list) else [value]) if each in ("wandb", "mlflow", "trackio")]
     found.put("metrics.trackers", known or None, name)
 
@@ -128,22 +124,7 @@ def _wandb(found: Translation, value: Any, name: str) -> None:
     found.put("metrics.project", value, name)
 
 
-def _ulysses(found: Translation, value: Any, name: str) -> None:
-    if value > 1:
-        found.put("layout.cp", value, name)
-        found.put("layout.cp_comm", "ulysses", name)
-
-
-def _column(ours: str) -> Put:
-    def put(found: Translation, value: Any, name: str) -> None:
-        if value is not None and value != ours:
-            columns = found.content.get("data", {}).get("columns", {})
-            found.put("data.columns", {**columns, value: ours}, name)
-
-    return put
-
-
-def _optimizer(found: Translation, value: Any, name: str) -> None:
+def optimizer_of(found: Translation, value: Any, name: str) -> None:
     if "adam" in str(value).lower():
         found.put("optimizer.kind", "adamw", f"{name}={value}")
     else:
@@ -187,7 +168,7 @@ _LORA: dict[str, Put] = {
 _NO_4_BITS = lost("weights are not quantized here")
 AXOLOTL: dict[str, Put] = {
     **_LORA,
-    "base_model": _folder,
+    "base_model": folder_of,
     "datasets": _datasets,
     "test_datasets": _datasets,
     "val_set_size": _held_out,
@@ -197,12 +178,12 @@ AXOLOTL: dict[str, Put] = {
     "chat_template_jinja": to("data.chat_template"),
     "sequence_len": to("data.seq_length"),
     "excess_length_strategy": constant("data.too_long", {"drop": "drop", "truncate": "end", "raise": "refuse"}),
-    "sample_packing": _packing("rows"),
+    "sample_packing": packing_of("rows"),
     "micro_batch_size": to("train.micro_batch_size"),
     "max_steps": to("train.num_steps"),
     "num_epochs": to("train.num_epochs"),
     "learning_rate": to("optimizer.lr", float),
-    "lr_scheduler": constant("optimizer.schedule", _SCHEDULES),
+    "lr_scheduler": constant("optimizer.schedule", SCHEDULES),
     "cosine_min_lr_ratio": _last_rate,
     "warmup_steps": to("optimizer.warmup_steps"),
     "warmup_ratio": to("optimizer.warmup_ratio"),
@@ -211,13 +192,13 @@ AXOLOTL: dict[str, Put] = {
     "adam_beta1": to("optimizer.beta1"),
     "adam_beta2": to("optimizer.beta2"),
     "adam_epsilon": to("optimizer.epsilon", float),
-    "optimizer": _optimizer,
+    "optimizer": optimizer_of,
     "bf16": to("train.precision", lambda _: "bf16"),
     "fp16": to("train.precision", lambda _: "fp16"),
     "seed": to("train.seed"),
     "data_seed": to("data.seed"),
     "adapter": _adapter,
-    "gradient_checkpointing": _recompute,
+    "gradient_checkpointing": recomputed,
     "context_parallel_size": to("layout.cp"),
     "sequence_parallel_degree": to("layout.cp"),
     "tensor_parallel_size": to("layout.tp"),
@@ -229,7 +210,7 @@ AXOLOTL: dict[str, Put] = {
     "logging_steps": to("metrics.console_interval_steps"),
     "wandb_project": _wandb,
     "wandb_name": to("run.name"),
-    "rl": constant("loss.function", {name: name for name in ("dpo", "ipo", "kto", "orpo", "simpo")}),
+    "rl": constant("loss.function", {name: name for name in _PREFERENCES}),
     "rl_beta": to("loss.options.beta", float),
     "orpo_alpha": to("loss.options.beta", float),
     "dpo_label_smoothing": to("loss.options.label_smoothing", float),
@@ -257,15 +238,15 @@ AXOLOTL: dict[str, Put] = {
 
 MS_SWIFT: dict[str, Put] = {
     **_LORA,
-    "model": _folder,
-    "dataset": _files("data.train"),
-    "val_dataset": _files("data.valid"),
+    "model": folder_of,
+    "dataset": files_of("data.train"),
+    "val_dataset": files_of("data.valid"),
     "split_dataset_ratio": _held_out,
     "max_length": to("data.seq_length"),
     "truncation_strategy": constant(
         "data.too_long", {"delete": "drop", "left": "start", "right": "end", "split": "split"}
     ),
-    "packing": _packing("rows"),
+    "packing": packing_of("rows"),
     "loss_scale": constant("data.loss_on", {"default": "all_answers", "last_round": "last_answer"}),
     "micro_batch_size": to("train.micro_batch_size"),
     "global_batch_size": to("train.global_batch_size"),
@@ -279,10 +260,10 @@ MS_SWIFT: dict[str, Put] = {
     "expert_model_parallel_size": to("layout.ep"),
     "expert_tensor_parallel_size": to("layout.etp"),
     "sequence_parallel": to("layout.sp"),
-    "recompute_granularity": _recompute,
+    "recompute_granularity": recomputed,
     "lr": to("optimizer.lr", float),
     "min_lr": to("optimizer.min_lr", float),
-    "lr_decay_style": constant("optimizer.schedule", _SCHEDULES),
+    "lr_decay_style": constant("optimizer.schedule", SCHEDULES),
     "lr_warmup_fraction": to("optimizer.warmup_ratio"),
     "lr_warmup_iters": to("optimizer.warmup_steps"),
     "weight_decay": to("optimizer.weight_decay"),
@@ -290,7 +271,7 @@ MS_SWIFT: dict[str, Put] = {
     "adam_beta1": to("optimizer.beta1"),
     "adam_beta2": to("optimizer.beta2"),
     "adam_eps": to("optimizer.epsilon", float),
-    "optimizer": _optimizer,
+    "optimizer": optimizer_of,
     "tuner_type": _adapter,
     "train_type": _adapter,
     "target_modules": to("adapter.targets"),
@@ -310,7 +291,7 @@ MS_SWIFT: dict[str, Put] = {
     "logging_steps": to("metrics.console_interval_steps"),
     "wandb_project": _wandb,
     "wandb_exp_name": to("run.name"),
-    "report_to": _trackers,
+    "report_to": trackers,
     "rlhf_type": constant("loss.function", {"dpo": "dpo", "kto": "kto"}),
     "beta": to("loss.options.beta", float),
     "label_smoothing": to("loss.options.label_smoothing", float),
@@ -329,62 +310,6 @@ MS_SWIFT: dict[str, Put] = {
 }
 """Argument of ms-swift -> what becomes of its value."""
 
-VERL: dict[str, Put] = {
-    "model.path": _folder,
-    "model.partial_pretrain": _folder,
-    "model.lora_rank": lambda found, value, name: found.put("adapter.rank", value or None, name),
-    "model.lora_alpha": lambda found, value, name: found.put("adapter.alpha", float(value), name),
-    "model.target_modules": to("adapter.targets"),
-    "model.enable_gradient_checkpointing": _recompute,
-    "data.train_files": _files("data.train"),
-    "data.val_files": _files("data.valid"),
-    "data.train_batch_size": to("train.global_batch_size"),
-    "data.micro_batch_size_per_gpu": to("train.micro_batch_size"),
-    "data.use_dynamic_bsz": _packing("sequences"),
-    "data.max_token_len_per_gpu": to("train.tokens_per_micro_batch"),
-    "data.max_length": to("data.seq_length"),
-    "data.truncation": constant("data.too_long", {"error": "refuse", "left": "start", "right": "end"}),
-    "data.messages_key": _column("messages"),
-    "data.multiturn.messages_key": _column("messages"),
-    "data.multiturn.tools_key": _column("tools"),
-    "data.multiturn.enable": lambda found, value, name: found.put("data.format", "messages" if value else None, name),
-    "data.prompt_key": _column("prompt"),
-    "data.response_key": _column("response"),
-    "engine.tensor_model_parallel_size": to("layout.tp"),
-    "engine.pipeline_model_parallel_size": to("layout.pp"),
-    "engine.context_parallel_size": to("layout.cp"),
-    "engine.expert_model_parallel_size": to("layout.ep"),
-    "engine.ulysses_sequence_parallel_size": _ulysses,
-    "ulysses_sequence_parallel_size": _ulysses,
-    "optim.lr": to("optimizer.lr", float),
-    "optim.weight_decay": to("optimizer.weight_decay"),
-    "optim.betas": _betas,
-    "optim.clip_grad": to("optimizer.clip_grad"),
-    "optim.lr_warmup_steps_ratio": to("optimizer.warmup_ratio"),
-    "optim.warmup_steps_ratio": to("optimizer.warmup_ratio"),
-    "optim.lr_scheduler": constant("optimizer.schedule", _SCHEDULES),
-    "optim.lr_scheduler_type": constant("optimizer.schedule", _SCHEDULES),
-    "trainer.total_epochs": to("train.num_epochs"),
-    "trainer.total_training_steps": to("train.num_steps"),
-    "trainer.save_freq": lambda found, value, name: found.put("checkpoint.interval_steps", max(0, value), name),
-    "trainer.test_freq": lambda found, value, name: found.put("valid.interval_steps", max(0, value), name),
-    "trainer.default_local_dir": to("run.dir"),
-    "trainer.project_name": to("metrics.project"),
-    "trainer.experiment_name": to("run.name"),
-    "trainer.logger": _trackers,
-    "trainer.seed": to("train.seed"),
-    "trainer.max_ckpt_to_keep": to("checkpoint.keep_last"),
-    **dict.fromkeys(
-        """
-        trainer.resume_mode trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.default_hdfs_dir
-        data.pad_mode data.num_workers data.tokenizer model.use_shm model.trust_remote_code model.use_liger
-        model.strategy engine.strategy engine.name use_remove_padding data.balance_dp_token
-        """.split(),
-        no_effect,
-    ),
-}
-"""Dotted key of verl's SFT trainer -> what becomes of its value."""
-
 
 def from_axolotl(path: Path) -> Translation:
     """Translates a file of axolotl.
@@ -393,7 +318,7 @@ def from_axolotl(path: Path) -> Translation:
         ConfigError: The file cannot be read.
     """
     given = read_file(path).content
-    found = translated("axolotl", given, AXOLOTL)
+    found = translated(Translation("axolotl"), given, AXOLOTL)
     micro, accumulation = given.get("micro_batch_size", 1), given.get("gradient_accumulation_steps", 1)
     if isinstance(micro, int) and isinstance(accumulation, int):
         found.put("train.global_batch_size", micro * accumulation, "micro_batch_size x gradient_accumulation_steps")
@@ -401,15 +326,6 @@ def from_axolotl(path: Path) -> Translation:
             "train.global_batch_size is the whole batch: multiply it by the number of data-parallel ranks"
         )
     return found
-
-
-def from_verl(path: Path) -> Translation:
-    """Translates a file of verl's SFT trainer.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    return translated("verl", dict(_leaves(read_file(path).content)), VERL)
 
 
 def from_ms_swift(arguments: Sequence[str]) -> Translation:
@@ -430,23 +346,14 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     if not given:
         raise ConfigError("there are no arguments that begin with --; give those of `megatron sft`")
     whole = {name: True if not each else each[0] if len(each) == 1 else each for name, each in given.items()}
-    return translated("ms-swift", whole, MS_SWIFT)
+    return translated(Translation("ms-swift"), whole, MS_SWIFT)
 
 
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def translated(program: str, given: Mapping[str, Any], table: Mapping[str, Put]) -> Translation:
-    """Puts every value that is given, and names each of which nothing is kept.
+def translated(found: Translation, given: Mapping[str, Any], table: Mapping[str, Put]) -> Translation:
+    """Puts every value that is given, names each of which nothing is kept, and returns `found`.
 
     A value that is null, false or empty switches something off that is off here.
     """
-    found = Translation(program)
     for name, value in sorted(given.items(), key=lambda item: item[0] in _AFTER_OTHERS):
         if value is None or value is False or value in ("", [], {}):
             continue
@@ -457,7 +364,7 @@ def translated(program: str, given: Mapping[str, Any], table: Mapping[str, Put])
         try:
             put(found, value, name)
         except (TypeError, ValueError, LookupError, AttributeError):
-            found.lost.append(f"{name}={value}: not a value that {program} takes")
+            found.lost.append(f"{name}={value}: not a value that {found.program} takes")
         if found.state() == before:
             found.without_effect.append(name)
     if "num_steps" in found.content.get("train", {}):
@@ -467,16 +374,17 @@ def translated(program: str, given: Mapping[str, Any], table: Mapping[str, Put])
     is_full = "full" in (given.get("tuner_type"), given.get("train_type"))
     if is_full or not {"kind", "rank"} & found.content.get("adapter", {}).keys():
         found.drop("adapter")
-    if "function" in found.content.get("loss", {}):
+    function = found.content.get("loss", {}).get("function")
+    if function is None:
+        found.drop("loss")
+    elif function in _PREFERENCES:
         found.drop("data.format")
         found.notes.append("records are pairs of prompt, chosen and rejected, or prompt, completion and label for kto")
-    else:
-        found.drop("loss")
     found.notes.append(
-        f"keys that are not given have the defaults of mtrain, which may be others than those of {program}"
+        f"keys that are not given have the defaults of mtrain, which may be others than those of {found.program}"
     )
     return found
 
 
-_AFTER_OTHERS = {"cosine_min_lr_ratio"}
+_AFTER_OTHERS = {"cosine_min_lr_ratio", "optim.min_lr_ratio", "actor_rollout_ref.actor.optim.min_lr_ratio"}
 """Keys whose value follows from that of another key."""

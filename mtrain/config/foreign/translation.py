@@ -60,6 +60,8 @@ class Translation:
         if place.pop(name, None) is not None:
             gone = [each for each in self.origins if each == key or each.startswith(f"{key}.")]
             self.without_effect += [self.origins.pop(each) for each in gone]
+            if parents and not place:
+                self.drop(".".join(parents))
 
     def state(self) -> tuple[dict[str, str], int, int, int]:
         """Returns the origins and the numbers of lines, which change when anything is kept of a value."""

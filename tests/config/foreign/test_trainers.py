@@ -11,9 +11,10 @@ import yaml
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.keys import OURS
 from mtrain.config.foreign.trainers import AXOLOTL as AXOLOTL_KEYS
-from mtrain.config.foreign.trainers import MS_SWIFT, from_axolotl, from_ms_swift, from_verl, translated
-from mtrain.config.foreign.trainers import VERL as VERL_KEYS
+from mtrain.config.foreign.trainers import MS_SWIFT, from_axolotl, from_ms_swift, translated
 from mtrain.config.foreign.translation import Put, Translation
+from mtrain.config.foreign.verl import VERL as VERL_KEYS
+from mtrain.config.foreign.verl import from_verl
 from mtrain.config.load import load_config
 from mtrain.config.messages import sections_at
 from tests.cli.command_line import call
@@ -100,7 +101,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
 
 
 def test_a_file_of_verl(tmp_path: Path) -> None:
-    found = from_verl(Path(write(tmp_path / "v.yaml", VERL)))
+    found = from_verl([str(write(tmp_path / "v.yaml", VERL))])
     assert "adapter" not in found.content
     assert section(found, "layout") == {"cp": 2, "cp_comm": "ulysses"}
     assert section(found, "data")["columns"] == {"chat": "messages"}
@@ -119,11 +120,62 @@ def test_a_file_of_verl(tmp_path: Path) -> None:
     ],
 )
 def test_columns_of_verl(tmp_path: Path, keys: dict[str, Any], columns: dict[str, str] | None) -> None:
-    found = from_verl(Path(write(tmp_path / "v.yaml", {"data": {"train_files": "a.parquet", **keys}})))
+    found = from_verl([str(write(tmp_path / "v.yaml", {"data": {"train_files": "a.parquet", **keys}}))])
     data = section(found, "data")
     assert data.get("columns", {}) == ({"chat": "messages", "functions": "tools"} if columns is None else columns)
     assert data.get("format") == ("messages" if "multiturn" in keys else None)
     assert found.lost == []
+
+
+PPO = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+    "+data.max_prompt_length=512 "
+    "data.max_response_length=1024 actor_rollout_ref.model.path=Q actor_rollout_ref.actor.optim.lr=1e-6 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 "
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.kl_loss_coef=0.001 "
+    "actor_rollout_ref.actor.entropy_coeff=0.01 actor_rollout_ref.actor.clip_ratio_high=0.28 "
+    "actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.temperature=0.7 "
+    "trainer.total_epochs=15 trainer.save_freq=20"
+)
+
+
+def test_the_actor_of_a_loop_of_verl() -> None:
+    found = from_verl(PPO.split())
+    bonus = {"function": "entropy", "coefficient": -0.01}
+    assert section(found, "loss") == {
+        "function": "ppo",
+        "side_terms": {"entropy": bonus},
+        "options": {"clip_high": 0.28},
+    }
+    assert section(found, "train") == {"global_batch_size": 1280, "micro_batch_size": 32}
+    assert section(found, "data") == {"kind": "mock", "seq_length": 1536, "tokenizer": "Q"}
+    assert section(found, "layout") == {"tp": 2}
+    assert [line.split("=")[0] for line in found.lost] == [
+        "algorithm.adv_estimator",
+        "data.train_files",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.temperature",
+        "trainer.total_epochs",
+    ]
+    assert any("temperature=T" in line for line in found.notes)
+    divergence = [*PPO.split(), "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=mse"]
+    assert from_verl(divergence).content["loss"]["side_terms"]["kl"] == {
+        "function": "kl",
+        "coefficient": 0.001,
+        "options": {"estimator": "k2"},
+    }
+
+
+def test_later_words_of_verl_hold(tmp_path: Path) -> None:
+    found = from_verl([str(write(tmp_path / "v.yaml", VERL)), "optim.lr=3e-5", "++data.max_length=64"])
+    assert (found.content["optimizer"]["lr"], found.content["data"]["seq_length"]) == (3e-5, 64)
+    found = from_verl([*PPO.split(), "trainer.default_local_dir=ck/${trainer.project_name}"])
+    assert found.lost[-1].startswith("trainer.default_local_dir=ck/${trainer.project_name}: ")
+    parallel = "actor_rollout_ref.actor.megatron.sequence_parallel=True"
+    assert from_verl([*PPO.split(), parallel]).content["layout"] == {"tp": 2, "sp": True}
+    assert from_verl([parallel]).without_effect == [parallel.split("=")[0]]
+    with refuses(ConfigError, "KEY=VALUE"):
+        from_verl(["python3"][:0])
 
 
 def test_arguments_of_ms_swift() -> None:
@@ -148,7 +200,7 @@ def leaves(program: str, table: dict[str, Put], seed: int) -> dict[str, Any]:
 def test_no_key_of_a_drawn_file_is_dropped(program: str, table: dict[str, Put], seed: int) -> None:
     """Each key is named as the origin of one of ours, or in a line on what was not carried over."""
     given = leaves(program, table, seed)
-    found = translated(program, given, table)
+    found = translated(Translation(program), given, table)
     text = "\n".join([*found.origins.values(), *found.lost, *found.notes, *found.without_effect])
     assert [name for name in given if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text)] == []
 
