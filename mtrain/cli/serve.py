@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from mtrain.base.environment import RankEnvironment
-from mtrain.base.errors import ConfigError
 from mtrain.base.ground import require_ground
 from mtrain.base.imports import without_collections
-from mtrain.base.plain_files import read_plain_file
 from mtrain.cli.arguments import ConfigArguments, loaded_config
 from mtrain.cli.messages import one_message, prefixed_traceback, this_rank
 
@@ -30,27 +28,16 @@ def serve(
     """
     with one_message(this_rank()), prefixed_traceback():
         from mtrain.plan.layout import Layout
+        from mtrain.serve.checked import check_libraries, read_token
 
         require_ground()
         environment = RankEnvironment.from_environ(os.environ)
         config = loaded_config(arguments, rank=environment.rank)
         Layout.from_config(config, environment.world_size)
-        token = None if token_file is None else _token(token_file)
+        token = None if token_file is None else read_token(token_file)
+        check_libraries()
         with without_collections():
-            try:
-                from mtrain.serve.run import serve as run_service
-                from mtrain.serve.work import Served
-            except ModuleNotFoundError as missing:
-                if missing.name not in ("starlette", "uvicorn", "google", "google.protobuf", "pyarrow"):
-                    raise
-                raise ConfigError(
-                    f"mtrain serve needs {missing.name}, which is not installed; pip install 'mtrain[serve]'"
-                ) from None
+            from mtrain.serve.run import serve as run_service
+            from mtrain.serve.work import Served
+
         run_service(Served(config), host, port, token)
-
-
-def _token(path: Path) -> str:
-    try:
-        return read_plain_file(path, 4096).decode().strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ConfigError(f"--token-file {path} cannot be read: {fault}; write the key into it") from None

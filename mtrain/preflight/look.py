@@ -56,7 +56,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
             from mtrain.loss.objective import objective_of  # torch
 
             findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
-    start = _Start(config, findings)
+    start = Start(config, findings)
     known = len(findings.faults)
     look_at_files(config, findings)
     data = None
@@ -82,7 +82,7 @@ def _is_usual(loss: LossSection) -> bool:
 
 
 @dataclass(frozen=True)
-class _Start:
+class Start:
     """A start of a run, or of its reference model, and the findings about it."""
 
     config: Config
@@ -114,7 +114,7 @@ class _Start:
             if data is not None and not data.preferences:
                 changes_since(own, data, config, folder.path)
         if own is None or config.adapter is not None:
-            self._look_at_model("weights")
+            self.look_at_model("weights")
         if config.loss.teacher is not None:
             from mtrain.mcore.state.start_weights import check_weights  # megatron-core
             from mtrain.mcore.state.teacher import teacher_config
@@ -127,7 +127,8 @@ class _Start:
         if own is None and config.loss.reference is not None:
             self._look_at_reference(config.loss.reference)
 
-    def _look_at_model(self, name: str) -> None:
+    def look_at_model(self, name: str) -> None:
+        """Checks the weights that a new run, or a service, begins with; the finding has this name."""
         config, findings = self.config, self.findings
         if config.checkpoint.initialize_from is not None:
             from mtrain.mcore.state.start_weights import check_megatron_weights, check_weights  # megatron-core
@@ -161,9 +162,9 @@ class _Start:
         from mtrain.training.preferences.reference_model import named_reference
 
         reference = named_reference(self.config, named)
-        found = _Start(reference.config, self.findings)
+        found = Start(reference.config, self.findings)
         try:
-            found._look_at_model("reference")
+            found.look_at_model("reference")
             if reference.config.adapter is not None:
                 found._look_at_adapter("reference")
             if reference.saved is not None:

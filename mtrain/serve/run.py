@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 import uvicorn
 
-from mtrain.base.errors import ConfigError, MachineError
+from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.signals import StopSignal
 from mtrain.config.schema.loss import LossSection
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.runs.folder import RunFolder
 from mtrain.serve.app import App
 from mtrain.serve.asked import BaseModel
+from mtrain.serve.checked import check_served, check_token
 from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.store import Store
 from mtrain.serve.work import Operation, Served, Worker
@@ -30,11 +33,15 @@ _log = logging.getLogger(__name__)
 
 _SESSION_S = 600.0
 """Time without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_WILDCARDS = ("0.0.0.0", "::")
+"""Hosts that stand for every address of a machine, at none of which a client elsewhere finds it."""
 
 
+@dataclass(frozen=True)
 class _Stop:
     """Order that ends the work of every rank."""
+
+    received: signal.Signals
 
 
 def serve(served: Served, host: str, port: int, token: str | None) -> None:
@@ -51,8 +58,7 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
         MachineError: The address cannot be used.
     """
     config = served.config
-    if config.model.num_labels is not None or config.model.mtp_depths:
-        raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
+    check_served(config.model)
     check_token(host, token)
     # sums that nothing divides: what a client divides by, it puts into its weights
     config = config.model_copy(update={"loss": LossSection(aggregation="sum", chunk_tokens=config.loss.chunk_tokens)})
@@ -66,6 +72,7 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
             def opened() -> App:
                 folder.create()
                 held.enter_context(folder.locked())
+                folder.clear_requeue()
                 store = Store(folder.path)
                 store.restore()
                 model, has_tokenizer = config.model, served.tokenizer is not None
@@ -77,56 +84,33 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
 
             holder: list[App] = []
             on_first_rank(lambda: holder.append(opened()))
-            _work(worker, desk, sessions, holder[0] if holder else None, config.train.process_group_timeout_s)
+            stopped = _work(worker, desk, sessions, holder[0] if holder else None, config.train.process_group_timeout_s)
+            if holder and stopped is not signal.SIGINT:  # Ctrl-C means that nobody wants it any more
+                folder.set_requeue(f"{stopped.name} to a service")
     finally:
         worker.close()
 
 
-def check_token(host: str, token: str | None) -> None:
-    """Refuses a service that others could use without a key.
-
-    Raises:
-        ConfigError: There is no key, or no client could send it.
-    """
-    if token is None and host not in _LOOPBACK:
-        raise ConfigError(f"--host {host} can be reached by others, but there is no key; give --token-file FILE")
-    if token is not None and not (token.startswith("tml-") and token.isascii() and len(token) >= 20):
-        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients ask for it")
-
-
-def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeout_s: float) -> None:
-    """Runs operations until the first rank is asked to stop. Collective."""
+def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeout_s: float) -> signal.Signals:
+    """Runs operations until the first rank is asked to stop; returns the signal. Collective."""
     idle_s = min(5.0, timeout_s / 4)  # ranks that wait for an operation would take silence for a lost rank
-    stopping = threading.Event()
-    with _signals(stopping):
+    with StopSignal() as stop:
         while True:
             request = None
             agreed: list[Operation | _Stop | None] = [None]
             if app is not None:
                 for session_id in sessions.lost():
                     app.unload(session_id)
-                request = None if stopping.is_set() else desk.take(idle_s)
-                agreed = [_Stop() if stopping.is_set() else None if request is None else request.operation]
+                stopped = stop.received
+                request = None if stopped else desk.take(idle_s)
+                agreed = [_Stop(stopped) if stopped else None if request is None else request.operation]
             dist.broadcast_object_list(agreed, src=0)
             operation = agreed[0]
             if isinstance(operation, _Stop):
-                return
+                return operation.received
             result = None if operation is None else worker.run(operation)
             if request is not None and result is not None:
                 desk.finish(request, result)
-
-
-@contextlib.contextmanager
-def _signals(stopping: threading.Event) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopping.set()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -137,7 +121,9 @@ def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[No
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as fault:
         raise MachineError(f"cannot listen at {host} port {port}: {fault}; choose another --port, or 0") from None
-    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    # on Slurm, nodes know each other by its names
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname()) if host in _WILDCARDS else host
+    address = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
     server = uvicorn.Server(
         uvicorn.Config(
             app.asgi(),
@@ -152,7 +138,8 @@ def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[No
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True, name="http")
     thread.start()
     with disk_faults(f"write {folder.path}"):
-        write_atomically(folder.path / "service.json", json.dumps({"address": address, "model": app.base.name}))
+        found = {"address": address, "model": app.base.name, "slurm_job": os.environ.get("SLURM_JOB_ID")}
+        write_atomically(folder.path / "service.json", json.dumps(found))
     _log.info(f"serving {app.base.name} at {address}")
     try:
         yield

@@ -221,6 +221,9 @@ WRITTEN_BY_OTHERS = {
     "failure.txt": "Summary of the latest failure, for people; `failure.json` has it for programs.",
     "trackers.json": "Ids of the run at its trackers ([Trackers](../seeing.md#trackers)).",
     "submissions/": "What `mtrain launch slurm` has submitted ([On Slurm](../slurm.md)).",
+    "service.json": "Address, model and Slurm job of [a service](../serve.md).",
+    "service.key": "Key of a service that `mtrain launch slurm --serve` has submitted.",
+    "served/": "Checkpoints that clients of a service have asked for, by training run and name.",
     "report.html": "The page of `mtrain report`.",
     "parity/": "Reports of `mtrain verify`; likewise `resume/`, `preempt/`, `hf/` and `backend/`.",
 }

@@ -28,6 +28,7 @@ printf '%s|' "$@" MASTER "$MASTER_ADDR" "$MASTER_PORT" > "$CALLS/arguments"
 printf '%s|' "$@" >> "$CALLS/steps"; echo >> "$CALLS/steps"
 [[ -z ${SHOW_ENVIRONMENT:-} ]] || env > "$CALLS/environment"
 [[ -n ${SRUN_TELLS:-} ]] && { sleep 0.05; printf '%s\n' "$SRUN_TELLS" > "$RUN_DIR/failure.txt"; }
+[[ -n ${SRUN_SERVES:-} ]] && { sleep 0.05; touch "$RUN_DIR/service.json"; }
 [[ -n ${SRUN_CODE:-} ]] && exit "$SRUN_CODE"
 [[ -n ${SRUN_STARTS_S:-} ]] && { touch "$CALLS/starting"; trap '' USR1; sleep "$SRUN_STARTS_S"; }
 [[ -n ${SRUN_DIES:-} ]] || trap 'sleep 0.3; touch "$RUN_DIR/REQUEUE"; exit 0' USR1
@@ -283,6 +284,18 @@ def test_stops_with_progress_cost_nothing(tmp_path: Path) -> None:
         (tmp_path / "run" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
         assert stopped(tmp_path) == 0
     assert [stopped(tmp_path) for _ in range(4)] == [0, 0, 0, 7]
+
+
+def test_stops_of_a_service_that_listened_cost_nothing(tmp_path: Path) -> None:
+    """Stops cost nothing, whether or not a client has saved; failures do, unless one has saved since the last."""
+    assert [stopped(tmp_path, SRUN_SERVES="1") for _ in range(5)] == [0] * 5
+    assert [stopped(tmp_path) for _ in range(4)] == [0, 0, 0, 7], "starts that never listened"
+    described = tmp_path / "run" / "served" / "a:train:0" / "weights" / "one" / "checkpoint.json"
+    described.parent.mkdir(parents=True)
+    for time_s in (1000, 2000):
+        described.touch()
+        os.utime(described, (time_s, time_s))  # saved again under the same name
+        assert [stopped(tmp_path, SRUN_SERVES="1", SRUN_CODE="137") for _ in range(4)] == [0, 0, 0, 137]
 
 
 def test_preemptions_cost_nothing(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.runs.folder import RunFolder
 from mtrain.serve.app import App
 from mtrain.serve.asked import BaseModel
+from mtrain.serve.checked import check_token
 from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.losses import Batch
 from mtrain.serve.protocol import SentDatum, read_batch
-from mtrain.serve.run import _listening, check_token
+from mtrain.serve.run import _listening
 from mtrain.serve.store import Lora, Place, Store
 from mtrain.serve.work import CreateModel, Served
 from tests.fault_table import Notice

@@ -203,7 +203,7 @@ class Cluster:
         ]
 
     def _write_conf(self) -> None:
-        here, ports = socket.gethostname().split(".")[0], _free_ports(len(self.nodes) + 1)
+        here, ports = socket.gethostname().split(".")[0], free_ports(len(self.nodes) + 1)
         spool, log, run = (self.folder / name for name in ("spool", "log", "run"))
         settings = {
             "ClusterName": "tests",
@@ -264,7 +264,7 @@ def _name(pid: int) -> str:
         return ""
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:

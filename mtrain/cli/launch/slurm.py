@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain.base.errors import ConfigError
 from mtrain.cli.arguments import ConfigArguments, loaded_config, split_arguments
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
+    from mtrain.config import Config
+    from mtrain.launch.slurm.service import ServiceOptions
+    from mtrain.launch.slurm.submit import Submission
     from mtrain.preflight.findings import Findings
 
 
@@ -19,7 +23,7 @@ def _of(panel: str, help_text: str | None = None) -> Any:
     return typer.Option(help=help_text, rich_help_panel=panel)
 
 
-_JOB, _RANKS, _IMAGE = "The job", "Its ranks", "In a container"
+_JOB, _RANKS, _IMAGE, _SERVICE = "The job", "Its ranks", "In a container", "A service instead of a run"
 _Nodes = Annotated[int, typer.Option(help="Nodes of the job.", show_default=False, rich_help_panel=_JOB)]
 _OfJob = Annotated[str | None, _of(_JOB)]
 _Time = Annotated[str | None, _of(_JOB, "Time limit: minutes, 24:00:00 or 2-12:00:00.")]
@@ -37,6 +41,13 @@ _Runtime = Annotated[str, _of(_IMAGE, "pyxis or apptainer.")]
 _Mounts = Annotated[str | None, _of(_IMAGE, "HOST[:CONTAINER], by commas.")]
 _Certify = Annotated[
     bool, _of(_RANKS, "First mtrain verify backend on a node, where no certificate is of these layers.")
+]
+_Serve = Annotated[
+    bool, typer.Option("--serve", help="The ranks run mtrain serve; prints its address.", rich_help_panel=_SERVICE)
+]
+_Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Of the first node; 8000.", rich_help_panel=_SERVICE)]
+_TokenFile = Annotated[
+    Path | None, _of(_SERVICE, "Key that clients send, made if it is not there; service.key in run.dir.")
 ]
 _WithoutFiles = Annotated[
     bool, typer.Option("--without-files", help="Do not look at files and disks: this node does not see the job's.")
@@ -74,39 +85,94 @@ def slurm(
     container_runtime: _Runtime = "pyxis",
     mounts: _Mounts = None,
     certify: _Certify = False,
+    serve: _Serve = False,
+    port: _Port = None,
+    token_file: _TokenFile = None,
     without_files: _WithoutFiles = False,
     dry_run: _DryRun = False,
 ) -> None:
-    """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch."""
+    """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch.
+
+    With --serve a training service for clients: waits until it listens, and prints its address."""
     with one_message():
         from mtrain.launch.slurm.nodes import completed_by, nodes_of
         from mtrain.launch.slurm.options import SlurmOptions, runtime_named, with_defaults
-        from mtrain.launch.slurm.submit import SCRIPT, prepare, submit
+        from mtrain.launch.slurm.submit import SCRIPT, prepare
 
         places = (partition, account, qos, time, name)
         image = (container, runtime_named(container_runtime), tuple(mounts.split(",")) if mounts else ())
         ranks = (gpus_per_node, gpus_per_task, ntasks_per_node, cpus_per_task)
         options = SlurmOptions(nodes, *ranks, *places, *image, env_file, max_retries, tuple(sbatch or ()), certify)
         options, notes = with_defaults(options, os.environ)
-        device = loaded_config(arguments).train.device
-        options, more = completed_by(options, nodes_of(options.partition), device)
+        config = loaded_config(arguments)
+        service = _service(config, serve, port, token_file, container is not None)
+        options, more = completed_by(options, nodes_of(options.partition), config.train.device)
         typer.echo("".join(f"{note}\n" for note in (*notes, *more)), nl=False, err=True)
         if env_file is None:
             _warn_of_secrets(arguments)
         paths, overrides = split_arguments(arguments)
-        submission = prepare(paths, overrides, options)
+        submission = prepare(paths, overrides, options, ("train",) if service is None else service.verb)
         has_files = not without_files and container is None  # inside a container, paths differ
-        findings = _looked_at(arguments, has_files)
+        findings = _looked_at(arguments, has_files, serve)
         if dry_run:
-            _print_summary(arguments, options.num_ranks, gpu, has_files, findings)
+            _print_summary(arguments, options.num_ranks, gpu, has_files and not serve, findings)
             typer.echo(submission.files[SCRIPT], nl=False)
             return
-        if difference := submission.difference():
-            typer.echo(f"what differs from the last submission:\n{difference}")
-        submission.freeze()
-        number, warnings = submit(submission)
-        typer.echo("".join(f"{warning}\n" for warning in warnings), nl=False, err=True)
-    typer.echo(f"job {number}: {options.num_ranks} ranks on {nodes} nodes, from {submission.folder / SCRIPT}")
+        number = _submitted(submission, service)
+        typer.echo(f"job {number}: {options.num_ranks} ranks on {nodes} nodes, from {submission.folder / SCRIPT}")
+        if service is not None:
+            _print_way(submission.job.run_dir, number, service)
+
+
+def _submitted(submission: "Submission", service: "ServiceOptions | None") -> str:
+    """Freezes and submits; prints what is new in it, and warnings. Returns the number of the job."""
+    from mtrain.launch.slurm.submit import submit
+    from mtrain.serve.checked import make_token
+
+    if service is not None:
+        make_token(service.token_file)
+    if difference := submission.difference():
+        typer.echo(f"what differs from the last submission:\n{difference}")
+    submission.freeze()
+    number, warnings = submit(submission)
+    typer.echo("".join(f"{warning}\n" for warning in warnings), nl=False, err=True)
+    return number
+
+
+def _service(
+    config: "Config", serve: bool, port: int | None, token_file: Path | None, has_container: bool
+) -> "ServiceOptions | None":
+    """Checks what a service needs; returns None for a run.
+
+    Raises:
+        ConfigError: An option of services is given for a run, or the job could not serve.
+    """
+    from mtrain.launch.slurm.service import ServiceOptions
+    from mtrain.serve.checked import check_libraries, check_served, check_token, read_token
+
+    if not serve:
+        if port is not None or token_file is not None:
+            raise ConfigError("--port and --token-file are of a service, but --serve is not given; add it")
+        return None
+    check_served(config.model)
+    if not has_container:  # an image has libraries of its own
+        check_libraries()
+    found = ServiceOptions(8000 if port is None else port, token_file or Path(config.run.dir) / "service.key")
+    if found.token_file.exists():
+        check_token(found.host, read_token(found.token_file))
+    return found
+
+
+def _print_way(run_dir: Path, number: str, service: "ServiceOptions") -> None:
+    """Waits until the service listens, and prints how it is reached."""
+    from mtrain.launch.slurm.service import wait_for_service, ways_there
+
+    typer.echo(
+        f"waiting until it listens; Ctrl-C ends this wait and not the job: {run_dir / 'service.json'} gets the address"
+    )
+    address = wait_for_service(run_dir, number)
+    typer.echo(f"the service listens at {address}; its key is in {service.token_file}")
+    typer.echo(ways_there(address, service.token_file))
 
 
 def _warn_of_secrets(arguments: list[str]) -> None:
@@ -138,16 +204,20 @@ def _print_summary(
         raise typer.Exit(findings.exit_code)
 
 
-def _looked_at(arguments: list[str], has_files: bool) -> "Findings":
+def _looked_at(arguments: list[str], has_files: bool, serve: bool) -> "Findings":
     """Ends the program now, not after the queue, for faults that `mtrain check` would find in files and disks."""
     from mtrain.cli.check import print_findings
     from mtrain.preflight.findings import Findings
 
     findings = Findings()
     if has_files:
-        from mtrain.preflight.look import look
+        from mtrain.preflight.look import Start, look
 
-        look(loaded_config(arguments, counts_epochs=True), findings)
+        if serve:  # reads no data
+            with findings.looking():
+                Start(loaded_config(arguments), findings).look_at_model("weights")
+        else:
+            look(loaded_config(arguments, counts_epochs=True), findings)
     if findings.faults:
         print_findings(Findings(faults=findings.faults))
         raise typer.Exit(findings.exit_code)

@@ -30,11 +30,13 @@ class SlurmJob:
     work_dir: Path
     """Absolute path of the folder in which relative paths of the configuration start."""
     config: Sequence[str]
-    """Files and overrides for `mtrain train`."""
+    """Files and overrides for the verb."""
     python: str
     """Path of the Python of this environment."""
     signal_s: int
     """Seconds before the time limit at which Slurm asks the job to stop."""
+    verb: Sequence[str] = ("train",)
+    """Verb of mtrain that the ranks run, with its options."""
 
     @property
     def name(self) -> str:
@@ -69,6 +71,7 @@ def render(job: SlurmJob) -> str:
         f"run_dir={shlex.quote(str(job.run_dir))}",
         f"config={_array(job.config)}",
         f"command={_array(command)}",
+        f"verb={_array(job.verb)}",
         f"srun_options={_array([*_ranks(job.options), *in_container])}",
         f"env_file={env_file}",
         f"max_retries={job.options.max_retries}",

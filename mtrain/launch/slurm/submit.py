@@ -72,8 +72,16 @@ class Submission:
         return "".join(lines)
 
 
-def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptions) -> Submission:
+def prepare(
+    paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptions, verb: Sequence[str] = ("train",)
+) -> Submission:
     """Checks a run as far as a login node can, and returns its submission; changes nothing.
+
+    Args:
+        paths: Paths of the run's YAML files.
+        overrides: Texts that set single values.
+        options: Options of the job.
+        verb: Verb of mtrain that the ranks run, with its options.
 
     Raises:
         ConfigError: The configuration is wrong, or does not run on the job's ranks.
@@ -91,6 +99,7 @@ def prepare(paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptio
         [*(str(folder / name) for name in copies), *overrides],
         sys.executable,
         signal_seconds(RunFolder(run_dir).save_seconds(), options.time_limit_s),
+        verb,
     )
     files = {SCRIPT: render(job), **copies, "config.yaml": config_yaml(config), "program.json": _program()}
     patch = _uncommitted()
@@ -110,7 +119,7 @@ def submit(submission: Submission) -> tuple[str, list[str]]:
         raise MachineError(
             "sbatch is not on PATH, so nothing was submitted; run this on a login node, or use --dry-run"
         )
-    done = _slurm("sbatch", "--parsable", *_dependency(submission), str(submission.folder / SCRIPT))
+    done = ask_slurm("sbatch", "--parsable", *_dependency(submission), str(submission.folder / SCRIPT))
     if done.returncode != 0:
         shutil.rmtree(submission.folder)  # nothing ran from it, and the next submission is compared with one that ran
         raise ConfigError(f"Slurm refuses the job ({_words(done)}); change what it names")
@@ -125,7 +134,7 @@ def submit(submission: Submission) -> tuple[str, list[str]]:
 def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
     """Compares the job that Slurm has made with the given one; cancels it where they differ."""
     try:
-        shown = _slurm("scontrol", *cluster, "show", "job", "-o", number)
+        shown = ask_slurm("scontrol", *cluster, "show", "job", "-o", number)
     except (OSError, MachineError) as fault:
         shown = subprocess.CompletedProcess([], 1, "", str(fault))
     if shown.returncode != 0 or f"JobId={number} " not in shown.stdout:
@@ -136,7 +145,7 @@ def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
     found = differences(job.options, job.name, shown.stdout)
     if not found:
         return []
-    cancelled = _slurm("scancel", *cluster, number)
+    cancelled = ask_slurm("scancel", *cluster, number)
     so = "it is cancelled" if cancelled.returncode == 0 else f"cancel it ({_words(cancelled)})"
     raise ConfigError(
         f"Slurm has made another job of this one: job {number} has {', '.join(found)}; {so}; give what your site's "
@@ -151,7 +160,7 @@ def _dependency(submission: Submission) -> list[str]:
     earlier = [number for number in found if number is not None]
     if not earlier or shutil.which("squeue") is None:
         return []
-    waiting = _slurm("squeue", "--noheader", f"--jobs={','.join(earlier)}", "--format=%A").stdout.split()
+    waiting = ask_slurm("squeue", "--noheader", f"--jobs={','.join(earlier)}", "--format=%A").stdout.split()
     living = [number for number in earlier if number in waiting]
     # replaces the script's own, which holds back only jobs of the same name
     return [f"--dependency=singleton,afterany:{':'.join(living)}"] if living else []
@@ -163,7 +172,7 @@ def _job_number(folder: Path) -> str | None:
     return number if number.isdecimal() else None
 
 
-def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command of Slurm, which does not see another job's environment.
 
     Raises:
@@ -263,7 +272,7 @@ def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
     """
     return [
         f"{field}={known} instead of {wanted}"
-        for field, wanted, known, is_same in _compared(options, name, _fields(shown))
+        for field, wanted, known, is_same in _compared(options, name, fields_of(shown))
         if known is not None and not is_same
     ]
 
@@ -303,7 +312,8 @@ def _compared(
             yield field, f"{gpus} GPUs", known.get(field), int(found[1]) == gpus
 
 
-def _fields(shown: str) -> dict[str, str]:
+def fields_of(shown: str) -> dict[str, str]:
+    """Reads what `scontrol show` has of one job, by name: JobState, Partition, ..."""
     return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(\S*)", shown))
 
 

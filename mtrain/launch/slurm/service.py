@@ -1,0 +1,99 @@
+"""A service that Slurm runs: its address once it listens, and the way there."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from mtrain.base.errors import MachineError
+from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.launch.slurm.submit import ask_slurm, fields_of
+
+_POLL_S = 1.0
+_POLLS_PER_QUESTION = 10
+"""Looks into the run folder for each question to Slurm's controller, which many users share."""
+_ENDED = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+)
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How a service of a job is reached."""
+
+    port: int
+    token_file: Path
+    """File with the key that clients send."""
+    host: ClassVar[str] = "0.0.0.0"
+    """Host that is listened at: clients come from other machines."""
+
+    @property
+    def verb(self) -> list[str]:
+        """Returns the verb of the ranks, with its options."""
+        return ["serve", "--host", self.host, "--port", str(self.port), "--token-file", str(self.token_file.absolute())]
+
+
+def wait_for_service(run_dir: Path, job: str) -> str:
+    """Waits until a job's service listens, however long the job waits for its nodes; returns the address.
+
+    Args:
+        run_dir: Run folder of the service.
+        job: Number of the job.
+
+    Raises:
+        MachineError: The job has ended before.
+    """
+    while True:
+        for _ in range(_POLLS_PER_QUESTION):
+            if (address := _address(run_dir, job)) is not None:
+                return address
+            time.sleep(_POLL_S)
+        state = _state(job)
+        if state in _ENDED:
+            log = run_dir / "logs" / f"job-{job}.log"
+            raise MachineError(f"job {job} has ended ({state}) before its service listened{_reason(log)}; read {log}")
+
+
+def ways_there(address: str, token_file: Path) -> str:
+    """Describes how clients reach a service."""
+    there = urlsplit(address)
+    here = f"http://127.0.0.1:{there.port}"
+    key = f"TINKER_API_KEY=$(cat {shlex.quote(str(token_file))})"
+    return (
+        f"  from this cluster: export TINKER_BASE_URL={address} {key}\n"
+        f"  from elsewhere:    ssh -N -L {there.port}:{there.hostname}:{there.port} {socket.gethostname()}, then "
+        f"TINKER_BASE_URL={here}"
+    )
+
+
+def _address(run_dir: Path, job: str) -> str | None:
+    """Reads where the job's service listens; None where the file is not there, or is an earlier job's."""
+    with suppress(OSError, ValueError):
+        found = parsed_json(read_plain_file(run_dir / "service.json", _MOST_BYTES))
+        if found.get("slurm_job") == job:
+            return str(found["address"])
+    return None
+
+
+def _state(job: str) -> str | None:
+    """Asks for the state of a job; None where Slurm does not answer, which may be for a while."""
+    try:
+        shown = ask_slurm("scontrol", "show", "job", "-o", job)
+    except MachineError:
+        return None
+    return fields_of(shown.stdout).get("JobState") if shown.returncode == 0 else None
+
+
+def _reason(log: Path) -> str:
+    """Returns the first error in a job's log, after a colon; empty where it says none."""
+    with suppress(OSError, UnicodeDecodeError):
+        lines = read_plain_file(log, _MOST_BYTES).decode().splitlines()
+        return next((f": {line.removeprefix('error: ')}" for line in lines if line.startswith("error: ")), "")
+    return ""

@@ -1,0 +1,85 @@
+"""Checks of a service before anything loads torch, on a login node too: its model, its key, its libraries."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from importlib import import_module
+from pathlib import Path
+
+from mtrain.base.errors import ConfigError
+from mtrain.base.files import disk_faults
+from mtrain.base.plain_files import read_plain_file
+from mtrain.config.schema.model import ModelSection
+
+_LIBRARIES = ("starlette", "uvicorn", "google.protobuf", "pyarrow")
+"""Libraries of the extra `serve`."""
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MOST_BYTES = 4096
+
+
+def check_served(model: ModelSection) -> None:
+    """Refuses a model that no client could train.
+
+    Raises:
+        ConfigError: It is none that answers with text.
+    """
+    if model.num_labels is not None or model.mtp_depths:
+        raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
+
+
+def check_libraries() -> None:
+    """Refuses an environment without the service's libraries.
+
+    Raises:
+        ConfigError: One is not installed.
+    """
+    for name in _LIBRARIES:
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            raise ConfigError(
+                f"mtrain serve needs {name}, which is not installed; pip install 'mtrain[serve]'"
+            ) from None
+
+
+def check_token(host: str, token: str | None) -> None:
+    """Refuses a service that others could use without a key.
+
+    Raises:
+        ConfigError: There is no key, or no client could send it.
+    """
+    if token is None and host not in _LOOPBACK:
+        raise ConfigError(f"--host {host} can be reached by others, but there is no key; give --token-file FILE")
+    if token is not None and not (token.startswith("tml-") and token.isascii() and len(token) >= 20):
+        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients ask for it")
+
+
+def read_token(path: Path) -> str:
+    """Reads the key of a service.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        return read_plain_file(path, _MOST_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ConfigError(f"--token-file {path} cannot be read: {fault}; write the key into it") from None
+
+
+def make_token(path: Path) -> None:
+    """Draws a key and writes it into a file that nobody else can read, unless the file is there.
+
+    Raises:
+        ConfigError: The file is there, but others can read it.
+        MachineError: The file cannot be written.
+    """
+    if path.exists():
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"{path} holds the key of a service, but others can read it; run chmod 600 on it")
+        return
+    with disk_faults(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # never there with other permissions, nor in the place of a file that appeared meanwhile
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"tml-{secrets.token_hex(24)}\n")
