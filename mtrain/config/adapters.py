@@ -54,10 +54,10 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.targets={_given(adapter, 'fc1', 'fc2')}: every layer has experts and none a shared one; name "
             "experts, or remove it"
         )
-    if model.num_labels is not None and "output" in adapter.parts:
+    if model.head is not None and "output" in adapter.parts:
         yield (
-            f"adapter.targets=output: the head of model.num_labels={model.num_labels} is in the place of the output "
-            "layer, and learns whole; remove it"
+            f"adapter.targets=output: the head of {model.head} is in the place of the output layer, and learns whole; "
+            "remove it"
         )
     elif model.tied_embeddings and "output" in adapter.parts:
         yield (
@@ -84,7 +84,7 @@ def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
 def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     model = config.model
     if model.add_tokens or model.add_special_tokens:
-        needed = ["embedding"] if model.tied_embeddings or model.num_labels is not None else ["embedding", "output"]
+        needed = ["embedding", "output"] if model.output.has_table else ["embedding"]
         if missing := [part for part in needed if part not in adapter.parts]:
             yield (
                 f"model.add_tokens with adapter.targets={', '.join(adapter.targets)}: the rows of new tokens would "

@@ -323,13 +323,13 @@ def preferences(config: Sections) -> Iterator[str]:
 
 def heads(config: Sections) -> Iterator[str]:
     """Checks that a head comes with a loss that reads it, and that nothing else asks for tokens."""
-    loss, labels, name = config.loss, config.model.num_labels, f"loss.function={config.loss.function}"
-    if labels is None:
+    loss, head, name = config.loss, config.model.head, f"loss.function={config.loss.function}"
+    if head is None:
         if loss.function in HEAD_LOSSES:
             needed = "the number of classes" if loss.function == "classification" else "1"
             yield f"{name} needs a head, but model.num_labels is not set; set it to {needed}"
         return
-    key = f"model.num_labels={labels}"
+    key, labels = str(head), head.rows
     if loss.function in LOSS_FUNCTIONS and loss.function not in HEAD_LOSSES:
         yield (
             f"{key} is a head, which predicts no tokens, but {name} does; set loss.function to "

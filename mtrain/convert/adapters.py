@@ -128,7 +128,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
             # for adapters as for models: the server must write conversations as they were trained
             source = source_of(saved.entry.path)
             chats = put_side_files(folder, saved.entry.path, source.origin, source.tokenizer, but=_OF_MODELS)
-            ending = put_ending(folder, source.origin) if chats and model.num_labels is None else None
+            ending = put_ending(folder, source.origin) if chats and model.head is None else None
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
         differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
         if differing:

@@ -125,7 +125,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     names = [name for file in files_there(origin).values() for name in file["tensors"]]
     if is_import:
         family = family.as_stored(names)
-    elif family.tower is not None or (source.model.tied_embeddings and source.model.num_labels is None):
+    elif family.tower is not None or source.model.output.is_tied:
         # next to a tensor outside of the base model, transformers 4 does not accept names without `model.`
         family = family.as_stored(names, for_all_versions=True)
     table = family.table(source.model)
@@ -156,7 +156,7 @@ def _target_of_megatron(folder: Path, described: Path | None) -> ExportTarget:
     model = model_of(folder, described)
     like = None if described is None or described.is_file() else described
     family = exported_family(model, like)
-    if family.tower is not None or (model.tied_embeddings and model.num_labels is None):
+    if family.tower is not None or model.output.is_tied:
         names = [name for file in files_there(like).values() for name in file["tensors"]]
         family = family.as_stored(names, for_all_versions=True)
     table = family.table(model)

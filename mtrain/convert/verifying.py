@@ -77,10 +77,10 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
     entry = checkpoint_at(checkpoint).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     model = source_of(entry.path).model
-    if model.num_labels is not None:
+    if model.head is not None:
         raise ConfigError(
-            f"--check-logits compares logits of tokens, but {entry.path} has a head (model.num_labels="
-            f"{model.num_labels}); leave it out: every tensor is compared by its bits without it"
+            f"--check-logits compares logits of tokens, but {entry.path} has a head ({model.head}); leave it out: "
+            "every tensor is compared by its bits without it"
         )
     main = open_source(hf).dtype == torch.float32
     tokens = random_tokens(model.vocab_size)

@@ -15,6 +15,7 @@ from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured, column
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.output import HeadOutput
 from mtrain.data.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
 from mtrain.data.routes import Routes, checked_routes, unknown_routes
 from mtrain.data.samples.sample import Sample, shifted
@@ -72,18 +73,18 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     """
     if not isinstance(datum.extras, Mapping):
         raise _fault(f"{name} has extras of type {type(datum.extras).__name__}, but they must be a mapping by name")
-    length, size, labels = config.data.seq_length, config.model.vocab_size, config.model.num_labels
-    most = length + 1 if labels is None else length  # a label takes the place of the token that is only predicted
+    length, size, head = config.data.seq_length, config.model.vocab_size, config.model.head
+    most = length + 1 if head is None else length  # a label takes the place of the token that is only predicted
     ids = _ids(datum.input_ids, name, size)
     if not 1 <= len(ids) <= most:
         raise _fault(
             f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {most} tokens (data.seq_length="
-            f"{length}{', and one that is only predicted' if labels is None else ''}); cut it, or raise data.seq_length"
+            f"{length}{', and one that is only predicted' if head is None else ''}); cut it, or raise data.seq_length"
         )
     datum = replace(datum, input_ids=ids.tolist(), weight=_number(datum.weight, f"{name}: weight"))
-    if labels is not None:
+    if head is not None:
         is_number = LABEL in needed or config.loss.function in NUMBER_LOSSES
-        datum = _numbered(datum, name) if is_number else _judged(datum, name, labels)
+        datum = _numbered(datum, name) if is_number else _judged(datum, name, head)
         ids = np.asarray(datum.input_ids)
     elif datum.label is not None:
         raise _fault(f"{name} has label={datum.label}, but the model has no head; set model.num_labels, or remove it")
@@ -176,16 +177,16 @@ def _checked_member(member: GroupMember, name: str) -> GroupMember:
     return replace(member, group=group, margin=margin, reference=reference)
 
 
-def _judged(datum: Datum, name: str, num_labels: int) -> Datum:
+def _judged(datum: Datum, name: str, head: HeadOutput) -> Datum:
     """Appends the label to the sequence, in the place of the token that would be predicted there."""
     label = datum.label
-    if num_labels == 1 and label is not None:
+    if head.rows == 1 and label is not None:
         raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
-    number = 0 if num_labels == 1 else whole_number(label)
-    if number is None or not 0 <= number < num_labels:
+    number = 0 if head.rows == 1 else whole_number(label)
+    if number is None or not 0 <= number < head.rows:
         raise _fault(
-            f"{name} has label={label}, but needs the number of a class, 0 to {num_labels - 1} (model.num_labels="
-            f"{num_labels}); give Datum.label"
+            f"{name} has label={label}, but needs the number of a class, 0 to {head.rows - 1} ({head}); give "
+            "Datum.label"
         )
     return _with_last(datum, number, name)
 

@@ -13,6 +13,7 @@ import numpy as np
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config.extras import TEMPERATURE
 from mtrain.config.schema.data import SftSection
+from mtrain.config.schema.output import HeadOutput
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
@@ -43,7 +44,7 @@ class SftCaches:
         tokenizer: Tokenizer,
         vocab_size: int,
         compares: Literal["pairs", "answers"] | None = None,
-        num_labels: int | None = None,
+        head: HeadOutput | None = None,
         columns: Sequence[str] | None = None,
     ) -> None:
         """
@@ -52,7 +53,7 @@ class SftCaches:
             tokenizer: Tokenizer that `data.tokenizer` names.
             vocab_size: Size of the model's vocabulary.
             compares: Form of the records where answers are compared; None where they are not.
-            num_labels: Number of labels of the head that judges sequences; None without one.
+            head: Head that judges sequences; None without one.
             columns: Names of the columns of extras where they are the labels of records; None takes those of `section`.
 
         Raises:
@@ -61,7 +62,7 @@ class SftCaches:
         """
         self._section, self._vocab_size, self._columns = section, vocab_size, columns or section.extra_columns
         self._added = tokenizer.added
-        self._of_records = (compares, num_labels, bool(columns))
+        self._of_records = (compares, head, bool(columns))
         # left out where they are empty, so that entries of versions without these keys are found
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *empty})
@@ -112,11 +113,11 @@ def _new_encoder(
     section: SftSection,
     added: AddedTokens,
     compares: Literal["pairs", "answers"] | None,
-    num_labels: int | None,
+    head: HeadOutput | None,
     is_number: bool,
 ) -> SampleEncoder:
     assert section.tokenizer is not None  # a rule of the section
-    return source_encoder(section, load_tokenizer(section.tokenizer, added), compares, num_labels, is_number)
+    return source_encoder(section, load_tokenizer(section.tokenizer, added), compares, head, is_number)
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:

@@ -179,7 +179,8 @@ class Sources:
         Raises:
             DataError: The tokenizer is missing, damaged, or not that of the model.
         """
-        self._config, self._is_judged = config, config.model.num_labels is not None
+        self._config, head = config, config.model.head
+        self._is_judged = head is not None
         self.tokenizer: Tokenizer | None = None
         if config.data.tokenizer is not None:
             self.tokenizer = tokenizer_of(config)
@@ -189,20 +190,19 @@ class Sources:
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._notes: list[str] = []
         self._caches: SftCaches | None = None
-        labels = config.model.num_labels
         if isinstance(config.data, SftSection):
             assert self.tokenizer is not None  # a rule of the section
             compares = compared(config.loss, config.data)
-            given = (compares, labels, label_columns(config.loss))
+            given = (compares, head, label_columns(config.loss))
             self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, *given)
         elif config.sequences_per_sample > 1:
             raise ConfigError(
                 f"loss.function={config.loss.function} compares answers, but data.kind={config.data.kind} has none; "
                 "set data.kind=sft and name files of preferences (docs/preference.md)"
             )
-        elif labels is not None:
+        elif head is not None:
             raise ConfigError(
-                f"model.num_labels={labels} judges sequences of records, but data.kind={config.data.kind} has none; "
+                f"{head} judges sequences of records, but data.kind={config.data.kind} has none; "
                 "set data.kind=sft and name files (docs/heads.md)"
             )
         self.preferences: dict[str, PreferenceDataset] = {}

@@ -27,6 +27,7 @@ from mtrain.config.schema.loss import (
     TermSection,
     depth_term,
 )
+from mtrain.config.schema.model import ModelSection
 from mtrain.loss.diagnostics import Reported, shown_name
 from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.functions.load import (
@@ -70,13 +71,13 @@ class Objective:
     """Whether the data name the experts of tokens."""
 
     @classmethod
-    def from_config(cls, section: LossSection, mtp_depths: int = 0, has_head: bool = False) -> Objective:
+    def from_config(cls, section: LossSection, model: ModelSection | None = None) -> Objective:
         """Loads every term's function.
 
         Args:
             section: Section of the configuration that defines the terms.
-            mtp_depths: Number of further tokens that are predicted; each depth is a side term.
-            has_head: Whether the model has a head instead of its output layer.
+            model: Section of the model, in which each token further ahead is a side term; None for one that predicts
+                the next token only.
 
         Raises:
             ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the other way
@@ -84,8 +85,9 @@ class Objective:
         """
         terms = {MAIN_TERM: section, **section.side_terms}
         # the coefficients of all depths add up to mtp_coefficient, whatever their number
-        share = section.mtp_coefficient / max(mtp_depths, 1)
-        depths = [depth_term(depth) for depth in range(1, mtp_depths + 1)]
+        ahead, has_head = (0, False) if model is None else (len(model.layers_ahead), model.head is not None)
+        share = section.mtp_coefficient / max(ahead, 1)
+        depths = [depth_term(depth) for depth in range(1, ahead + 1)]
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
         sides = {name: side.coefficient for name, side in section.side_terms.items()}
         # decided by the options, not by values: whether a plan is needed has to be known before any batch
@@ -400,7 +402,7 @@ def objective_of(config: Config) -> Objective:
     Raises:
         ConfigError: A loss function cannot be loaded, or the records lack extras that it reads.
     """
-    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
+    objective = Objective.from_config(config.loss, config.model)
     needed = as_configured(objective.extras)
     there = {*config.data.extra_columns, *label_columns(config.loss)}
     missing = [name for name, columns in needed.items() if not {*columns} <= there]

@@ -15,7 +15,7 @@ from typing import NamedTuple, assert_never
 from mtrain.config import Config
 from mtrain.config.schema.adapter import GROUPS, AdapterSection
 from mtrain.config.schema.loss import LossSection, own_functions
-from mtrain.config.schema.model import HeadOutput, ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.adapters import holds_narrow, in_layer
 from mtrain.plan.features import LAYER_PARTS, alike, kinds, present
@@ -173,7 +173,7 @@ class Activations:
                 num_recomputed, num_depths = 0, 0
             case "full":
                 num_recomputed = len(layers) if train.recompute_layers is None else train.recompute_layers
-                num_depths = model.mtp_depths
+                num_depths = len(model.layers_ahead)
             case _ as never:
                 assert_never(never)
         num_moved = min(train.offload_layers or 0, len(layers))
@@ -195,7 +195,7 @@ class Activations:
         if layout.stage(pp_rank, chunk) == layout.num_stages - 1:
             whole += self._norm_bytes()  # the final one
             inputs += num_depths * self._input_bytes()
-            whole += (model.mtp_depths - num_depths) * self._layer_bytes(model.num_layers - 1, skipped)
+            whole += sum(self._layer_bytes(layer, skipped) for layer in model.layers_ahead[num_depths:])
         return _Kept(inputs, whole, tuple(moved), len(layers) - num_moved)
 
     def largest_layer_bytes(self) -> int:
@@ -247,7 +247,7 @@ class Activations:
         learned, copied = (1, 0) if self.config.adapter is None else self._frozen_table()
         if at_once < self.tokens:
             return self._chunk_bytes(at_once * vocab_local) + (learned + copied) * table * FP32_BYTES
-        count = (1 + model.mtp_depths) * self.tokens * vocab_local
+        count = model.num_predictions * self.tokens * vocab_local
         capped = count * self._capped_bytes()
         return count * size + capped + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
@@ -256,7 +256,7 @@ class Activations:
         one each."""
         config = self.config
         assert config.adapter is not None, "asked only where weights are frozen"
-        if isinstance(config.model.output, HeadOutput):  # a head learns, and is never narrow
+        if config.model.head is not None:  # a head learns, and is never narrow
             return 1, 0
         pairs = int("output" in config.adapter.parts)
         return pairs, pairs + int(holds_narrow(config))
@@ -265,7 +265,7 @@ class Activations:
         """Estimates the logits of a chunk in the precision and in float32 next to their gradient, and the gradient of
         the hidden states of all tokens, gathered where they are divided over TP; masks make it less."""
         model, size = self.config.model, element_bytes(self.config.train)
-        hidden = (1 + model.mtp_depths) * self.tokens * model.hidden_size * size
+        hidden = model.num_predictions * self.tokens * model.hidden_size * size
         return num_logits * (2 * size + FP32_BYTES + self._capped_bytes()) + hidden * (2 if self.layout.sp else 1)
 
     def _capped_bytes(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.model import HeadOutput, ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features import LAYER_PARTS, present, segments
 from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters
 from mtrain.plan.layout import Layout
@@ -48,7 +48,7 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
 def learned_whole(model: ModelSection) -> frozenset[str]:
     """Returns the global names of tensors that are trained as a whole next to adapters: a head, which begins at
     random."""
-    return frozenset((HEAD,)) if isinstance(model.output, HeadOutput) else frozenset()
+    return frozenset() if model.head is None else frozenset((HEAD,))
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:

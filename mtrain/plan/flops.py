@@ -51,7 +51,7 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     Recomputation, padding, norms, sinks, softmax and the optimizer do not count; documents isolated inside a sequence
     count as if they were not.
     """
-    layers = [*range(model.num_layers), *[model.num_layers - 1] * model.mtp_depths]
+    layers = [*range(model.num_layers), *model.layers_ahead]
     forward: float = sum(
         2 * (part.matrix_elements(model) + part.state_products(model))
         + 2 * part.pair_products(model) * _pairs(model, layer, seq_length) / seq_length
@@ -59,8 +59,8 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
         for part in LAYER_PARTS
         if part.is_in(model, layer)
     )
-    forward += 2 * (1 + model.mtp_depths) * model.hidden_size * model.output_rows
-    forward += 2 * model.mtp_depths * 2 * model.hidden_size**2
+    forward += 2 * model.num_predictions * model.hidden_size * model.output.rows
+    forward += 2 * len(model.layers_ahead) * 2 * model.hidden_size**2
     return 3 * forward
 
 
@@ -69,7 +69,7 @@ def run_flops_per_token(config: Config) -> float:
     frozen one."""
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)
-    work = Work(seq, num_attended_pairs(seq, None), windowed, seq * (1 + model.mtp_depths))
+    work = Work(seq, num_attended_pairs(seq, None), windowed, seq * model.num_predictions)
     return flops_of_step(model, work, config.adapter, config.sequences_per_sample > 1) / seq
 
 
@@ -104,16 +104,16 @@ def flops_of_step(
         is_scored: Whether a pass without a gradient goes first, as where sequences are compared: one forward product
             more of everything.
     """
-    layers = [*range(model.num_layers), *[model.num_layers - 1] * model.mtp_depths]
+    layers = [*range(model.num_layers), *model.layers_ahead]
     parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
     matrices: float = sum(part.matrix_elements(model) for part, _ in parts)
-    matrices += model.mtp_depths * 2 * model.hidden_size**2
+    matrices += len(model.layers_ahead) * 2 * model.hidden_size**2
     attention = sum(
         part.pair_products(model) * (work.pairs if sees_everything(model, layer) else work.window_pairs)
         for part, layer in parts
     )
     attention += work.tokens * sum(part.state_products(model) for part, _ in parts)
-    products = work.tokens * matrices + work.outputs * model.hidden_size * model.output_rows
+    products = work.tokens * matrices + work.outputs * model.hidden_size * model.output.rows
     adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
     if adapter is not None:  # a head is trained together with the adapter
         learned = work.outputs * head_elements(model)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import assert_never
 
-from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.plan.features import LAYER_PARTS, alike
 from mtrain.plan.features.feature import Parameters, RankParameters, norm_elements
 from mtrain.plan.features.feed_forward import router_parameters
@@ -27,8 +28,8 @@ def output_columns(model: ModelSection, tp: int) -> int:
     match model.output:
         case TokenOutput():
             return padded_vocab_size(model, tp) // tp
-        case HeadOutput(num_labels):
-            return num_labels
+        case HeadOutput(labels):
+            return labels
         case _ as never:
             assert_never(never)
 
@@ -63,9 +64,10 @@ def layer_parameters(model: ModelSection, layer: int) -> Parameters:
     return sum((part.parameters(model) for part in LAYER_PARTS if part.is_in(model, layer)), start=Parameters())
 
 
-def multi_token_layer(model: ModelSection) -> Parameters:
-    """Counts the parameters of one depth of multi-token prediction, with its layer, which is like the last one."""
-    return joint_parameters(model) + layer_parameters(model, model.num_layers - 1)
+def _ahead(model: ModelSection) -> Parameters:
+    """Counts the parameters of all depths of multi-token prediction with their layers."""
+    each = (joint_parameters(model) + layer_parameters(model, layer) for layer in model.layers_ahead)
+    return sum(each, start=Parameters())
 
 
 def layer_matrices(model: ModelSection, layer: int) -> Parameters:
@@ -75,15 +77,14 @@ def layer_matrices(model: ModelSection, layer: int) -> Parameters:
 
 def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
     match model.output:
-        case TokenOutput(is_tied):
+        case TokenOutput(is_tied=is_tied):
             rows = vocab_size if is_tied else 2 * vocab_size
-        case HeadOutput(num_labels):
-            rows = vocab_size + num_labels
+        case HeadOutput(labels):
+            rows = vocab_size + labels
         case _ as never:
             assert_never(never)
-    layers = _of_layers(model, range(model.num_layers)).total
-    ahead = model.mtp_depths * multi_token_layer(model).total if model.mtp_depths else 0
-    return rows * model.hidden_size + layers + ahead + norm_elements(model, model.hidden_size)
+    layers = _of_layers(model, range(model.num_layers)) + _ahead(model)
+    return rows * model.hidden_size + layers.total + norm_elements(model, model.hidden_size)
 
 
 def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
@@ -95,7 +96,7 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     held = _of_layers(model, _own_layers(model, layout, pp_rank))
     if pp_rank == layout.pp - 1:
         held += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
-        held = sum([multi_token_layer(model)] * model.mtp_depths, start=held)
+        held += _ahead(model)
     return (held + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
 
 
@@ -108,15 +109,14 @@ def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
     """Counts the elements of the tables of a stage, over all its ranks of TP."""
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
-        tables |= {"embedding"} if model.mtp_depths else set()
-        if isinstance(model.output, TokenOutput):
-            tables |= {"embedding" if model.output.is_tied else "output"}
+        tables |= {"embedding"} if model.layers_ahead or model.output.is_tied else set()
+        tables |= {"output"} if model.output.has_table else set()
     return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size
 
 
 def head_elements(model: ModelSection) -> int:
     """Counts the elements of the head on the last stage, which every rank of TP holds whole."""
-    return model.output.num_labels * model.hidden_size if isinstance(model.output, HeadOutput) else 0
+    return 0 if model.head is None else model.head.rows * model.hidden_size
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
@@ -124,7 +124,7 @@ def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankP
     held = sum((layer_matrices(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
     if pp_rank == layout.pp - 1:
         projection = Parameters(divided=2 * model.hidden_size**2)
-        held = sum([projection + layer_matrices(model, model.num_layers - 1)] * model.mtp_depths, start=held)
+        held = sum((projection + layer_matrices(model, layer) for layer in model.layers_ahead), start=held)
     return held.on_rank(layout)
 
 

@@ -96,7 +96,7 @@ class _Texts:
         encoder = None
         with findings.looking():
             is_number = bool(label_columns(config.loss))
-            encoder = source_encoder(data, self.tokenizer, compares, config.model.num_labels, is_number)
+            encoder = source_encoder(data, self.tokenizer, compares, config.model.head, is_number)
         if encoder is None:
             return
 

@@ -82,9 +82,7 @@ class Engine(Turns):
             layout = Layout.from_config(config, dist.get_world_size())
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
             self._groups, self.config = groups, config
-            self._objective = Objective.from_config(
-                config.loss, config.model.mtp_depths, config.model.num_labels is not None
-            )
+            self._objective = Objective.from_config(config.loss, config.model)
             self._parts = build_parts(config, groups, self._objective, weights_follow=True)
             initialize(self._parts.model)
             if config.adapter is not None:

@@ -192,11 +192,10 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
             "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
             "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
         )
-    if model.num_labels is not None:
+    if model.head is not None:
         raise ConfigError(
-            f"adapters_off gives the model that a finetuning began from, but the head of model.num_labels="
-            f"{model.num_labels} learns whole, so that it is gone; score with an engine before its "
-            "first optim_step"
+            f"adapters_off gives the model that a finetuning began from, but the head of {model.head} learns whole, so "
+            "that it is gone; score with an engine before its first optim_step"
         )
 
 
@@ -233,10 +232,10 @@ def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, b
         ConfigError: The model has a head; or routed experts are wanted of a model that has none to report.
         DataError: A sample does not fit the configuration.
     """
-    if model.config.model.num_labels is not None:
+    if (head := model.config.model.head) is not None:
         raise ConfigError(
-            f"model.num_labels={model.config.model.num_labels} is a head, which gives no log-probabilities of tokens; "
-            "take Engine.scores (of one label) or Engine.evaluate"
+            f"{head} is a head, which gives no log-probabilities of tokens; take Engine.scores (of one label) or "
+            "Engine.evaluate"
         )
     if asked.temperature is not None:
         check_temperature(asked.temperature, "temperature")

@@ -105,11 +105,10 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
         ConfigError: The model has a head, the loss compares whole sequences, or it reads extras that only the user's
             data have.
     """
-    if config.model.num_labels is not None:
+    if (head := config.model.head) is not None:
         raise ConfigError(
-            f"verify has no reference of its own for the head of model.num_labels={config.model.num_labels}; verify "
-            "the same configuration without it and with loss.function=next_token, and see docs/heads.md for what holds "
-            "it"
+            f"verify has no reference of its own for the head of {head}; verify the same configuration without "
+            "it and with loss.function=next_token, and see docs/heads.md for what holds it"
         )
     if config.sequences_per_sample > 1:
         raise ConfigError(

@@ -101,7 +101,7 @@ def test_legal_combinations_run_on_two_copies_of_the_model(model: str, layout: s
 
 def test_a_reward_model_is_a_head_on_any_model() -> None:
     found = load("tiny", run="reward_model")
-    assert (found.sequences_per_step, found.model.output_rows, found.model.ties_output) == (128, 1, False)
+    assert (found.sequences_per_step, found.model.output.rows, found.model.output.is_tied) == (128, 1, False)
     whole = load("tiny", run="preference").model
     assert (
         plan.num_parameters(whole) - plan.num_parameters(found.model)

@@ -82,7 +82,7 @@ def have_routes(batch: GlobalBatch) -> bool:
 
 
 def _objective(config: Config, has_routes: bool) -> Objective:
-    found = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
+    found = Objective.from_config(config.loss, config.model)
     return replace(found, has_routes=has_routes)
 
 

@@ -46,7 +46,7 @@ def train_with_teacher(
     chunks = build_model(config, groups)
     set_parameters(chunks, groups, parameters)
     optimizer = Optimizer(config, chunks, groups)
-    objective = replace(Objective.from_config(config.loss, config.model.mtp_depths), has_routes=have_routes(batches[0]))
+    objective = replace(Objective.from_config(config.loss, config.model), has_routes=have_routes(batches[0]))
     model = RankModel(config, groups, chunks, optimizer)
     built = Built(model, TrainingStep(model, objective, teacher))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]

@@ -161,7 +161,7 @@ def train_on_rank(groups: Groups, config: Config, fault: str | None) -> Series:
     if fault is not None:
         PLANTS[fault].change_model(chunks)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
-    step = TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths))
+    step = TrainingStep(model, Objective.from_config(config.loss, config.model))
     found: Series = {"loss": [], "grad_norm": []}
     for number in range(config.train.num_steps):
         totals = step.forward_backward(loader.batches(number))

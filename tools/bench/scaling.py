@@ -175,7 +175,7 @@ def measure(groups: Groups, config: Config, rounds: int) -> OfRank:
     from mtrain.training.build import build_parts
     from tools.bench.traffic import measured
 
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
+    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
     batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None
 
     def step() -> None:

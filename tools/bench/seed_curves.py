@@ -137,7 +137,7 @@ def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
-    step = TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths))
+    step = TrainingStep(model, Objective.from_config(config.loss, config.model))
     found: Series = {"loss": [], "grad_norm": [], "held_out": []}
     for number in range(config.train.num_steps):
         totals = step.forward_backward(loader.batches(number))
@@ -147,7 +147,7 @@ def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
         found["grad_norm"].append(rounded(update.grad_norm))
     held_out = loader.held_out()
     assert held_out is not None
-    judge = TrainingStep(replace(model, config=exact), Objective.from_config(exact.loss, exact.model.mtp_depths))
+    judge = TrainingStep(replace(model, config=exact), Objective.from_config(exact.loss, exact.model))
     terms = [judge.forward_backward(one).terms["main"] for one in itertools.islice(held_out.batches(), HELD_OUT_PASSES)]
     found["held_out"] = [rounded(sum(one.numerator for one in terms) / sum(one.denominator for one in terms))]
     return found

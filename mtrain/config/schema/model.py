@@ -5,8 +5,7 @@ Every knob here is read by our own code; a few other fields of Megatron-Core's T
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, assert_never
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,28 +16,9 @@ from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.global_attention import GlobalAttentionSection
 from mtrain.config.schema.latent_attention import LatentAttentionSection
 from mtrain.config.schema.mamba import OF_TWO_SUBLAYERS, MambaSection, broken_rules_of_pattern
+from mtrain.config.schema.output import AnyOutput, HeadOutput, TokenOutput
 from mtrain.config.schema.rope import RopeSection
 from mtrain.config.schema.section import Section, rule
-
-
-@dataclass(frozen=True)
-class TokenOutput:
-    """Output of a model that predicts tokens."""
-
-    is_tied: bool
-    """Whether the output layer shares the table of the embeddings."""
-
-
-@dataclass(frozen=True)
-class HeadOutput:
-    """Output of a model that judges sequences: one matrix without a bias, in the place of the output layer."""
-
-    num_labels: int
-    """Number of rows of the matrix."""
-
-
-AnyOutput: TypeAlias = TokenOutput | HeadOutput
-"""Output of a model; code that depends on it matches on these classes."""
 
 
 class ModelSection(Section):
@@ -212,25 +192,24 @@ class ModelSection(Section):
         return self.model_copy(update=sizes)
 
     @property
+    def head(self) -> HeadOutput | None:
+        """Returns the head that judges sequences; None where the model predicts tokens."""
+        return None if self.num_labels is None else HeadOutput(self.num_labels)
+
+    @property
     def output(self) -> AnyOutput:
-        """Returns the output of the model."""
-        return TokenOutput(self.tied_embeddings) if self.num_labels is None else HeadOutput(self.num_labels)
+        """Returns what ends the model."""
+        return TokenOutput(self.vocab_size, self.tied_embeddings) if self.head is None else self.head
 
     @property
-    def ties_output(self) -> bool:
-        """Says whether the output layer shares the table of the embeddings; a head never does."""
-        return self.output == TokenOutput(is_tied=True)
+    def num_predictions(self) -> int:
+        """Returns how many tokens each position predicts: the next one, and those further ahead."""
+        return 1 + self.mtp_depths
 
     @property
-    def output_rows(self) -> int:
-        """Returns the number of outputs a token, without padding."""
-        match self.output:
-            case TokenOutput():
-                return self.vocab_size
-            case HeadOutput(num_labels):
-                return num_labels
-            case _ as never:
-                assert_never(never)
+    def layers_ahead(self) -> list[int]:
+        """Returns, for each token further ahead, the layer that its own is like: the last one, counted from 0."""
+        return [self.num_layers - 1] * self.mtp_depths
 
     @property
     def is_gated(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal, assert_never
 from mtrain.base.errors import DataError
 from mtrain.config.extras import key_and_width
 from mtrain.config.schema.data import SftSection
+from mtrain.config.schema.output import HeadOutput
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
@@ -53,7 +54,7 @@ def source_encoder(
     section: SftSection,
     tokenizer: Tokenizer,
     compares: Literal["pairs", "answers"] | None,
-    num_labels: int | None = None,
+    head: HeadOutput | None = None,
     is_number: bool = False,
 ) -> SampleEncoder:
     """Builds the encoder of a source's records; as cheap as `encoder_of`.
@@ -62,7 +63,7 @@ def source_encoder(
         section: The section `data.*` of the configuration.
         tokenizer: Tokenizer that `data.tokenizer` names.
         compares: Form of a record where answers are compared; None where a record is one sequence.
-        num_labels: Number of labels of the head that judges sequences; None without a head.
+        head: Head that judges sequences; None without one.
         is_number: Whether labels are any numbers, and no classes.
 
     Raises:
@@ -71,8 +72,8 @@ def source_encoder(
     encoder = encoder_of(section, tokenizer)
     ignored = frozenset(section.ignore_keys)
     if compares is not None:
-        return PreferenceEncoder(encoder, compares, ignored, is_judged=num_labels is not None)
-    return encoder if num_labels is None else LabelEncoder(encoder, num_labels, ignored, is_number)
+        return PreferenceEncoder(encoder, compares, ignored, is_judged=head is not None)
+    return encoder if head is None else LabelEncoder(encoder, head, ignored, is_number)
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:

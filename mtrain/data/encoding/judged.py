@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mtrain.base.errors import DataError
+from mtrain.config.schema.output import HeadOutput
 from mtrain.data.encoding.checks import check_keys
 from mtrain.data.samples.sample import TokenizedSample
 
@@ -53,17 +54,17 @@ def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
 class LabelEncoder:
     """Encoder of a sequence with its class or number: a record has `label`, next to any form of a single sequence."""
 
-    def __init__(self, encoders: _SequenceEncoders, num_labels: int, ignored: Set[str], is_number: bool) -> None:
+    def __init__(self, encoders: _SequenceEncoders, head: HeadOutput, ignored: Set[str], is_number: bool) -> None:
         """
         Args:
             encoders: Encoder of single sequences.
-            num_labels: Number of classes.
+            head: Head of the model, with a row a class.
             ignored: Unknown keys that are dropped on purpose.
             is_number: Whether a label is any number, and no class: it then is the one extra of every token.
         """
-        self._encoders, self._num_labels, self._ignored = encoders, num_labels, ignored
+        self._encoders, self._head, self._ignored = encoders, head, ignored
         self._is_number = is_number
-        form = "a number" if is_number else f"{num_labels} labels"
+        form = "a number" if is_number else f"{head.rows} labels"
         self.fingerprint = f"{encoders.fingerprint} {form} {_VERSION}"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
@@ -74,10 +75,10 @@ class LabelEncoder:
         if self._is_number:
             found = judged(self._sequence(rest))
             return replace(found, extras=np.full((len(found.ids), 1), _number(label), np.float32))
-        if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < self._num_labels:
+        if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < self._head.rows:
             raise DataError(
-                f"'label' is {label!r:.40}, but must be the number of a class, 0 to {self._num_labels - 1} "
-                f"(model.num_labels={self._num_labels}); change it"
+                f"'label' is {label!r:.40}, but must be the number of a class, 0 to {self._head.rows - 1} "
+                f"({self._head}); change it"
             )
         return judged(self._sequence(rest), label)
 

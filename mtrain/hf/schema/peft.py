@@ -84,8 +84,8 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     Raises:
         DataError: PEFT has no form for a target in this family.
     """
-    if model.num_labels is not None:
-        matrix = AdaptedMatrix(OUTPUT, _HEAD, model.num_labels, model.hidden_size, is_replicated=True)
+    if model.head is not None:
+        matrix = AdaptedMatrix(OUTPUT, _HEAD, model.head.rows, model.hidden_size, is_replicated=True)
         (rule,) = _rules(family, model, HEAD, -1)
         shape = (matrix.rows, matrix.columns)
         yield PeftTensor(f"{_ROOT}{rule.parts[0].name}", HEAD, shape, _HEAD, matrix)
@@ -318,7 +318,7 @@ def differences(config: Mapping[str, Any], family: Family, model: ModelSection, 
             found.append(f"{key}={config.get(key, False)}, but {ours}")
     for key, value in config.items():
         # an unknown setting may change the meaning of the tensors, unless it is off
-        if key == "modules_to_save" and model.num_labels is not None and _CLASSIFIERS.issuperset(value or ()):
+        if key == "modules_to_save" and model.head is not None and _CLASSIFIERS.issuperset(value or ()):
             continue
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
         if key not in _OURS | _UNREAD and not is_plain:

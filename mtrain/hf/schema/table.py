@@ -354,8 +354,8 @@ def _scopes(model: ModelSection, stacked: bool) -> Iterator[_Scope]:
     yield _Scope("", "", -1, -1, {})
     for layer in range(model.num_layers):
         yield _Scope(_LAYERS, "." if stacked else f".{layer}.", layer, layer, {"L": layer} if stacked else {})
-    for depth in range(model.mtp_depths):
-        yield _Scope(_DEPTHS, f".{depth}.", model.num_layers + depth, model.num_layers - 1, {})
+    for depth, like in enumerate(model.layers_ahead):
+        yield _Scope(_DEPTHS, f".{depth}.", model.num_layers + depth, like, {})
 
 
 def _prefix(key: str) -> str:

@@ -178,11 +178,8 @@ def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
         ConfigError: Layers of TransformerEngine keep no such cache, and the output of experts with a capacity would
             depend on which tokens are read together.
     """
-    if model.num_labels is not None:
-        raise ConfigError(
-            f"model.num_labels={model.num_labels} is a head, which writes no text; generate with the model that "
-            "it was put on"
-        )
+    if model.head is not None:
+        raise ConfigError(f"{model.head} is a head, which writes no text; generate with the model that it was put on")
     experts = model.experts
     if experts is not None and experts.capacity_factor is not None:
         raise ConfigError(

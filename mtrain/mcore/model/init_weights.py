@@ -20,7 +20,7 @@ from torch import Tensor
 from mtrain.base.background import mapped
 from mtrain.base.environment import cores_of_rank
 from mtrain.config import Config
-from mtrain.config.schema.model import HeadOutput, ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
 from mtrain.mcore.model.attention.mamba.layer import first_step_biases
@@ -81,7 +81,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         transformed = _of_heads(name, config.model)
         if name.endswith(_ZERO) or (len(shape) < 2 and transformed is None):
             continue
-        if name == "output_layer.weight" and config.model.ties_output:
+        if name == "output_layer.weight" and config.model.output.is_tied:
             # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
             # broadcast.
             name = _EMBEDDING
@@ -127,7 +127,7 @@ def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, s
 
 def _may_lack(name: str, model: ModelSection) -> bool:
     """Says whether files of a language model lack the parameter."""
-    is_head = isinstance(model.output, HeadOutput) and name == "output_layer.weight"
+    is_head = model.head is not None and name == "output_layer.weight"
     return is_head or name.endswith((LORA_A, _EMBEDDING_B))
 
 

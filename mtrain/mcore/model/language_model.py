@@ -18,7 +18,8 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from mtrain.config.schema.model import HeadOutput, ModelSection, TokenOutput
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.data.batch import MtpTargets
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, local_frequencies
@@ -73,8 +74,8 @@ class LanguageModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = vp_stage
         self.pre_process, self.post_process = stage == 0, stage == layout.num_stages - 1
-        self.mtp_process = self.post_process and model.mtp_depths > 0
-        self.share_embeddings_and_output_weights = model.ties_output
+        self.mtp_process = self.post_process and bool(model.layers_ahead)
+        self.share_embeddings_and_output_weights = model.output.is_tied
         rows = padded_vocab_size(model, layout.tp)
         if self.pre_process or self.mtp_process:
             # it wants the length for learned positions, which no model here has
@@ -103,14 +104,14 @@ class LanguageModel(LanguageModule):
             if hasattr(module, "finish_init"):
                 module.finish_init(None)
 
-    def _output(self, model: ModelSection, rows: int) -> OutputLayer | ScoreHead:
+    def _output(self, model: ModelSection, padded: int) -> OutputLayer | ScoreHead:
         match model.output:
             case TokenOutput():
                 # a stage that has the embeddings, too, multiplies by these
-                has_table = model.ties_output and hasattr(self, "embedding")
-                return OutputLayer(self.config, rows, self.tp_group, has_table, model.logit_softcap)
-            case HeadOutput(num_labels):
-                return ScoreHead(self.config, num_labels, self.tp_group)
+                has_table = model.output.is_tied and hasattr(self, "embedding")
+                return OutputLayer(self.config, padded, self.tp_group, has_table, model.logit_softcap)
+            case HeadOutput(rows):
+                return ScoreHead(self.config, rows, self.tp_group)
             case _ as never:
                 assert_never(never)
 

@@ -102,22 +102,22 @@ class ScoreHead(MegatronModule):
 
     softcap = None
 
-    def __init__(self, config: TransformerConfig, num_labels: int, tp: dist.ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, rows: int, tp: dist.ProcessGroup) -> None:
         """
         Args:
             config: Configuration of the model.
-            num_labels: Number of outputs per position.
+            rows: Number of outputs per position.
             tp: Group of the ranks that hold the same matrix.
         """
         super().__init__(config=config)
-        self.weight = torch.nn.Parameter(torch.zeros(num_labels, config.hidden_size, dtype=config.params_dtype))
-        self.output_size_per_partition = num_labels
+        self.weight = torch.nn.Parameter(torch.zeros(rows, config.hidden_size, dtype=config.params_dtype))
+        self.output_size_per_partition = rows
         self._tp = tp
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, as_operands: bool = False
     ) -> tuple[Tensor, None] | Operands:
-        """Returns [seq, batch, num_labels] and no bias, or the operands; one all-gather over TP under sp."""
+        """Returns [seq, batch, rows] and no bias, or the operands; one all-gather over TP under sp."""
         assert weight is None, "a head shares its matrix with nothing"
         if self.config.sequence_parallel:
             # Unlike the output layer, whose ranks have a part of the gradient each: here each has all of it, and in

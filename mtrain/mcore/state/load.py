@@ -23,7 +23,7 @@ from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, T
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
-from mtrain.config.schema.model import ModelSection, TokenOutput
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed import rng
 from mtrain.mcore.distributed.groups import Groups, seed_generators
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
@@ -292,14 +292,13 @@ def read_weights(
 
 def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
     """Says whether the model has a head and the weights are a language model's; reports it on the first rank."""
-    output = model.output
-    if isinstance(output, TokenOutput):
+    if model.head is None:
         return False
     there = saved.tensors.get(key)  # a tied table has no tensor of its own
-    if there is not None and (there.shape[0] == output.num_labels or there.shape[0] < model.vocab_size):
+    if there is not None and (there.shape[0] == model.head.rows or there.shape[0] < model.vocab_size):
         return False
     if dist.get_rank() == 0:
-        _log.warning("%s has no head: that of model.num_labels=%d begins at random", saved.folder, output.num_labels)
+        _log.warning("%s has no head: that of %s begins at random", saved.folder, model.head)
     return True
 
 

@@ -27,7 +27,6 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.megatron_checkpoint import check_format, check_run_config
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.model import HeadOutput
 from mtrain.hf.io.peft import PeftFolder
 from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.schema.registry import family_of_run
@@ -68,7 +67,7 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
 
     def may_be_left(key: str) -> bool:
         # a run without depths may start from a model that has them
-        return config.model.mtp_depths == 0 and key.startswith(_DEPTHS)
+        return not config.model.layers_ahead and key.startswith(_DEPTHS)
 
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
     # global names are the keys here: the source converts names and axes as it reads
@@ -238,7 +237,7 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
     """
     check_entry(entry, config.model)
     saved = CheckpointTensors(entry.path)
-    table = None if isinstance(config.model.output, HeadOutput) else _table(config)
+    table = _table(config) if config.model.head is None else None
     if table is None:
         return
     naming = Naming(saved, main=True)
@@ -260,7 +259,7 @@ def check_megatron_weights(folder: Path, config: Config) -> None:
     """
     check_run_config(folder, config.model)
     saved = CheckpointTensors(folder)
-    table = None if isinstance(config.model.output, HeadOutput) else _table(config)
+    table = _table(config) if config.model.head is None else None
     if table is None:
         return
     theirs = keys_by_our_names(saved)

@@ -134,14 +134,14 @@ def _stages(work: Workload) -> list[_Stage]:
     model, layout = work.config.model, work.layout
     of_layers, before = _kinds(model)
     costs = {kind: layer_cost(work, kind) for kind in before}
-    logits = logits_seconds(work) * (1 + model.mtp_depths)
+    logits = logits_seconds(work) * model.num_predictions
     ends = list(accumulate(layout.layers_per_stage(model.num_layers), initial=0))
     found = []
     for pp_rank in range(layout.pp):
         own = [layout.stage(pp_rank, chunk) for chunk in range(layout.vpp)]
         held = {kind: sum(of[ends[each + 1]] - of[ends[each]] for each in own) for kind, of in before.items()}
         if pp_rank == layout.pp - 1:
-            held[of_layers[-1]] += model.mtp_depths
+            held[of_layers[-1]] += len(model.layers_ahead)
         stage, total = _Stage(), sum(held.values())
         for kind, count in held.items():
             _add(stage, work, costs[kind], count, count / total * _num_again(work, total))

@@ -324,8 +324,8 @@ def vocab_parallel(local: Tensor, model: ModelSection, groups: Groups) -> VocabP
         model: Architecture with the real size of the vocabulary.
         groups: Process groups, among them the group that holds the other columns.
     """
-    if model.num_labels is not None:  # a head, which every rank has whole
-        return VocabParallelLogits(local, None, 0, model.num_labels)
+    if model.head is not None:  # every rank has it whole
+        return VocabParallelLogits(local, None, 0, model.head.rows)
     # the padded vocabulary is split evenly, so every rank has as many columns
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None

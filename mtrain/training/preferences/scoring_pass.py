@@ -178,7 +178,7 @@ def sequence_scores(
 
 def _values(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
     """Returns what each token adds to the score of its sequence, [batch, seq]."""
-    if config.model.num_labels is not None:
+    if config.model.head is not None:
         return head_values(logits, config.model, groups)
     return label_log_probs(logits, batch, config, groups)[0]
 

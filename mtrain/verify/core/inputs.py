@@ -55,7 +55,7 @@ def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
 def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
     sections: dict[str, TermSection] = {"main": config.loss, **config.loss.side_terms}
     found = {name: token_weights(rows.weights, rows.sample_weights, term) for name, term in sections.items()}
-    for depth in range(1, config.model.mtp_depths + 1):
+    for depth in range(1, config.model.num_predictions):
         found[f"mtp_{depth}"] = token_weights(rows.ahead(depth).weights, rows.sample_weights, config.loss)
     return found
 

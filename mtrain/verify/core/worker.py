@@ -97,7 +97,7 @@ def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objecti
     Raises:
         ConfigError: The objective reads extras that only the user's data have.
     """
-    objective = Objective.from_config(config.loss, config.model.mtp_depths, config.model.num_labels is not None)
+    objective = Objective.from_config(config.loss, config.model)
     if missing := [name for name in objective.extras if name not in drawn_extras]:
         names = ", ".join(as_configured(missing))
         raise ConfigError(

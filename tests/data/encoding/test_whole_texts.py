@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from trl.data_utils import common_prefix_length
 
 from mtrain.config.schema.data import SftSection
+from mtrain.config.schema.output import HeadOutput
 from mtrain.data.encoding.encoder import source_encoder
 from mtrain.tokenizer import load_tokenizer
 from tests.hf.tokenizer.folders import NAMES, trained, written
@@ -36,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def encoded(folder: Path, record: dict[str, Any], **more: Any) -> list[tuple[list[int], list[float]]]:
     section = SftSection(kind="sft", seq_length=64, train=[{"path": "x"}], tokenizer=str(folder), format=more["form"])
-    encoder = source_encoder(section, load_tokenizer(folder), more.get("compares"), more.get("labels"))
+    encoder = source_encoder(section, load_tokenizer(folder), more.get("compares"), more.get("head"))
     found = encoder.encode(record)
     samples = found if isinstance(found, tuple) else (found,)
     return [(each.ids.tolist(), each.loss_weights.tolist()) for each in samples]
@@ -57,10 +58,10 @@ def test_texts_that_are_compared_are_those_of_trl(folder: Path, prompt: str, cho
     assert encoded(folder, answer, form="unpaired_preference", compares="answers") == [
         (wholes[0], [0.0] * start + [1.0] * (len(wholes[0]) - start))
     ]
-    judged = encoded(folder, record, form="preference", compares="pairs", labels=1)
+    judged = encoded(folder, record, form="preference", compares="pairs", head=HeadOutput(1))
     assert [ids[:-1] for ids, _ in judged] == wholes, "as RewardTrainer has them"
     labelled = {"prompt": prompt, "response": chosen, "label": 1}
-    assert [ids[:-1] for ids, _ in encoded(folder, labelled, form="auto", labels=2)] == wholes[:1]
+    assert [ids[:-1] for ids, _ in encoded(folder, labelled, form="auto", head=HeadOutput(2))] == wholes[:1]
 
 
 def test_a_text_that_holds_its_prompt_is_not_cut(folder: Path) -> None:

@@ -105,7 +105,7 @@ def build(groups: Groups, config: Config) -> Parts:
     """Builds model, optimizer and step on the initial weights."""
     chunks = build_model(config, groups)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
-    return Parts(model, TrainingStep(model, Objective.from_config(config.loss, config.model.mtp_depths)))
+    return Parts(model, TrainingStep(model, Objective.from_config(config.loss, config.model)))
 
 
 def train(

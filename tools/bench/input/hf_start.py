@@ -51,7 +51,7 @@ class Speed(NamedTuple):
 
 def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Speed:
     """Measures the three contenders in turn."""
-    objective = Objective.from_config(config.loss, config.model.mtp_depths)
+    objective = Objective.from_config(config.loss, config.model)
     parts = build_parts(config, groups, objective, weights_follow=True)
     num_bytes = sum(each.numel() for chunk in parts.model.chunks for each in chunk.parameters()) * 2
     read = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)

@@ -60,7 +60,7 @@ def one_rank(bench: Bench) -> Iterator[Groups]:
 
 def ours(bench: Bench, config: Config, groups: Groups) -> Contender:
     """Builds a step as `mtrain train` runs it; rows are read once."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
+    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
     batches, training = StepLoader(config, 0, 1).batches(0), parts.training
     opened: list[Any] = []
 

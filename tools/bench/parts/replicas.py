@@ -57,7 +57,7 @@ def config_of(hidden_size: int, num_layers: int) -> Config:
 
 def measure(groups: Groups, config: Config, num_rounds: int) -> Cost:
     """Measures steps and checks in turn."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
+    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     check, steps, checks = ReplicaCheck(groups), [], []
     for number in range(num_rounds + 1):

@@ -46,7 +46,7 @@ class Speed(NamedTuple):
 
 def measure(groups: Groups, config: Config, num_rounds: int) -> Speed:
     """Measures the three in turn; planning is part of a sync."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model.mtp_depths))
+    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
 
     def stream(everywhere: bool) -> Iterable[tuple[str, Tensor]]:
         planned = HfTensors(parts.model, "merged")

@@ -20,12 +20,12 @@ KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 def untied(model: ModelSection, layer: int) -> bool:
     """Says whether the output layer has a table of its own."""
-    return not model.tied_embeddings and model.num_labels is None
+    return model.output.has_table
 
 
 def has_head(model: ModelSection, layer: int) -> bool:
     """Says whether a head replaces the output layer."""
-    return model.num_labels is not None
+    return model.head is not None
 
 
 def has_qkv_bias(model: ModelSection, layer: int) -> bool:

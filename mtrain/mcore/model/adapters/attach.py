@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.model import HeadOutput, ModelSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MODULE, Adapter
 from mtrain.mcore.model.adapters.experts import ExpertAdapter, add_to_stack
 from mtrain.mcore.model.adapters.linear import (
@@ -106,7 +106,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
             builder.adapt_table(model.embedding)
     for layer in model.decoder.layers:
         builder.inside(layer)
-    if model.post_process and isinstance(section.output, HeadOutput):
+    if model.post_process and model.learned_whole:
         model.output_layer.requires_grad_(True)
     elif model.post_process and "output" in adapter.parts:
         builder.adapt_output(model)

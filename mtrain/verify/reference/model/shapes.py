@@ -36,7 +36,7 @@ def has_network(model: ModelSection, layer: int) -> bool:
 def layers(model: ModelSection) -> dict[str, int]:
     """Returns the number of each transformer layer by name; layers that predict ahead have that of the last one."""
     own = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
-    ahead = {f"mtp.layers.{depth}.transformer_layer": model.num_layers - 1 for depth in range(model.mtp_depths)}
+    ahead = {f"mtp.layers.{depth}.transformer_layer": like for depth, like in enumerate(model.layers_ahead)}
     return own | ahead
 
 
