@@ -26,8 +26,8 @@ from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
-from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
-from mtrain.mcore.model.attention.mamba.layer import MambaMixer
+from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
+from mtrain.mcore.model.attention.mamba import MambaMixer
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer

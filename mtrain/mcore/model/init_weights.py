@@ -23,7 +23,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
-from mtrain.mcore.model.attention.mamba.layer import first_step_biases
+from mtrain.mcore.model.attention.mamba import first_step_biases
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
 

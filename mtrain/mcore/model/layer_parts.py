@@ -24,11 +24,11 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.megatron import feed_forward_spec
 from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
-from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
+from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
 from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.global_attention import GlobalAttention, NormedValueAttention
-from mtrain.mcore.model.attention.mamba.layer import MambaMixer
+from mtrain.mcore.model.attention.mamba import MambaMixer
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention

@@ -11,7 +11,7 @@ from mtrain.plan.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPar
 from mtrain.plan.layout import Layout
 
 _CHUNK = 64
-"""Tokens of a chunk of the delta rule (mtrain/mcore/model/attention/delta_net/core.py)."""
+"""Tokens of a chunk of the delta rule (mtrain/mcore/model/attention/delta_net.py)."""
 _KEPT_OF_OUTPUT, _KEPT_OF_RATES = 6, 6
 """Tensors as wide as the output, and as the value heads, that the backward pass needs."""
 

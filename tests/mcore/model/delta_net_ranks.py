@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.delta_net.layer import GatedDeltaNet
-from mtrain.mcore.model.attention.mamba.layer import MambaMixer
+from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
+from mtrain.mcore.model.attention.mamba import MambaMixer
 from mtrain.mcore.model.transformer_config import as_it_is
 
 

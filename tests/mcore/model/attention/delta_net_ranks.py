@@ -12,8 +12,8 @@ from mtrain.config.schema.layout import CpComm
 from mtrain.data.zigzag import zigzag_index
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.cache import CachedPass, remembering
-from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
-from mtrain.mcore.model.attention.mamba.core import MambaCore
+from mtrain.mcore.model.attention.delta_net import DeltaNetCore
+from mtrain.mcore.model.attention.mamba import MambaCore
 from mtrain.mcore.model.attention.recurrent.core import Heads, RecurrentCore
 from mtrain.mcore.model.transformer_config import CP_COMM_TYPES
 

@@ -17,11 +17,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from mtrain.mcore.model.attention.delta_net import rule as delta
-from mtrain.mcore.model.attention.delta_net.rule import delta_rule
-from mtrain.mcore.model.attention.mamba import core as mamba
+from mtrain.mcore.model.attention import delta_net as delta
+from mtrain.mcore.model.attention import mamba
+from mtrain.mcore.model.attention.delta_net import delta_rule
 from mtrain.mcore.model.attention.recurrent import chunks
-from mtrain.mcore.model.attention.recurrent.convolution import causal_convolution
+from mtrain.mcore.model.attention.recurrent.core import causal_convolution
 from tests.mcore.model.attention.recurrence import KERNEL, Documents, Inputs, convolved, inputs, one_by_one, starts_of
 
 

@@ -9,6 +9,7 @@ nothing. The convolution needs the last inputs of the part before, which are col
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,108 @@ from torch.nn import functional
 from mtrain.mcore.model.attention.cache import CachedPass, Remembering
 from mtrain.mcore.model.attention.exchange import row_order, to_heads, to_sequence
 from mtrain.mcore.model.attention.recurrent.chunks import Chunks, Projected, applied, transition
-from mtrain.mcore.model.attention.recurrent.convolution import causal_convolution
-from mtrain.mcore.model.attention.recurrent.memory import Memory
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    document_starts: Tensor | None = None,
+    state: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolves every channel and applies silu; what is before a token's document counts as 0.
+
+    Args:
+        x: [seq, batch, channels].
+        weight: [channels, kernel]; the last column is that of the token itself.
+        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
+            negative: before that. None: no document starts after the first token.
+        state: [kernel - 1, batch, channels] inputs before the first token; None: 0.
+        bias: [channels] added before silu; None: 0.
+
+    Returns:
+        Outputs in the shape and dtype of x, and the last kernel - 1 inputs.
+    """
+    seq, kernel = len(x), weight.shape[1]
+    before = x.new_zeros(kernel - 1, *x.shape[1:]) if state is None else state
+    inputs = torch.cat((before, x))
+    # summed in float32, as kernels for half precision do
+    taps = weight.to(torch.promote_types(weight.dtype, torch.float32)).unbind(1)
+    total = x * taps[-1] if bias is None else torch.addcmul(bias.to(taps[-1].dtype), x, taps[-1])
+    places = torch.arange(seq, device=x.device)
+    for back in range(1, kernel):
+        # masked after the product: backward then needs the inputs only, of which this is a view
+        product = inputs[kernel - 1 - back : kernel - 1 - back + seq] * taps[kernel - 1 - back]
+        if document_starts is not None:
+            is_inside = document_starts.to(x.device) <= places - back
+            product = torch.where(is_inside.T.unsqueeze(-1), product, 0)
+        total = total + product
+    return functional.silu(total.to(x.dtype)), inputs[seq:]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a pass are if each sequence has a row of its own, of which tokens are the last."""
+
+    sequences: Tensor
+    """[rows] sequence of each row."""
+    row: Tensor
+    """[tokens] row of each token."""
+    place: Tensor
+    """[tokens] its index in the row."""
+    length: int
+    """Length of the rows."""
+
+    def as_rows(self, tokens: Tensor) -> Tensor:
+        """[tokens, 1, ...] -> [length, rows, ...]. Zeros fill the rows in front, as what is before a sequence."""
+        rows = tokens.new_zeros(self.length, len(self.sequences), *tokens.shape[2:])
+        rows[self.place, self.row] = tokens[:, 0]
+        return rows
+
+    def as_tokens(self, rows: Tensor) -> Tensor:
+        """[length, rows, ...] -> [tokens, 1, ...]."""
+        return rows[self.place, self.row].unsqueeze(1)
+
+
+class Memory:
+    """The convolution's last inputs and the state of each sequence, of one layer on this rank."""
+
+    def __init__(self, reading: CachedPass) -> None:
+        self._reading = reading
+        self._window: Tensor | None = None
+        """[kernel - 1, sequences, channels]"""
+        self._state: Tensor | None = None
+        """[sequences, value_heads, key_dim, value_dim]"""
+
+    def places(self) -> Places:
+        """Returns the places of the tokens of this pass."""
+        reading = self._reading
+        sequences, row, counts = torch.unique(reading.sequences, return_inverse=True, return_counts=True)
+        if not reading.of_prompts:  # one token each; those that only pad a row share one
+            return Places(sequences, row, torch.zeros_like(row), 1)
+        length = int(counts.max())
+        return Places(sequences, row, length - counts[row] + reading.positions, length)
+
+    def window(self, places: Places) -> Tensor | None:
+        """Returns the inputs before the tokens, [kernel - 1, rows, channels]; None: sequences begin here."""
+        if self._reading.of_prompts or self._window is None:
+            return None
+        return self._window[:, places.sequences]
+
+    def state(self, places: Places) -> Tensor | None:
+        """Returns the states before the tokens, [rows, value_heads, key_dim, value_dim]; None: sequences begin here."""
+        if self._reading.of_prompts or self._state is None:
+            return None
+        return self._state[places.sequences]
+
+    def keep(self, places: Places, window: Tensor, state: Tensor) -> None:
+        """Keeps what is after the tokens, in the shapes of `window` and `state`."""
+        count = self._reading.capacity[0]
+        if self._window is None or self._state is None:
+            self._window = window.new_zeros(len(window), count, *window.shape[2:])
+            self._state = state.new_zeros(count, *state.shape[1:])
+        self._window[:, places.sequences] = window
+        self._state[places.sequences] = state
 
 
 class Heads(NamedTuple):

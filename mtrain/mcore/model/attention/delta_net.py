@@ -1,16 +1,28 @@
 """The gated delta net in the place of a layer's attention, on megatron-core's parallel linears.
 
+Each value head has a state S, [key_dim, value_dim]. A token with unit-length query q and key k, value v, log decay g
+and step beta decays it, corrects what it holds at k, and reads it at q:
+
+    S <- exp(g) S
+    S <- S + k (beta (v - S^T k))^T
+    output = S^T q / sqrt(key_dim)
+
+Rows are computed chunk by chunk. Inside a chunk the corrections are the solution of a triangular system, since each
+depends on those before it.
+
 One projection gives the queries, keys and values of the delta rule, a gate of its output, and the two numbers of each
 value head from which a token's decay and step follow. Its rows are grouped by key head, so that ranks of TP divide
 whole groups: each has a contiguous part of every parameter, under any tp, and communicates no more than attention does.
 The gated norm alone is the same on all ranks; each sees its own heads, so the norm's gradients are summed.
 
-Sources: Gated Delta Networks, arXiv 2412.06464; transformers, models/qwen3_next/modeling_qwen3_next.py, for what
-Qwen3-Next makes of it; megatron-core's ssm/gated_delta_net.py for the names.
+Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, section 3.3; transformers,
+models/qwen3_next/modeling_qwen3_next.py, for what Qwen3-Next makes of it; megatron-core's ssm/gated_delta_net.py for
+the names.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,8 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.delta_net import DeltaNetSection
-from mtrain.mcore.model.attention.delta_net.core import DeltaNetCore
-from mtrain.mcore.model.attention.recurrent.core import Heads
+from mtrain.mcore.model.attention.recurrent.chunks import Chunks, Projected, applied, by_chunk, chunk_decays
+from mtrain.mcore.model.attention.recurrent.core import Heads, RecurrentCore
 from mtrain.mcore.model.attention.recurrent.parameters import (
     Convolution,
     device_of,
@@ -34,6 +46,64 @@ from mtrain.mcore.model.attention.recurrent.parameters import (
     output_projection,
 )
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
+
+EPSILON = 1e-6
+"""Added to the squared length of a query or key before it is divided by its length."""
+
+
+def delta_rule(
+    tokens: Projected, document_starts: Tensor | None = None, chunk: int = 64, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Applies the gated delta rule to every row.
+
+    Args:
+        tokens: Queries, keys, values, log decays and steps.
+        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
+            negative: before that. None: no document starts after the first token.
+        chunk: Tokens of a chunk.
+        state: [batch, value_heads, key_dim, value_dim] before the first token; None: 0.
+
+    Returns:
+        Outputs in the shape and dtype of value, and the state after the last token.
+    """
+    return applied(row_chunks(tokens, document_starts, chunk), tokens.value, state)
+
+
+def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
+    """Solves every chunk for a state that is not known yet; the arguments are those of `delta_rule`."""
+    seq, _, heads, key_dim = tokens.key.shape
+    chunk = min(chunk, seq)
+    query, key, value, log_decay, beta = (by_chunk(part, heads, chunk) for part in tokens)
+    query, key = _unit(query) / math.sqrt(key_dim), _unit(key)
+    decays, from_start = chunk_decays(log_decay, document_starts, seq)
+    beta = beta.unsqueeze(-1)
+    # corrections + (part below the diagonal) corrections = beta (v - what the state at the start holds)
+    system = beta * (key @ key.mT) * decays
+    sides = torch.cat((beta * value, beta * from_start.unsqueeze(-1) * key), dim=-1)
+    # the diagonal is taken as 1 and what is above it as 0, without a look
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, erasing = torch.split(solved, [value.shape[-1], key_dim], dim=-1)
+    return Chunks(
+        values=values,
+        erasing=erasing,
+        reading=from_start.unsqueeze(-1) * query,
+        attention=(query @ key.mT) * decays,
+        # the last row has the decays from each token to the end of the chunk
+        writing=decays[..., -1, :].unsqueeze(-1) * key,
+        decay=from_start[..., -1][..., None, None],
+    )
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
+
+
+class DeltaNetCore(RecurrentCore):
+    """What replaces core attention in a delta net."""
+
+    def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
+        """Solves the chunks of rows by the delta rule."""
+        return row_chunks(tokens, document_starts, self.chunk)
 
 
 class GatedDeltaNet(MegatronModule):

@@ -1,12 +1,21 @@
 """Mamba-2 in the place of a layer's attention, on megatron-core's parallel linears.
 
+Each head has a state S, [state_dim, head_dim]; the heads of a group share a key B and a query C. A token with input x,
+log decay g and step d decays the state, adds to it, and reads it:
+
+    S <- exp(g) S + d B x^T
+    output = S^T C
+
+Unlike in the delta rule, what a token adds does not depend on the state, so a chunk needs sums alone.
+
 One projection gives what a token writes (inputs and B), what it reads with (C), a gate of the output, and the step of
 each head. Its rows are grouped by group of heads, so that ranks of TP divide whole groups: each has a contiguous part
 of every parameter, under any tp, and communicates no more than attention does. The norm is of each group, so that it
 needs no other rank.
 
-Sources: Mamba-2, arXiv 2405.21060; transformers, models/nemotron_h/modeling_nemotron_h.py, for what Nemotron-H makes
-of it; megatron-core's ssm/mamba_mixer.py for the names.
+Sources: Dao, Gu, "Transformers are SSMs", 2024, arXiv 2405.21060, section 6; transformers,
+models/nemotron_h/modeling_nemotron_h.py, for what Nemotron-H makes of it; megatron-core's ssm/mamba_mixer.py for the
+names.
 """
 
 from __future__ import annotations
@@ -24,8 +33,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain.config.schema.mamba import MambaSection
-from mtrain.mcore.model.attention.mamba.core import MambaCore
-from mtrain.mcore.model.attention.recurrent.core import Heads
+from mtrain.mcore.model.attention.recurrent.chunks import Chunks, Projected, by_chunk, chunk_decays
+from mtrain.mcore.model.attention.recurrent.core import Heads, RecurrentCore
 from mtrain.mcore.model.attention.recurrent.parameters import (
     Convolution,
     divided_parameter,
@@ -33,6 +42,37 @@ from mtrain.mcore.model.attention.recurrent.parameters import (
     output_projection,
 )
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
+
+
+class MambaCore(RecurrentCore):
+    """What replaces core attention in Mamba-2; a group of heads is a key head, whose key is B and whose query is C."""
+
+    def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
+        """Sums the chunks of rows by the rule of Mamba-2."""
+        return row_chunks(tokens, document_starts, self.chunk)
+
+
+def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
+    """Sums what the tokens of every chunk add to a state that is not known yet.
+
+    Args:
+        tokens: Queries C, keys B, values x, log decays and steps.
+        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
+            negative: before that. None: no document starts after the first token.
+        chunk: Number of tokens of a chunk.
+    """
+    seq, _, groups, _ = tokens.key.shape
+    query, key, value, log_decay, step = (by_chunk(part, groups, min(chunk, seq)) for part in tokens)
+    decays, from_start = chunk_decays(log_decay, document_starts, seq)
+    return Chunks(
+        values=step.unsqueeze(-1) * value,
+        erasing=None,
+        reading=from_start.unsqueeze(-1) * query,
+        attention=(query @ key.mT) * decays,
+        # the last row has the decays from each token to the end of the chunk
+        writing=decays[..., -1, :].unsqueeze(-1) * key,
+        decay=from_start[..., -1][..., None, None],
+    )
 
 
 class MambaMixer(MegatronModule):
