@@ -20,11 +20,10 @@ from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.loss import TermSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.samples.sample import Sample
-from mtrain.verify.reference.losses import cross_entropy
 from mtrain.verify.reference.model.experts import Routed
 from mtrain.verify.reference.model.shapes import LAYER_SCALAR, shapes_of
 from mtrain.verify.reference.model.transformer import Forward, Transformer
-from mtrain.verify.reference.objective import Evaluated, Scene, evaluated
+from mtrain.verify.reference.objective import Evaluated, Scene, cross_entropy, evaluated
 from mtrain.verify.reference.optimizer import exact_optimizer
 from mtrain.verify.reference.text import Rows
 from tests.parity.replay import replaying

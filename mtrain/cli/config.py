@@ -31,7 +31,7 @@ def config(arguments: _Arguments = None, schema: _Schema = False) -> None:
         from mtrain.base.errors import ConfigError
 
         if schema:
-            from mtrain.config.editor_schema import editor_schema
+            from mtrain.config.keys import editor_schema
 
             typer.echo(json.dumps(editor_schema(), indent=1))
             return

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.compare.page import comparison_page
+from mtrain.compare.report import comparison_page
 from mtrain.compare.runs import Comparison, compare_runs
 from mtrain.metrics.plot import distinct_names, load_curves
 from mtrain.metrics.record import StepRecord

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
-from mtrain.metrics.colours import curve_colour
 from mtrain.metrics.jsonl import read_records
 from mtrain.metrics.record import ChangeRecord, StepRecord, ValidRecord
+from mtrain.metrics.shown import curve_colour
 
 SMOOTH_ABOVE_STEPS = 100
 """Length above which a curve is drawn in a light tone under its running mean over a fiftieth of the steps."""

@@ -1,6 +1,8 @@
-"""Numbers of a record as people see them: console, `mtrain status` and pages take names and digits from here."""
+"""Numbers and curves as people see them: all that shows them takes names, digits and colours from here."""
 
 from __future__ import annotations
+
+import colorsys
 
 from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
 
@@ -58,3 +60,24 @@ def as_size(num_bytes: int) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
+SATURATION, LIGHTNESS = 0.75, 0.40
+"""Saturation and lightness of a curve on white paper: dark enough to be visible in every hue."""
+
+
+def curve_hue(slot: int) -> int:
+    """Returns the hue of a curve, in degrees.
+
+    Hues differ by the golden angle: that works for any number of curves, and neighbours stay far apart.
+
+    Args:
+        slot: Index of the curve in its picture, from 0.
+    """
+    return round(215 + 137.508 * slot) % 360
+
+
+def curve_colour(slot: int) -> str:
+    """Returns the colour of a curve on white paper, as `#rrggbb`."""
+    channels = colorsys.hls_to_rgb(curve_hue(slot) / 360, LIGHTNESS, SATURATION)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)

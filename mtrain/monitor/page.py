@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from mtrain.metrics.record import MAIN_TERM, StepRecord, ValidRecord
 from mtrain.metrics.shown import as_duration, as_size
 from mtrain.monitor.history import RunHistory, read_history
-from mtrain.monitor.identity import identity_of
 from mtrain.monitor.state import RunState
 from mtrain.pages.charts import Curve, history_chart
 from mtrain.pages.html import render, write_page
@@ -22,6 +21,53 @@ from mtrain.runs.events import EventKind
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import goodput_of
 from mtrain.runs.starts import read_starts
+
+_MOST_PATHS = 3
+
+
+def identity_of(run: RunHistory) -> dict[str, str]:
+    """Returns what the head of the page says of a run; what its files do not tell is left out."""
+    keys = flat_keys(run.config) if run.config else {}
+    found = {"model": _model(keys), "data": _data(keys), "devices": _devices(run.environment)}
+    return {name: text for name, text in found.items() if text}
+
+
+def _model(keys: Mapping[str, Any]) -> str:
+    origin = keys.get("model.hf") or keys.get("checkpoint.initialize_from")
+    layers, width, words = (keys.get(f"model.{name}") for name in ("num_layers", "hidden_size", "vocab_size"))
+    parts = [f"from {origin}"] if origin else []
+    if layers and width and words:
+        parts.append(f"{layers} layers of width {width:,}, {words:,} tokens in the vocabulary")
+    if keys.get("model.experts.num_experts"):
+        parts.append(f"{keys['model.experts.num_experts']} experts, {keys.get('model.experts.top_k')} for a token")
+    if keys.get("adapter.rank"):
+        parts.append(f"{keys.get('adapter.kind')} of rank {keys['adapter.rank']}")
+    return "; ".join(parts)
+
+
+def _data(keys: Mapping[str, Any]) -> str:
+    if "data.kind" not in keys:
+        return ""
+    paths = [str(source["path"]) for source in keys.get("data.train") or [] if "path" in source]
+    parts = [str(keys["data.kind"])]
+    if paths:
+        more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+        parts.append(", ".join(PurePath(path).name for path in paths[:_MOST_PATHS]) + more)
+    if keys.get("data.seq_length") and keys.get("train.global_batch_size"):
+        unit = "packed rows" if keys.get("data.packing.batch") == "rows" else "samples"
+        parts.append(f"{keys['train.global_batch_size']:,} {unit} of up to {keys['data.seq_length']:,} tokens a step")
+    return "; ".join(parts)
+
+
+def _devices(environment: Mapping[str, str]) -> str:
+    ranks, device = environment.get("world_size"), environment.get("device")
+    if not ranks or not device:
+        return ""
+    processor = environment.get("gpu", "").removeprefix("none, ")
+    kind = f"CPU ({processor})" if device == "cpu" else processor or device
+    layout = environment.get("layout")
+    return f"{ranks} x {kind}" + (f", {layout}" if layout else "")
+
 
 _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from mtrain.metrics.colours import SATURATION, curve_hue
+from mtrain.metrics.shown import SATURATION, curve_hue
 
 WIDTH, VALUE_HEIGHT, DIFFERENCE_HEIGHT = 400, 200, 150
 """Sizes of charts in pixels, as all lengths here: at 72 dots per inch matplotlib's points are pixels."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 import mtrain
-from mtrain.config.editor_schema import editor_schema
+from mtrain.config.keys import editor_schema
 from mtrain.config.load import load_config
 from tests.cli.command_line import call
 from tests.config.samples import content

@@ -18,8 +18,7 @@ import pytest
 
 from mtrain.__main__ import main
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.compare.page import comparison_page
-from mtrain.compare.report import comparison_picture
+from mtrain.compare.report import comparison_page, comparison_picture
 from mtrain.compare.runs import Comparison, compare_runs, relative_difference
 from mtrain.metrics.record import StepRecord, TermRecord
 from mtrain.runs.changes import Change

@@ -55,8 +55,7 @@ def kubernetes(
     """Checks a run and writes its manifest, a ConfigMap and a JobSet, for `kubectl apply -f -`; loads no torch."""
     with one_message():
         from mtrain.base.files import disk_faults
-        from mtrain.launch.kubernetes.manifest import kubernetes_job, render
-        from mtrain.launch.kubernetes.options import KubernetesOptions, Volume
+        from mtrain.launch.kubernetes.manifest import KubernetesOptions, Volume, kubernetes_job, render
 
         pairs = [text.partition("=")[::2] for text in node_selector or ()]
         options = KubernetesOptions(

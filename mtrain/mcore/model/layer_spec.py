@@ -227,8 +227,10 @@ def transformer_engine_layer(model: ModelSection, layer: int) -> ModuleSpec:
 
     The norm that router and experts read is ours, and that before latent attention; so are router and dispatcher.
     """
-    from mtrain.mcore.model.attention.te_documents import DocumentAttention  # a subclass of TransformerEngine's
-    from mtrain.mcore.model.attention.te_mla import TransformerEngineLatentAttention
+    from mtrain.mcore.model.attention.te_attention import (
+        DocumentAttention,  # a subclass of TransformerEngine's
+        TransformerEngineLatentAttention,
+    )
 
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     modules = spec.submodules

@@ -20,8 +20,8 @@ from mtrain.plan.features.feature import RankParameters, hidden_local, once_a_mo
 from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
 from mtrain.plan.layout import most_microbatches
 from mtrain.plan.memory import own_share, trained_parameters
+from mtrain.plan.search.hardware import Group, Transfer, gathered, reduced, sent
 from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
-from mtrain.plan.search.links import Group, Transfer, gathered, reduced, sent
 
 UPDATE_BYTES = 30
 """Bytes read and written for each parameter that a rank updates: gradient, main weight, both moments, weight."""

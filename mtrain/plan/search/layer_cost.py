@@ -16,8 +16,7 @@ from mtrain.plan.features.feature import LayerPart, hidden_local
 from mtrain.plan.flops import num_attended_pairs, sees_everything
 from mtrain.plan.layout import Layout, most_microbatches
 from mtrain.plan.parameters import output_columns
-from mtrain.plan.search.hardware import Cluster
-from mtrain.plan.search.links import Group, Transfer, exchanged, gathered
+from mtrain.plan.search.hardware import Cluster, Group, Transfer, exchanged, gathered
 
 HALF_EFFICIENT = 160
 """Smallest dimension of a product at which half the efficiency is left: tiles of 128 x 256 elements fill a device

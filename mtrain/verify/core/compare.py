@@ -18,9 +18,8 @@ from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Toler
 from mtrain.verify.core.tolerances import amplified, update_tolerance
 from mtrain.verify.core.weights import TABLES, Arrays, Whole
 from mtrain.verify.core.worker import Outcome, disagreement
-from mtrain.verify.reference.adamw import Moments, Updated
 from mtrain.verify.reference.model.adapters import is_trained
-from mtrain.verify.reference.optimizer import exact_optimizer
+from mtrain.verify.reference.optimizer import Moments, Updated, exact_optimizer
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Smallest normal float32 number; keeps 0 / 0 out of the comparison of weights."""

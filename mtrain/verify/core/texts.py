@@ -24,10 +24,8 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, Sources
 from mtrain.tokenizer import Tokenizer
 from mtrain.verify.core.samples import HardBatch, SamplePlan
-from mtrain.verify.reference.answers import num_lines, objects, text_of
-from mtrain.verify.reference.corpus import RawCorpus
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
-from mtrain.verify.reference.text import Text
+from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, text_of
 
 _NUM_ORDERED = 4096
 """Number of samples whose order is checked, more than a few steps need."""

@@ -1,13 +1,191 @@
-"""Exact optimizer of a configuration."""
+"""Optimizers in float64 from their definitions, and the scale of their rounding in float32: AdamW, and Muon.
+
+Muon updates matrices, AdamW all other tensors. Where G is the clipped gradient of a matrix of R rows and C columns, m
+its moving mean, and mu the momentum:
+
+    m <- mu m + (1 - mu) G        U = (1 - mu) G + mu m, or m without Nesterov
+    X <- U / |U|                  |U|: the root of the sum of squares; 0 for 0
+    X <- a X + b (X X^T) X + c (X X^T)^2 X    newton_schulz_steps times, a = 3.4445, b = -4.7750, c = 2.0315
+    W <- W - lr (rms sqrt(max(R, C)) X + decay W)
+
+Matrices are those of the model, not of the file: queries, keys and values, gate and up projections, and the parts of
+latent attention with and without positions, are separate matrices.
+
+Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Scale and decay: Liu et al. 2025, arXiv 2502.16982,
+equations 2 to 4. Matrices of latent attention: DeepSeek-V2, arXiv 2405.04434, equations 9 to 16.
+"""
 
 from __future__ import annotations
 
-from typing import assert_never
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, assert_never
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.schema.train import AdamWSection, MuonSection
-from mtrain.verify.reference.adamw import AdamW, Moments
-from mtrain.verify.reference.muon import ExactMuon
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import AdamWConstants, AdamWSection, MuonSection
+from mtrain.verify.reference.model.attention import kinds_of
+from mtrain.verify.reference.model.experts import GATE
+
+Arrays = dict[str, NDArray[Any]]
+
+_CLIPPING_OFFSET = 1e-6
+"""Summand added to the norm before clip_grad is divided by it, as in torch and Megatron-LM."""
+
+
+class Updated(NamedTuple):
+    """Weights after one step."""
+
+    weights: Arrays
+    scales: Arrays
+    """Size of what float32 adds up for each element: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon)."""
+
+
+class Moments(NamedTuple):
+    """State of Adam after some updates."""
+
+    num_updates: int
+    first: Arrays
+    second: Arrays
+
+
+class AdamW:
+    """AdamW with clipping by a given global norm.
+
+    Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
+    """
+
+    def __init__(self, section: AdamWConstants, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
+        self._section = section
+        self._num_updates = start.num_updates
+        self._first = {name: np.asarray(value, np.float64) for name, value in start.first.items()}
+        self._second = {name: np.asarray(value, np.float64) for name, value in start.second.items()}
+        self._magnitude = {name: np.abs(value) for name, value in self._first.items()}
+
+    def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
+        """Makes one step for all tensors that have a gradient, and returns the new weights.
+
+        Args:
+            weights: Weights before the step.
+            gradients: Normalised gradients before clipping.
+            grad_norm: Norm by which the gradients are clipped.
+            lr: Learning rate of this step.
+        """
+        self._num_updates += 1
+        factor = clipping_factor(self._section.clip_grad, grad_norm)
+        new: Arrays = {}
+        scales: Arrays = {}
+        for name, gradient in gradients.items():
+            value, clipped = np.asarray(weights[name], np.float64), np.asarray(gradient, np.float64) * factor
+            new[name], scales[name] = self._one(name, value, clipped, lr)
+        return Updated(new, scales)
+
+    def _one(
+        self, name: str, value: NDArray[Any], gradient: NDArray[Any], lr: float
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        beta1, beta2, step = self._section.beta1, self._section.beta2, self._num_updates
+        self._first[name] = beta1 * self._first.get(name, 0.0) + (1 - beta1) * gradient
+        self._magnitude[name] = beta1 * self._magnitude.get(name, 0.0) + (1 - beta1) * np.abs(gradient)
+        self._second[name] = beta2 * self._second.get(name, 0.0) + (1 - beta2) * gradient**2
+        divisor = np.sqrt(self._second[name] / (1 - beta2**step)) + self._section.epsilon
+        decays = value.ndim > 1 or self._section.decay_norms_and_biases
+        decay = self._section.weight_decay if decays else 0.0
+        new = value - lr * (self._first[name] / (1 - beta1**step) / divisor + decay * value)
+        return new, np.abs(value) + lr * self._magnitude[name] / (1 - beta1**step) / divisor
+
+
+def clipping_factor(clip_grad: float, grad_norm: float) -> float:
+    """Returns the factor that clips gradients of this global norm; 1 if clip_grad = 0."""
+    return min(1.0, clip_grad / (grad_norm + _CLIPPING_OFFSET)) if clip_grad > 0 else 1.0
+
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_UNIT_ROUNDOFF = 2.0**-24
+"""Unit roundoff of float32."""
+_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+class ExactMuon:
+    """Optimizer of one run: Muon for matrices, AdamW for all other tensors."""
+
+    def __init__(self, section: MuonSection, model: ModelSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
+        """Begins with a state.
+
+        Args:
+            section: Section with the constants.
+            model: Architecture, which says which rows of fused tensors are matrices.
+            start: State after some updates; `first` holds the moving means of matrices too.
+        """
+        self._section, self._model = section, model
+        self._adamw = AdamW(section, start)
+        matrices = {name: torch.from_numpy(value) for name, value in start.first.items() if _is_matrix(name, value)}
+        self._means = {name: value.double() for name, value in matrices.items()}
+        self._rounded = {name: value.float() for name, value in matrices.items()}
+
+    def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
+        """Makes one step for all tensors that have a gradient; the arguments are those of `AdamW.updated`."""
+        others = {name: value for name, value in gradients.items() if not _is_matrix(name, value)}
+        new, scales = self._adamw.updated(weights, others, grad_norm, lr)
+        factor = clipping_factor(self._section.clip_grad, grad_norm)
+        for name in gradients.keys() - others.keys():
+            gradient = torch.from_numpy(np.asarray(gradients[name], np.float64)) * factor
+            new[name], scales[name] = self._one(name, np.asarray(weights[name], np.float64), gradient, lr)
+        return Updated(new, scales)
+
+    def _one(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns the new weights of a tensor, and the size of what float32 adds up.
+
+        Each iteration amplifies rounding by up to 3.4445 in directions of small singular values, so the size is
+        measured: a second computation in float32, one operation after the other on one process, shows how far rounding
+        moves a matrix. That distance over the unit roundoff is added to the matrix's largest element.
+        """
+        exact = self._direction(self._means, name, gradient)
+        single = self._direction(self._rounded, name, gradient.float())
+        update, size = torch.empty_like(exact), torch.empty_like(exact)
+        for rows in matrices(name, len(exact), self._model):
+            scale = self._section.update_rms * math.sqrt(max(len(rows), exact.shape[1]))
+            update[rows] = scale * self._orthogonalized(exact[rows])
+            rounding = (scale * self._orthogonalized(single[rows]).double() - update[rows]).abs().max()
+            size[rows] = update[rows].abs().max() + rounding / _UNIT_ROUNDOFF
+        new = value - lr * (update.numpy() + self._section.weight_decay * value)
+        return new, np.abs(value) + lr * size.numpy()
+
+    def _direction(self, means: dict[str, Tensor], name: str, gradient: Tensor) -> Tensor:
+        mu = self._section.momentum
+        means[name] = mu * means.get(name, torch.zeros_like(gradient)) + (1 - mu) * gradient
+        return (1 - mu) * gradient + mu * means[name] if self._section.nesterov else means[name]
+
+    def _orthogonalized(self, matrix: Tensor) -> Tensor:
+        size = matrix.square().sum().sqrt()
+        x = matrix / size if size > 0 else torch.zeros_like(matrix)
+        for _ in range(self._section.newton_schulz_steps):
+            if len(x) <= x.shape[1]:
+                gram = x @ x.T
+                x = _A * x + _B * gram @ x + _C * gram @ (gram @ x)
+            else:
+                gram = x.T @ x
+                x = _A * x + _B * x @ gram + _C * (x @ gram) @ gram
+        return x
+
+
+def _is_matrix(name: str, value: NDArray[Any]) -> bool:
+    """Says whether Muon updates a tensor; AdamW updates tables and routers, whose rows are tokens and experts."""
+    return value.ndim == 2 and name not in _TABLES and not name.endswith(("router.weight", GATE))
+
+
+def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
+    """Returns the row numbers of each matrix in a tensor."""
+    rows = torch.arange(num_rows)
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "linear_fc1" and model.is_gated:
+        return list(rows.chunk(2))
+    found = (kind.matrices(module, rows, model) for kind in kinds_of(model))
+    return next((each for each in found if each is not None), [rows])
 
 
 def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW | ExactMuon:  # noqa: B008

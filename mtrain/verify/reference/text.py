@@ -1,15 +1,33 @@
-"""Rows of a global batch, made from raw token ids and the edges between documents."""
+"""Samples of files as token ids, and the rows of a global batch, made from them and from the edges between documents.
+
+Samples from JSONL, with what of them is learned:
+
+    prompt/response:  bos? + prompt + response + eos             learned: response, eos
+    messages:         bos? + for each message header + content   learned: content and eos of the assistant's messages
+                      + (eos if it is the assistant's)
+
+The header is "### role\\n", with "\\n\\n" before it from the second message on; each piece is tokenised separately.
+
+Windows of a tokenised corpus are read from its two files directly. `.idx`: 9 bytes of magic, version (u64), element
+type (u8), number of sequences n (u64) and of document edges d (u64), n lengths (i32), n byte offsets (i64), d edges
+(i64). A document is the sequences between two edges. In an epoch the documents are concatenated in some order, and
+window w holds tokens w s ... w s + s of that stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from mtrain.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -126,3 +144,91 @@ def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]
             row["labels"][place] = text.ids[place + 1] % vocab_size
             row["weights"][place] = text.counts[place + 1]
     return row
+
+
+def objects(path: Path, numbers: Collection[int]) -> dict[int, Any]:
+    """Reads the JSON objects of the lines with these numbers, counted from 0."""
+    with path.open("rb") as file:
+        return {number: json.loads(line) for number, line in enumerate(file) if number in numbers}
+
+
+def num_lines(path: Path) -> int:
+    """Counts the lines of the file."""
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Text:
+    """Converts a line to a sample, cut at the end if it is too long."""
+    ids: list[int] = list(tokenizer.begin_ids)
+    counts = [0.0] * len(ids)
+
+    def add(text: str, is_learned: bool, ends: bool) -> None:
+        new = tokenizer.encode(text) + [tokenizer.eos_id] * ends
+        ids.extend(new)
+        counts.extend([float(is_learned)] * len(new))
+
+    if "messages" in found:
+        for number, message in enumerate(found["messages"]):
+            answers = message["role"] == "assistant"
+            add("\n\n" * (number > 0) + f"### {message['role']}\n", False, False)
+            add(message["content"], answers, answers)
+    else:
+        add(found["prompt"], False, False)
+        add(found["response"], True, True)
+    size = seq_length + 1
+    weight = float(found.get("weight", 1.0))
+    return Text(np.array(ids[:size], np.int64), np.array(counts[:size]), weight)
+
+
+_ELEMENTS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_HEADER_BYTES = 34
+
+
+@dataclass(frozen=True)
+class RawCorpus:
+    """Documents of one `.bin/.idx` pair."""
+
+    tokens: NDArray[np.integer]
+    """All tokens in file order, memory-mapped."""
+    begins: NDArray[np.int64]
+    """Position in `tokens` where each document begins, and the end of the last one, [documents + 1]."""
+
+    @classmethod
+    def open(cls, prefix: str) -> RawCorpus:
+        """Opens both files and reads the index; they were checked before."""
+        content = np.memmap(f"{prefix}.idx", np.uint8, "r")
+        num_sequences, num_edges = content[18:_HEADER_BYTES].view("<u8").tolist()
+        lengths_end = _HEADER_BYTES + 4 * num_sequences
+        lengths = content[_HEADER_BYTES:lengths_end].view("<i4")
+        edges = content[lengths_end + 8 * num_sequences :].view("<i8")[:num_edges]
+        begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[edges]
+        return cls(np.memmap(Path(f"{prefix}.bin"), _ELEMENTS[int(content[17])], "r"), begins)
+
+    @property
+    def num_documents(self) -> int:
+        """Returns the number of documents."""
+        return len(self.begins) - 1
+
+    def window(self, order: NDArray[np.int64], index: int, seq_length: int, isolate: bool) -> Text:
+        """Returns a window of the stream of documents in an order.
+
+        Args:
+            order: Numbers of the documents in the order of the stream.
+            index: Index of the window.
+            seq_length: Number of tokens that the window predicts.
+            isolate: Whether the edges between documents are kept.
+        """
+        lengths = np.diff(self.begins)[order]
+        ends = np.cumsum(lengths)
+        first, last = index * seq_length, index * seq_length + seq_length + 1
+        ids, edges = [], []
+        for turn in np.flatnonzero((ends > first) & (ends - lengths < last)):
+            start = int(ends[turn] - lengths[turn])
+            here, there = max(first, start), min(last, int(ends[turn]))
+            if here > first:
+                edges.append(here - first)
+            begin = int(self.begins[order[turn]]) - start
+            ids.append(self.tokens[begin + here : begin + there].astype(np.int64))
+        joined = np.concatenate(ids)
+        return Text(joined, np.ones(len(joined)), edges=tuple(edges) if isolate else ())

@@ -17,7 +17,7 @@ from mtrain.verify.core.exact import Exact
 from mtrain.verify.core.result import Deviation, StepValues, Tolerance
 from mtrain.verify.core.weights import Arrays
 from mtrain.verify.core.worker import Outcome, StepOutcome
-from mtrain.verify.reference.adamw import Moments
+from mtrain.verify.reference.optimizer import Moments
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.report.text import TITLES
 from mtrain.verify.resume.worker import Print, SegmentResult, State

@@ -177,7 +177,7 @@ ROWS = (
         "Its attention gets the ends of documents (cu_seqlens), with a certificate of `mtrain verify backend` alone; "
         "under cp > 1 it is refused. The fault itself needs a GPU to be shown.",
         (
-            "mtrain/mcore/model/attention/te_documents.py",
+            "mtrain/mcore/model/attention/te_attention.py",
             "mtrain/config/known_issues.py",
             "mtrain/mcore/model/layer_spec.py",
         ),

@@ -19,8 +19,7 @@ import yaml
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.load import load_config
-from mtrain.launch.kubernetes.manifest import kubernetes_job, render
-from mtrain.launch.kubernetes.options import KubernetesOptions, Volume
+from mtrain.launch.kubernetes.manifest import KubernetesOptions, Volume, kubernetes_job, render
 from tests.cli.command_line import call
 from tests.messages import refuses
 

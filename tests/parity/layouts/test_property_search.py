@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from mtrain.verify.reference.losses import cross_entropy
-from mtrain.verify.reference.objective import weighted
+from mtrain.verify.reference.objective import cross_entropy, weighted
 from tests.parity.compare import TOLERANCE, at_night
 from tests.parity.draws import AXES, trials
 from tests.parity.draws_of_models import PLAIN

@@ -14,9 +14,8 @@ from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search import layer_cost as layers
 from mtrain.plan.search.candidates import candidates
 from mtrain.plan.search.cost import StepTime, step_cost, step_mfu
-from mtrain.plan.search.hardware import GPUS, Cluster, memory_size
+from mtrain.plan.search.hardware import GPUS, Cluster, Group, exchanged, gathered, memory_size, reduced, sent
 from mtrain.plan.search.layer_cost import Workload
-from mtrain.plan.search.links import Group, exchanged, gathered, reduced, sent
 from mtrain.plan.search.search import with_layout
 from tests.config.samples import config
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL

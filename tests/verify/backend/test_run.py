@@ -17,10 +17,9 @@ from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.mcore.model.certified import layers_of
 from mtrain.verify.backend import worker
-from mtrain.verify.backend.candidates import NO_CANDIDATES
+from mtrain.verify.backend.candidates import NO_CANDIDATES, without_apex, without_flash_attention
 from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of
 from mtrain.verify.backend.errors import FACTORS, compared, errors_of, floor
-from mtrain.verify.backend.kernels import without_apex, without_flash_attention
 from mtrain.verify.backend.run import BackendRequest, Certified, verify_backend
 from mtrain.verify.core.result import BackendReport
 from tests.config.samples import config, content

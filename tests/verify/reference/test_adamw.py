@@ -6,7 +6,7 @@ import torch
 
 from mtrain.config.schema.train import AdamWSection
 from mtrain.verify.core.tolerances import update_tolerance
-from mtrain.verify.reference.adamw import AdamW
+from mtrain.verify.reference.optimizer import AdamW
 
 SHAPES = {"matrix": (5, 7), "bias": (7,)}
 LR = 3e-3

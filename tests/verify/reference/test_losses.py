@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.verify.reference.losses import known_losses
 from mtrain.verify.reference.model.experts import Routed, moved_bias, routed, router_numerator, router_shares
+from mtrain.verify.reference.objective import known_losses
 from mtrain.verify.reference.policy import policy_losses
 from tests.trl_losses import policy_loss
 

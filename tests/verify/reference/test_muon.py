@@ -10,8 +10,7 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.verify.core.tolerances import update_tolerance
-from mtrain.verify.reference.adamw import AdamW, Moments
-from mtrain.verify.reference.muon import ExactMuon, matrices
+from mtrain.verify.reference.optimizer import AdamW, ExactMuon, Moments, matrices
 
 LR = 3e-3
 NAME = "decoder.layers.0.self_attention.linear_proj.weight"

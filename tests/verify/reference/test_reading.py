@@ -12,10 +12,8 @@ import torch
 from mtrain.config.schema.loss import TermSection
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
-from mtrain.verify.reference.answers import num_lines, objects, text_of
-from mtrain.verify.reference.corpus import RawCorpus
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
-from mtrain.verify.reference.text import Text, rows_of
+from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, rows_of, text_of
 
 
 def test_a_window_is_cut_from_documents_in_the_order_that_is_given(tmp_path: Path) -> None:
