@@ -6,10 +6,9 @@ parallelism, packed for a broadcast) goes through `Microbatch.tensors`, `Microba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from mtrain.config.extras import ROUTED_EXPERTS
@@ -31,49 +30,6 @@ _ALONE = (
 )
 _OF_DEPTH = ("tokens", "labels", "is_padding")
 _COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
-
-
-def field_dtypes(
-    terms: Sequence[str],
-    with_documents: bool,
-    is_packed: bool,
-    with_padding: bool,
-    mtp_depths: int,
-    extras: Sequence[str] = (),
-    with_sources: bool = False,
-) -> dict[FieldPath, torch.dtype]:
-    """Returns the dtype of every tensor that the batches of a run have; each tensor is [batch, seq], the one of routed
-    experts [batch, seq, layers, top_k].
-
-    Args:
-        terms: Names of the loss terms that are computed from logits.
-        with_documents: Whether rows hold isolated documents.
-        is_packed: Whether rows may hold several samples.
-        with_padding: Whether the batches say which positions hold no text.
-        mtp_depths: How many further tokens are predicted.
-        extras: Names of the values that loss functions, or routers, read in addition to the weights.
-        with_sources: Whether losses are reported by source.
-    """
-    dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
-    if with_documents:
-        dtypes[DOCUMENT_STARTS] = torch.int32
-    if is_packed:
-        dtypes["sequence_ids",] = torch.int64
-    if with_padding:
-        # only where routers count text: a field that nobody reads would be broadcast with every batch
-        dtypes["is_padding",] = torch.bool
-    if with_sources:
-        dtypes["sources",] = torch.int64
-    for depth in map(str, range(mtp_depths)):
-        dtypes |= {("mtp", depth, "tokens"): torch.int64, ("mtp", depth, "labels"): torch.int64}
-        if with_padding:
-            dtypes["mtp", depth, "is_padding"] = torch.bool
-    for term in terms:
-        # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
-        dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
-    if ROUTED_EXPERTS in extras:
-        dtypes[ROUTES] = torch.int32
-    return dtypes | {("extras", name): torch.float32 for name in extras if name != ROUTED_EXPERTS}
 
 
 @dataclass(frozen=True)

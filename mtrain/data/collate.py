@@ -23,7 +23,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.loss import LossSection, TermSection, depth_term
-from mtrain.data.batch import Microbatch, MtpTargets
+from mtrain.data.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch, MtpTargets
 from mtrain.data.routes import routes_shape
 from mtrain.data.samples.sample import Sample
 from mtrain.loss.aggregation import TokenTerms, aggregate
@@ -75,6 +75,34 @@ class RowForm:
             extras=tuple(extras),
             routes_shape=routes_shape(config.model),
         )
+
+    def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:
+        """Returns the dtype of every tensor of a batch; each tensor is [batch, seq], the one of routed experts [batch,
+        seq, layers, top_k].
+
+        Args:
+            terms: Names of the loss terms that are computed from logits.
+        """
+        dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
+        if self.isolates_documents:
+            dtypes[DOCUMENT_STARTS] = torch.int32
+        if self.is_packed:
+            dtypes["sequence_ids",] = torch.int64
+        if self.with_padding:
+            # only where routers count text: a field that nobody reads would be broadcast with every batch
+            dtypes["is_padding",] = torch.bool
+        if self.with_sources:
+            dtypes["sources",] = torch.int64
+        for depth in map(str, range(self.mtp_depths)):
+            dtypes |= {("mtp", depth, "tokens"): torch.int64, ("mtp", depth, "labels"): torch.int64}
+            if self.with_padding:
+                dtypes["mtp", depth, "is_padding"] = torch.bool
+        for term in terms:
+            # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
+            dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
+        if ROUTED_EXPERTS in self.extras:
+            dtypes[ROUTES] = torch.int32
+        return dtypes | {("extras", name): torch.float32 for name in self.extras if name != ROUTED_EXPERTS}
 
 
 class Place(NamedTuple):

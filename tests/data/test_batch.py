@@ -5,11 +5,17 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets, field_dtypes
+from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets
+from mtrain.data.collate import RowForm
 
 TERMS = ("main", "tokens")
 """Names of terms, of which one equals the name of a field."""
-FIELDS = field_dtypes(TERMS, True, True, True, 2, ("advantages", "weights", "routed_experts"), True)
+FIELDS = RowForm(
+    *(4, {}, True, True, True),
+    mtp_depths=2,
+    with_sources=True,
+    extras=("advantages", "weights", "routed_experts"),
+).dtypes(TERMS)
 """Fields of a batch, with an extra that has the name of a field."""
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch, field_dtypes
-from mtrain.data.routes import routes_shape
+from mtrain.data.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch
+from mtrain.data.collate import RowForm
 from mtrain.data.zigzag import slice_for_context_parallel
 from mtrain.mcore.distributed.groups import Groups, to_device
 
@@ -44,20 +44,18 @@ def broadcast_batches(
     if groups.layout.tp == 1:
         assert batches is not None
         return [batch.map(lambda rows: to_device(rows, groups.device)) for batch in batches]
-    model = config.model
     # Both sides derive fields and shapes from the configuration: only the number of microbatches of a packed step is
     # not known from it.
     num_sequences = None
     if config.data.packing is not None:
         count, num_sequences = _shared_counts(batches, groups)
     assert count is not None, "without packing it follows from the configuration"
-    is_packed, has_routers = config.data.packing is not None, model.experts is not None
-    flags = is_packed, has_routers, model.mtp_depths, extras, bool(config.data.source_names)
-    fields = field_dtypes(terms, config.data.isolate_documents, *flags)
+    form = RowForm.of(config, extras)
+    fields = form.dtypes(terms)
     has_documents, has_routes = (fields.pop(path, None) is not None for path in (DOCUMENT_STARTS, ROUTES))
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
-    shape = (config.train.micro_batch_size, config.row_width)  # whole rows; they are cut for CP afterwards
+    shape = (config.train.micro_batch_size, form.width)  # whole rows; they are cut for CP afterwards
     # one vector of each kind: int64 and float64 hold every value of the narrower types
     packed = [
         _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
@@ -68,7 +66,7 @@ def broadcast_batches(
     if has_documents:
         others[DOCUMENT_STARTS] = _document_starts(batches, (count, *shape), groups)
     if has_routes:
-        of_routes = (count, 1, *shape, *routes_shape(model))
+        of_routes = (count, 1, *shape, *form.routes_shape)
         others[ROUTES] = _broadcast(batches, [ROUTES], torch.int32, of_routes, groups)[:, 0].unbind()
     return [
         Microbatch.of(
