@@ -32,7 +32,7 @@ from mtrain.config import known_issues
 from mtrain.config.schema.rope import RopeSection
 from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
-from mtrain.mcore.model.attention.frequencies import inverse_frequencies
+from mtrain.mcore.model.attention.rotary import inverse_frequencies
 from mtrain.mcore.model.norm import Norm
 from mtrain.plan.layout import Layout
 from tests.known_issues import ranks, state_ranks

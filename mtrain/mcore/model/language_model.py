@@ -22,8 +22,13 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.data.batch import MtpTargets
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.frequencies import inverse_frequencies, local_frequencies
-from mtrain.mcore.model.attention.rotary import Rotary, TwoBaseRotary, take_angles_by_layer
+from mtrain.mcore.model.attention.rotary import (
+    Rotary,
+    TwoBaseRotary,
+    inverse_frequencies,
+    local_frequencies,
+    take_angles_by_layer,
+)
 from mtrain.mcore.model.attention.temperature import TemperedRotary
 from mtrain.mcore.model.layer_parts import Backend
 from mtrain.mcore.model.layer_spec import block_spec

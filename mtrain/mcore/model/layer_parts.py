@@ -25,11 +25,11 @@ from mtrain.mcore.distributed.megatron import feed_forward_spec
 from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
 from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
-from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.global_attention import GlobalAttention, NormedValueAttention
 from mtrain.mcore.model.attention.mamba import MambaMixer
 from mtrain.mcore.model.attention.mla import LatentAttention
+from mtrain.mcore.model.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer, experts_fields, experts_spec

@@ -203,7 +203,7 @@ ROWS = (
         lambda config, layout: config.model.rope.scaling == "llama3",
         "fixed",
         "All of them are read from model.rope and agree with transformers bit for bit.",
-        ("mtrain/mcore/model/attention/frequencies.py", "mtrain/mcore/model/attention/rotary.py"),
+        ("mtrain/mcore/model/attention/rotary.py",),
         (issue_test("llama3_scaling_reads_its_constants"),),
     ),
     KnownIssue(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mtrain.config.schema.latent_attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.context_parallel import RowAttention
-from mtrain.mcore.model.attention.frequencies import inverse_frequencies, latent_softmax_scale
+from mtrain.mcore.model.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.products import widened_linear
 

@@ -1,20 +1,127 @@
-"""Rotary position embedding from explicit positions.
+"""Rotary position embedding from explicit positions, and its frequencies with the scalings that extend a context.
 
 megatron-core derives positions from the length of the sequence and knows llama3 scaling only with fixed constants. Here
-the positions come with the batch (cut by the same index as the tokens, restarting at documents), and the frequencies
-from `mtrain.mcore.model.attention.frequencies`. Layers with a sliding window may rotate by a base of their own, as in
-Gemma-3.
+the positions come with the batch (cut by the same index as the tokens, restarting at documents). Layers with a sliding
+window may rotate by a base of their own, as in Gemma-3.
+
+Frequencies agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model
+needs exactly the angles it was trained with; the order of operations below is part of that.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, assert_never
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
+from torch.nn import functional
 
+from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.documents import has_window
+
+
+def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
+    """Returns the angle of each dimension pair per position, and the factor of cos and sin.
+
+    Args:
+        rope: Section `model.rope`.
+        head_dim: Number of dimensions of a head that rotate; even.
+
+    Returns:
+        [head_dim / 2] float32 on the CPU in radians, and the attention factor (1 except for yarn).
+    """
+    if rope.scaling == "proportional":
+        return _proportional(rope, head_dim), 1.0
+    periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    match rope.scaling:
+        case "none":
+            return 1.0 / periods, 1.0
+        case "linear":
+            return 1.0 / periods / rope.factor, 1.0  # two divisions, as transformers rounds
+        case "llama3":
+            return _llama3(rope, 1.0 / periods), 1.0
+        case "yarn":
+            return _yarn(rope, periods, head_dim), _yarn_attention_factor(rope)
+        case _ as never:
+            assert_never(never)
+
+
+def local_frequencies(rope: RopeSection, head_dim: int) -> Tensor:
+    """Returns frequencies of layers with a sliding window where `rope.local_base` is set: never scaled."""
+    assert rope.local_base is not None
+    return inverse_frequencies(RopeSection(base=rope.local_base), head_dim)[0]
+
+
+def _proportional(rope: RopeSection, head_dim: int) -> Tensor:
+    """Returns the frequencies of whole heads for the first pairs, and 0 for the others."""
+    num_pairs = int(rope.partial * head_dim // 2)
+    rotated = 1.0 / (rope.base ** (torch.arange(0, 2 * num_pairs, 2, dtype=torch.float32, device="cpu") / head_dim))
+    # divided last, as transformers rounds
+    return functional.pad(rotated, (0, head_dim // 2 - num_pairs)) / rope.factor
+
+
+def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
+    """Divides slow rotations by the factor, keeps fast ones and interpolates between the two.
+
+    Source: Llama 3.1 (Grattafiori et al. 2024), as released.
+    """
+    slow, fast = rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    is_slow = wavelengths > rope.original_max_positions / slow
+    is_fast = wavelengths < rope.original_max_positions / fast
+    share = (rope.original_max_positions / wavelengths - slow) / (fast - slow)
+    between = (1 - share) * frequencies / rope.factor + share * frequencies
+    # by wavelength, not by `share`, which leaves [0, 1] outside of the band
+    return torch.where(is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, between))
+
+
+def _yarn(rope: RopeSection, periods: Tensor, head_dim: int) -> Tensor:
+    """Mixes unscaled and scaled frequencies by a ramp over the dimensions.
+
+    Source: YaRN (Peng et al. 2023), section 3.2.
+    """
+    low, high = (_dimension_of(rotations, rope, head_dim) for rotations in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of width 0 would divide by 0
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    unscaled_share = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - unscaled_share) + 1.0 / periods * unscaled_share
+
+
+def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
+    """Returns the (fractional) dimension pair that makes this many rotations over the original context."""
+    positions_per_radian = rope.original_max_positions / (rotations * 2 * math.pi)
+    return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.base))
+
+
+def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> float:
+    """Returns the factor of the scores of multi-head latent attention.
+
+    It is 1 / sqrt(query_head_dim), under yarn with mscale_all_dim times the square of that magnitude, because only the
+    rotary part of a head has the attention factor on its cos and sin.
+    Source: DeepSeek-V3's released model.
+    """
+    magnitude = 1.0 if rope.mscale_all_dim is None else _yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return magnitude**2 / math.sqrt(latent.query_head_dim)
+
+
+def _yarn_attention_factor(rope: RopeSection) -> float:
+    """Returns the configured factor, else DeepSeek's quotient of magnitudes, else 0.1 ln(factor) + 1 (paper)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return _yarn_magnitude(rope.factor, rope.mscale) / _yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return _yarn_magnitude(rope.factor, 1.0)
+
+
+def _yarn_magnitude(factor: float, coefficient: float) -> float:
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class Rotary(nn.Module):

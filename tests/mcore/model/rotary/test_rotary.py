@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mtrain.config.schema.rope import RopeSection
-from mtrain.mcore.model.attention.frequencies import inverse_frequencies
-from mtrain.mcore.model.attention.rotary import Rotary
+from mtrain.mcore.model.attention.rotary import Rotary, inverse_frequencies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
