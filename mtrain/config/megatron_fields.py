@@ -417,15 +417,6 @@ def is_default(name: str, value: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def changing_the_function(given: Mapping[str, Any]) -> list[str]:
-    """Returns the given fields with which the same weights mean another model."""
-    return [
-        name
-        for name, value in given.items()
-        if name in PROVEN and PROVEN[name].changes_the_function and not is_default(name, value)
-    ]
-
-
 def _nearest(name: str) -> str:
     candidates = difflib.get_close_matches(name, sorted(field_defaults().keys()), n=1)
     if not candidates:

@@ -26,15 +26,6 @@ class Coordinate(NamedTuple):
     pp: int
 
 
-class ExpertCoordinate(NamedTuple):
-    """Place of a rank on the axes of the experts; edp counts the replicas of an expert."""
-
-    etp: int
-    ep: int
-    edp: int
-    pp: int
-
-
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism of one run."""
@@ -114,14 +105,6 @@ class Layout:
     def edp(self) -> int:
         """Counts the replicas of an expert within a pipeline stage."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
-
-    def expert_coordinate(self, rank: int) -> ExpertCoordinate:
-        """Returns the place of `rank` on the axes of the experts, which have no context-parallel axis."""
-        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
-        rank, etp = divmod(rank, self.etp)
-        rank, ep = divmod(rank, self.ep)
-        pp, edp = divmod(rank, self.edp)
-        return ExpertCoordinate(etp=etp, ep=ep, edp=edp, pp=pp)
 
     def num_microbatches(self, global_batch_size: int, micro_batch_size: int) -> int:
         """Counts the forward passes of a data-parallel rank in one step."""

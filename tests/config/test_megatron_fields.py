@@ -111,12 +111,6 @@ def test_a_field_that_passes_has_values_of_its_kind(name: str, value: object) ->
     assert f"megatron.{name}: {needed} is needed, but {value!r} was given; change it" in str(error.value)
 
 
-def test_fields_that_change_the_function_are_known() -> None:
-    given = {"no_rope_freq": 4, "deterministic_mode": True, "bias_dropout_fusion": True}
-    assert megatron_fields.changing_the_function(given) == ["no_rope_freq"]
-    assert megatron_fields.changing_the_function({"deterministic_mode": True}) == []
-
-
 def test_every_typed_knob_exists() -> None:
     for key in megatron_fields.TYPED_KNOBS.values():
         *sections, name = key.split(".")

@@ -26,17 +26,6 @@ def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
     assert all(0 <= axis < size for place in coordinates for axis, size in zip(place, sizes, strict=True))
 
 
-@given(layouts(), st.data())
-def test_expert_coordinates_are_one_to_one(dense: Layout, data: st.DataObject) -> None:
-    stage_ranks = dense.tp * dense.cp * dense.dp
-    etp = data.draw(st.sampled_from([n for n in range(1, stage_ranks + 1) if stage_ranks % n == 0]))
-    ep = data.draw(st.sampled_from([n for n in range(1, stage_ranks + 1) if stage_ranks // etp % n == 0]))
-    layout = Layout(tp=dense.tp, cp=dense.cp, dp=dense.dp, pp=dense.pp, etp=etp, ep=ep)
-    places = [layout.expert_coordinate(rank) for rank in range(layout.world_size)]
-    assert len(set(places)) == layout.world_size == etp * ep * layout.edp * layout.pp
-    assert [place.pp for place in places] == [layout.coordinate(rank).pp for rank in range(layout.world_size)]
-
-
 @pytest.mark.parametrize(("tp", "cp", "dp", "pp"), [(2, 3, 2, 2), (4, 1, 3, 2), (1, 2, 1, 4), (2, 2, 2, 1)])
 def test_groups_are_those_of_megatron(tp: int, cp: int, dp: int, pp: int) -> None:
     from megatron.core.parallel_state import RankGenerator
@@ -48,18 +37,6 @@ def test_groups_are_those_of_megatron(tp: int, cp: int, dp: int, pp: int) -> Non
         for rank in range(layout.world_size):
             neighbours.setdefault(layout.coordinate(rank)._replace(**{axis: 0}), []).append(rank)
         assert sorted(neighbours.values()) == sorted(theirs.get_ranks(axis))
-
-
-def test_expert_groups_are_those_of_megatron() -> None:
-    from megatron.core.parallel_state import RankGenerator
-
-    layout = Layout(tp=2, cp=2, dp=3, pp=2, etp=2, ep=3)
-    theirs = RankGenerator(tp=2, ep=3, dp=layout.edp, pp=2, cp=1, order="tp-cp-ep-dp-pp")
-    for axis, name in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
-        neighbours: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(layout.world_size):
-            neighbours.setdefault(layout.expert_coordinate(rank)._replace(**{axis: 0}), []).append(rank)
-        assert sorted(neighbours.values()) == sorted(theirs.get_ranks(name))
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
