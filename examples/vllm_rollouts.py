@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mtrain import Completion, Engine, SamplingParams
+from mtrain import Completion, Engine, SamplingParams, WeightCopy
 
 Draw = Callable[[list[list[int]], SamplingParams], list[Completion]]
 
@@ -38,10 +38,12 @@ def drawing(engine: Engine) -> Iterator[Draw]:
         settings["dtype"] = {"fp32": "float32", "bf16": "bfloat16"}[engine.config.train.precision]  # else half for both
         settings["hf_overrides"] = {"max_position_embeddings": engine.config.data.seq_length + 1}  # for the last token
         llm = vllm.LLM(folders[0], skip_tokenizer_init=True, **settings)
+        deltas, copy = engine.weight_deltas(), WeightCopy()
 
         def draw(prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": engine.named_hf_tensors()})
-            llm.reset_prefix_cache()  # it holds keys and values of the old weights
+            if [copy.apply(part) for part in deltas.parts(everywhere=True)]:  # what has changed since the last time
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copy.tensors.items()})
+                llm.reset_prefix_cache()  # it holds keys and values of the old weights
             asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
             asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop_token_ids": [*sampling.stop_token_ids]}
             asked |= {"logprobs": 0, "ignore_eos": True, "detokenize": False}  # 0 besides that of the drawn token

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mtrain.config.load import load_config
     from mtrain.data.datum import Datum
     from mtrain.hf.io.broadcast import receive_hf_tensors
+    from mtrain.hf.io.weight_delta import WeightCopy
     from mtrain.loss.pair import (
         LossFunction,
         LossPair,
@@ -64,6 +65,7 @@ _MODULES = {
     "mtrain.config.load": ("load_config",),
     "mtrain.data.datum": ("Datum",),
     "mtrain.hf.io.broadcast": ("receive_hf_tensors",),
+    "mtrain.hf.io.weight_delta": ("WeightCopy",),
     "mtrain.loss.pair": (
         "LossFunction",
         "LossPair",
@@ -107,6 +109,7 @@ __all__ = [
     "ScoredSequences",
     "StepResult",
     "TermInputs",
+    "WeightCopy",
     "__version__",
     "close_all",
     "load_config",

@@ -32,6 +32,12 @@ def test_reading_a_configuration_needs_no_torch() -> None:
     assert run(program) == "False"
 
 
+def test_a_receiver_of_weights_needs_torch_alone() -> None:
+    names = "{'megatron', 'pydantic', 'yaml', 'transformers'}"
+    program = f"import sys; from mtrain import WeightCopy, receive_hf_tensors; print({names} & sys.modules.keys())"
+    assert run(program) == "set()"
+
+
 @pytest.mark.parametrize("name", mtrain.__all__)
 def test_every_name_is_there(name: str) -> None:
     assert getattr(mtrain, name) is not None

@@ -41,6 +41,7 @@ from mtrain.training.run_folder import Position, load_from, save_at
 from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
 from mtrain.training.turns import SharedBase, Turns
+from mtrain.training.weight_deltas import WeightDeltas
 
 
 class Engine(Turns):
@@ -369,6 +370,24 @@ class Engine(Turns):
         on_first_rank(lambda: need_group(group))
         return self._hf_tensors(content).send(bucket_bytes, group if self.rank == 0 else None)
 
+    def weight_deltas(
+        self, content: HfContent = "merged", dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> WeightDeltas:
+        """Returns a sender of `named_hf_tensors` that sends only what has changed since it last did.
+
+        Args:
+            content: Weights to send; see `named_hf_tensors`.
+            dtype: Dtype that the receiver computes in, to which tensors in the run's precision are rounded: a change
+                that rounding hides is not sent. None: as they are.
+            bucket_bytes: Size of the tensors that are gathered together; see `named_hf_tensors`.
+
+        Raises:
+            ConfigError: Adapters are asked for where there are none.
+            DataError: No Hugging Face family can describe the model.
+        """
+        self._hf_tensors(content, dtype)  # a first plan, so that what is wrong is said here
+        return WeightDeltas(lambda: self._hf_tensors(content, dtype), bucket_bytes, self.device)
+
     def __enter__(self) -> Self:
         return self
 
@@ -383,8 +402,8 @@ class Engine(Turns):
         place = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
         return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {place}; {state}>"
 
-    def _hf_tensors(self, content: HfContent) -> HfTensors:
-        return HfTensors(self._built().model, content)
+    def _hf_tensors(self, content: HfContent, dtype: torch.dtype | None = None) -> HfTensors:
+        return HfTensors(self._built().model, content, dtype)
 
     def _objective_of(self, loss: AnyLoss | str | None, options: Mapping[str, Any] | None) -> Objective:
         if loss is None and options is None:

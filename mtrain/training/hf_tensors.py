@@ -53,7 +53,7 @@ class _Unit(NamedTuple):
 class HfTensors:
     """Exported tensors of a model."""
 
-    def __init__(self, model: RankModel, content: HfContent) -> None:
+    def __init__(self, model: RankModel, content: HfContent, dtype: torch.dtype | None = None) -> None:
         """Plans the tensors; gathers none yet.
 
         Collective over the world: two all-gathers of objects, and the gathering of parameters that an update has left.
@@ -61,6 +61,7 @@ class HfTensors:
         Args:
             model: Model of this rank; its parameters are gathered first.
             content: Weights to export.
+            dtype: Dtype of the tensors that the run holds in its precision; None: that precision.
 
         Raises:
             ConfigError: Adapters are asked for where the configuration has none.
@@ -75,6 +76,7 @@ class HfTensors:
             )
         model.optimizer.gather_parameters()
         self._config, self._content, self._device = model.config, content, model.groups.device
+        self._dtype = dtype
         self._whole = WholeParameters(model.chunks, model.groups)
         self._units = on_all_ranks(lambda: list(self._planned()))
 
@@ -92,12 +94,29 @@ class HfTensors:
             everywhere: Whether every rank gets the tensors; if not, only rank 0 does.
         """
         for bucket in self._buckets(bucket_bytes):
-            whole = self._whole.gather([name for unit in bucket for name in unit.sources], everywhere)
-            if whole is None:
-                continue
-            for unit in bucket:
-                own = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
-                yield from zip([each.name for each in unit.tensors], unit.make(own), strict=True)
+            yield from self._made(bucket, None if everywhere else 0)
+
+    def shares(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yields every tensor on one rank: bucket i on rank i modulo their number, a bucket on each rank at a time.
+
+        Collective over the world, up to the end of the iteration. A tensor comes to the same rank each time.
+
+        Args:
+            bucket_bytes: Size of the tensors that are gathered together, as for `stream`.
+        """
+        buckets, count = self._buckets(bucket_bytes), dist.get_world_size()
+        for first in range(0, len(buckets), count):
+            made = [list(self._made(each, rank)) for rank, each in enumerate(buckets[first : first + count])]
+            yield [each for share in made for each in share]  # those of other ranks are empty
+
+    def _made(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
+        """Gathers a bucket, and yields its tensors where they are needed: on one rank, or on all if None."""
+        whole = self._whole.gather([name for unit in bucket for name in unit.sources], receiver)
+        if whole is None:
+            return
+        for unit in bucket:
+            own = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
+            yield from zip([each.name for each in unit.tensors], unit.make(own), strict=True)
 
     def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
         """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
@@ -148,9 +167,10 @@ class HfTensors:
         names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
         merging = None if adapter is None else Merging(self._config, adapter)
         sources = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
-        dtype = self._whole.kinds[next(iter(names.values()))].dtype
+        held = self._whole.kinds[next(iter(names.values()))].dtype
         if merging is not None:  # a frozen base may be held in lower precision than the run computes in
-            dtype = dtype_outside(key, DTYPES[self._config.train.precision])
+            held = dtype_outside(key, DTYPES[self._config.train.precision])
+        dtype = self._sent_as(key, held)
         axes = len(next(iter(names)))
         inner = TensorSlice.whole(filled.at.shape[axes:])
 
@@ -159,7 +179,7 @@ class HfTensors:
             matrices = {place: inner.of(whole[name]) for place, name in names.items()}
             if merging is not None:
                 matrices = {
-                    place: merging.merged(names[place], matrix, whole.__getitem__).to(dtype)
+                    place: merging.merged(names[place], matrix, whole.__getitem__).to(held)
                     for place, matrix in matrices.items()
                 }
 
@@ -177,8 +197,13 @@ class HfTensors:
         for each in peft.tensors(family, self._config.model, adapter):
             count = each.matrix.num_experts
             names = [each.key.replace("{E}", str(expert)) for expert in range(count)] if count else [each.key]
-            kind = TensorKind(self._whole.kinds[names[0]].dtype, each.shape)
-            yield _Unit(names, [NamedKind(each.name, kind)], _peft_maker(each, names))
+            dtype = self._sent_as(each.key, self._whole.kinds[names[0]].dtype)
+            yield _Unit(names, [NamedKind(each.name, TensorKind(dtype, each.shape))], _peft_maker(each, names, dtype))
+
+    def _sent_as(self, key: str, held: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the exported tensor where the run holds or computes it in another."""
+        is_precision = held == DTYPES[self._config.train.precision]
+        return held if self._dtype is None or not is_precision else dtype_outside(key, self._dtype)
 
 
 def need_group(group: dist.ProcessGroup | None) -> None:
@@ -189,9 +214,11 @@ def need_group(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _peft_maker(each: PeftTensor, names: Sequence[str]) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
+def _peft_maker(
+    each: PeftTensor, names: Sequence[str], dtype: torch.dtype
+) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
     def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
         own = [whole[name] for name in names]
-        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0])]
+        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0]).to(dtype)]
 
     return make

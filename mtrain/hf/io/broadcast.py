@@ -86,11 +86,9 @@ def send_tensors(
         group: Process group of this rank and the receivers; it need not belong to torch.distributed's own world.
         device: Device from which the group sends.
     """
-    root = group.rank()
     described = [[_described(each) for each in bucket] for bucket in buckets]
     text = json.dumps({"version": _VERSION, "buckets": described}).encode()
-    _broadcast(torch.tensor([len(text)], dtype=torch.int64, device=device), group, root)
-    _broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), group, root)
+    send_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8), group, device)
     tensors = iter(named)
     for bucket in buckets:
         kinds = [each.kind for each in bucket]
@@ -100,7 +98,7 @@ def send_tensors(
             found = NamedKind(name, TensorKind(values.dtype, tuple(values.shape)))
             assert found == announced, f"{found} was to be {announced}"
             place.copy_(values)
-        _broadcast(buffer, group, root)
+        _broadcast(buffer, group, group.rank())
 
 
 def receive_hf_tensors(
@@ -119,11 +117,7 @@ def receive_hf_tensors(
     Raises:
         DataError: The sender has another version.
     """
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    _broadcast(length, group, source)
-    text = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    _broadcast(text, group, source)
-    content = json.loads(bytes(text.cpu().numpy()))
+    content = json.loads(bytes(receive_bytes(group, source, device).numpy()))
     if content["version"] != _VERSION:
         raise DataError(f"the sender describes tensors in version {content['version']}, but {_VERSION} is needed")
     for described in content["buckets"]:
@@ -131,6 +125,35 @@ def receive_hf_tensors(
         buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=device)
         _broadcast(buffer, group, source)
         yield from zip((name for name, _, _ in described), views(buffer, kinds), strict=True)
+
+
+def send_bytes(content: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sends [bytes] uint8 to every other rank of a group: their number, then themselves.
+
+    Args:
+        content: Bytes; may be empty.
+        group: Process group of this rank and the receivers.
+        device: Device from which the group sends.
+    """
+    _broadcast(torch.tensor([content.numel()], dtype=torch.int64, device=device), group, group.rank())
+    if content.numel():
+        _broadcast(content.to(device), group, group.rank())
+
+
+def receive_bytes(group: dist.ProcessGroup, source: int, device: torch.device | str) -> Tensor:
+    """Returns the [bytes] uint8 on the CPU that the source sends by `send_bytes`.
+
+    Args:
+        group: Process group of the sender and the receivers.
+        source: Rank of the sender in the group.
+        device: Device on which the group receives.
+    """
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    _broadcast(length, group, source)
+    content = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    if content.numel():
+        _broadcast(content, group, source)
+    return content.cpu()
 
 
 def _described(each: NamedKind) -> tuple[str, str, Sizes]:

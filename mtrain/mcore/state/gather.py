@@ -166,51 +166,50 @@ class WholeParameters:
         """Dtype and shape by global name; tables include the rows of vocabulary padding."""
 
     @torch.no_grad()
-    def gather(self, names: Iterable[str], everywhere: bool) -> dict[str, Tensor] | None:
-        """Gathers whole parameters, as new tensors on the device, on every rank or on rank 0. Collective over the
-        world.
+    def gather(self, names: Iterable[str], receiver: int | None = None) -> dict[str, Tensor] | None:
+        """Gathers whole parameters, as new tensors on the device, on every rank or on one. Collective over the world.
 
-        Costs one broadcast (or one message to rank 0) from each rank that holds a part of any of them.
+        Costs one broadcast (or one message to the receiver) from each rank that holds a part of any of them.
 
         Args:
             names: Names of the parameters; the same on all ranks.
-            everywhere: Whether every rank needs them.
+            receiver: Rank that needs them; None: every rank does.
 
         Returns:
-                Tensors by name; None on other ranks than the first if only that one needs them.
+            Tensors by name; None on ranks that do not need them.
         """
         wanted = list(names)
         by_owner: dict[int, list[_Box]] = defaultdict(list)
         for rank, part in itertools.chain.from_iterable(self._held[name] for name in wanted):
             by_owner[rank].append(part)
-        is_wanted = everywhere or self._rank == 0
+        is_wanted = receiver in (None, self._rank)
         found: dict[str, Tensor] = {}
         if is_wanted:
             for name in wanted:
                 dtype, shape = self.kinds[name]
                 found[name] = torch.empty(shape, dtype=dtype, device=self._device)
         for owner, parts in sorted(by_owner.items()):  # in the same order on all ranks
-            buffer = self._sent(owner, parts, everywhere)
+            buffer = self._sent(owner, parts, receiver)
             if buffer is not None and is_wanted:
                 for part, values in zip(parts, views(buffer, [part.kind for part in parts]), strict=True):
                     part.at.of(found[part.name]).copy_(values)
         return found if is_wanted else None
 
-    def _sent(self, owner: int, parts: Sequence[_Box], everywhere: bool) -> Tensor | None:
+    def _sent(self, owner: int, parts: Sequence[_Box], receiver: int | None) -> Tensor | None:
         """Sends what one rank has; returns its [bytes] where they arrive."""
         is_mine = owner == self._rank
-        if not (is_mine or everywhere or self._rank == 0):
+        if not (is_mine or receiver in (None, self._rank)):
             return None
         kinds = [part.kind for part in parts]
         buffer = torch.empty(buffer_bytes(kinds), dtype=torch.uint8, device=self._device)
         if is_mine:
             for part, place in zip(parts, views(buffer, kinds), strict=True):
                 place.copy_(self._own[part].view(part.at.shape))
-        if everywhere:
+        if receiver is None:
             dist.broadcast(buffer, src=owner)
-        elif is_mine and owner != 0:
-            dist.send(buffer, dst=0)
-        elif owner != 0:
+        elif is_mine and owner != receiver:
+            dist.send(buffer, dst=receiver)
+        elif owner != receiver:
             dist.recv(buffer, src=owner)
         return buffer
 

@@ -1,0 +1,295 @@
+"""Weights as changes since they were last sent, and the copy that a receiver keeps of them.
+
+A sync is some parts, each with what has changed in some tensors; the last has the fingerprint of all weights. A part is
+bytes: the SHA-256 of a description, its length, the description in JSON with a fingerprint for each tensor, then places
+and values of the elements that changed. Needs torch and numpy alone, so that a receiver loads neither Megatron-Core nor
+a configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, receive_bytes, views
+
+_VERSION = 1
+"""Version of the parts."""
+_DIGEST_BYTES, _BEFORE_TEXT = 32, 40
+_ALIGNMENT = 16
+"""Alignment in bytes of what follows the description, as in a bucket of tensors."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTHS = ("uint8", "uint16", "uint32", "uint64")
+_NO_PLACES = torch.empty(0, dtype=torch.uint8)
+_ASK = "ask the trainer for all weights (full=True)"
+
+
+class Change(NamedTuple):
+    """Elements of a tensor that changed."""
+
+    name: str
+    kind: TensorKind
+    """Kind of the whole tensor."""
+    form: str
+    """What `places` holds: "mask", a bit for each element of the tensor; or the width of the gaps from one changed
+    element to the next, such as "uint16"; or "whole", nothing, as all elements are sent."""
+    places: Tensor
+    """[bytes] uint8."""
+    values: Tensor
+    """[changed] in the tensor's dtype."""
+    fingerprint: str
+    """Fingerprint of the whole tensor after the change."""
+
+    @classmethod
+    def between(cls, name: str, old: Tensor | None, new: Tensor) -> Change | None:
+        """Returns what changes in a tensor, compared bit by bit, in the form that takes the fewest bytes.
+
+        Args:
+            name: Name of the tensor.
+            old: Tensor before, on the CPU; None where the receiver has none. Becomes equal to `new`.
+            new: Tensor now, on any device.
+
+        Returns:
+            Change; None if there is none.
+        """
+        kind, flat = TensorKind(new.dtype, tuple(new.shape)), new.flatten()
+        if old is None:
+            values = flat.cpu()
+            return cls(name, kind, "whole", _NO_PLACES, values, fingerprint_of(values))
+        bits = _BITS[new.element_size()]  # bits, not numbers: -0 is not 0, and nan is itself
+        changed = flat.view(bits) != old.to(new.device).flatten().view(bits)
+        if not changed.any():
+            return None
+        old.copy_(new)
+        form, places = _packed(changed.cpu().numpy())
+        values = flat[changed].cpu()
+        if places.nbytes + values.nbytes >= new.nbytes:
+            form, places, values = "whole", _NO_PLACES, old.flatten()
+        return cls(name, kind, form, places, values, fingerprint_of(old))
+
+    def applied(self, old: Tensor | None) -> Tensor | None:
+        """Returns the whole tensor after the change, as a new one; None if the change does not fit it."""
+        if self.form == "whole":
+            return self.values.view(self.kind.shape).clone()
+        if old is None or TensorKind(old.dtype, tuple(old.shape)) != self.kind:
+            return None
+        packed = self.places.numpy()
+        if self.form == "mask":
+            places = np.flatnonzero(np.unpackbits(packed, count=old.numel()))
+        else:
+            places = packed.view(self.form).cumsum(dtype=np.int64)
+        if len(places) != len(self.values) or not 0 <= places[-1] < old.numel():
+            return None
+        new = old.clone()
+        new.view(-1)[torch.from_numpy(places)] = self.values
+        return new
+
+
+class Part(NamedTuple):
+    """A part of a sync."""
+
+    session: str
+    """Name that the sender has drawn."""
+    sync: int
+    """Number of the sync, from 1."""
+    is_full: bool
+    """Whether the sync has all elements of all tensors, so that what a receiver had before does not matter."""
+    changes: Sequence[Change] = ()
+    weights: str | None = None
+    """Fingerprint of all weights after the sync; in its last part alone."""
+
+    def encoded(self) -> Tensor:
+        """Returns the part as [bytes] uint8 on the CPU."""
+        tensors = [tensor for each in self.changes for tensor in (each.places, each.values)]
+        kinds = [TensorKind(each.dtype, tuple(each.shape)) for each in tensors]
+        changes = [
+            {
+                "name": each.name,
+                "dtype": str(each.kind.dtype).removeprefix("torch."),
+                "shape": each.kind.shape,
+                "form": each.form,
+                "sizes": (each.places.numel(), each.values.numel()),
+                "fingerprint": each.fingerprint,
+            }
+            for each in self.changes
+        ]
+        text = json.dumps({"version": _VERSION, **self._asdict(), "changes": changes}).encode()
+        text += b" " * (-(_BEFORE_TEXT + len(text)) % _ALIGNMENT)
+        begin = _BEFORE_TEXT + len(text)
+        found = torch.zeros(begin + buffer_bytes(kinds), dtype=torch.uint8)
+        found[_DIGEST_BYTES:begin] = _bytes(len(text).to_bytes(8, "little") + text)
+        for source, place in zip(tensors, views(found[begin:], kinds), strict=True):
+            place.copy_(source)
+        found[:_DIGEST_BYTES] = _bytes(hashlib.sha256(text).digest())
+        return found
+
+    @classmethod
+    def decoded(cls, content: Tensor) -> Part:
+        """Reads a part; its tensors are views of the bytes.
+
+        Raises:
+            DataError: The bytes are not those that were sent, or the sender has another version.
+        """
+        content = content.cpu()
+        begin = _BEFORE_TEXT + int.from_bytes(content[_DIGEST_BYTES:_BEFORE_TEXT].numpy().tobytes(), "little")
+        text = content[_BEFORE_TEXT:begin].numpy().tobytes()
+        if content[:_DIGEST_BYTES].numpy().tobytes() != hashlib.sha256(text).digest():
+            raise DataError(_damaged("its description", content))
+        head = json.loads(text)
+        if head["version"] != _VERSION:
+            raise DataError(f"the sender describes changes in version {head['version']}, but {_VERSION} is needed")
+        dtypes = [getattr(torch, each["dtype"]) for each in head["changes"]]
+        kinds = [
+            TensorKind(kind, (size,))
+            for dtype, each in zip(dtypes, head["changes"], strict=True)
+            for kind, size in zip((torch.uint8, dtype), each["sizes"], strict=True)
+        ]
+        if content.numel() - begin != buffer_bytes(kinds):
+            raise DataError(_damaged(f"its length, which must be {begin + buffer_bytes(kinds)} bytes,", content))
+        found = iter(views(content[begin:], kinds))
+        changes = [
+            Change(
+                each["name"],
+                TensorKind(dtype, tuple(each["shape"])),
+                each["form"],
+                next(found),
+                next(found),
+                each["fingerprint"],
+            )
+            for dtype, each in zip(dtypes, head["changes"], strict=True)
+        ]
+        return cls(head["session"], head["sync"], head["is_full"], changes, head["weights"])
+
+
+class WeightCopy:
+    """Copy of a trainer's weights that follows it by the parts of `Engine.weight_deltas`.
+
+    Lives in the process of an inference engine. Every tensor that changes is compared with the trainer's by its
+    SHA-256, and so are all of them together after each sync.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        """Tensors under Hugging Face's names, on the CPU."""
+        self.sync = 0
+        """Number of the last sync that came whole; 0 before the first."""
+        self._session = ""
+        self._open: int | None = None
+        self._is_sound = False
+        self._fingerprints: dict[str, str] = {}
+
+    def apply(self, part: Tensor) -> list[tuple[str, Tensor]]:
+        """Applies a part, and returns the tensors that it has changed, whole; they are new ones.
+
+        Args:
+            part: [bytes] uint8, from `WeightDeltas.parts`; the parts of a sync in any order but for the last one.
+
+        Raises:
+            DataError: The part is damaged, or not of the sync that comes next, or an earlier one was lost; only tensors
+                with the trainer's fingerprint were changed.
+        """
+        found = Part.decoded(part)
+        self._begin(found)
+        for each in found.changes:
+            new = each.applied(self.tensors.get(each.name))
+            if new is None or fingerprint_of(new) != each.fingerprint:
+                raise DataError(
+                    f"{each.name} does not get the trainer's fingerprint by weight sync {found.sync}, so the part or "
+                    f"this copy is damaged; send the part again, or {_ASK}"
+                )
+            self.tensors[each.name], self._fingerprints[each.name] = new, each.fingerprint
+        if found.weights is not None:
+            self._end(found)
+        return [(each.name, self.tensors[each.name]) for each in found.changes]
+
+    def receive(
+        self, group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors that change by what `WeightDeltas.broadcast` sends: (name, tensor), whole.
+
+        Args:
+            group: Process group of the sender and the receivers.
+            source: Rank of the sender in the group.
+            device: Device on which the group receives: "cuda" with NCCL.
+
+        Raises:
+            DataError: See `apply`; after all parts were received, so that the group can be used again.
+        """
+        refused: DataError | None = None
+        while (part := receive_bytes(group, source, device)).numel():
+            if refused is None:
+                try:
+                    changed = self.apply(part)
+                except DataError as error:
+                    refused = error
+                else:
+                    yield from changed
+        if refused is not None:
+            raise refused
+
+    def _begin(self, part: Part) -> None:
+        """Refuses a part that is not of the sync that comes next; a full one may come at any time, but not twice."""
+        is_other = part.session != self._session
+        if part.is_full and (is_other or part.sync > self.sync):
+            if (part.session, part.sync, True) != (self._session, self._open, self._is_sound):
+                self.tensors, self._fingerprints = {}, {}
+            self._session, self._open, self._is_sound = part.session, part.sync, True
+            if is_other:
+                self.sync = 0
+            return
+        awaited = self.sync + 1 if self._open is None else self._open
+        if is_other or not self._is_sound or part.sync != awaited:
+            reason = (
+                "it is of another sender"
+                if is_other
+                else f"sync {awaited} of this sender comes next"
+                if self._is_sound
+                else "the weights before it did not come whole"
+            )
+            raise DataError(f"a part of weight sync {part.sync} cannot be applied, as {reason}; {_ASK}")
+        self._open = part.sync
+
+    def _end(self, part: Part) -> None:
+        found = weights_fingerprint(self._fingerprints)
+        if found != part.weights:
+            self._is_sound = False
+            raise DataError(
+                f"the weights have fingerprint {found[:16]} after weight sync {part.sync}, but the trainer's have "
+                f"{str(part.weights)[:16]}: a part was lost; {_ASK}"
+            )
+        self.sync, self._open = part.sync, None
+
+
+def fingerprint_of(tensor: Tensor) -> str:
+    """Returns the SHA-256 of the bytes of a tensor on the CPU, as hexadecimal digits."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def weights_fingerprint(fingerprints: Mapping[str, str]) -> str:
+    """Returns the fingerprint of many tensors, by their names and fingerprints."""
+    return hashlib.sha256(json.dumps(sorted(fingerprints.items())).encode()).hexdigest()
+
+
+def _packed(changed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[str, Tensor]:
+    """Returns the form and [bytes] of the places that changed, in a mask or in gaps, whichever is shorter."""
+    gaps = np.diff(np.flatnonzero(changed), prepend=0)
+    width = next(each for each in _WIDTHS if gaps.max() <= np.iinfo(each).max)
+    if len(gaps) * np.dtype(width).itemsize < -(-len(changed) // 8):
+        return width, torch.from_numpy(gaps.astype(width).view(np.uint8))
+    return "mask", torch.from_numpy(np.packbits(changed))
+
+
+def _damaged(what: str, content: Tensor) -> str:
+    return f"a part of a weight sync with {content.numel()} bytes is damaged: {what} is not the sender's; send it again"
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
