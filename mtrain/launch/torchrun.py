@@ -37,8 +37,10 @@ ENVIRONMENT = {
 }
 """Environment variables that the ranks and torchrun need; given values are kept."""
 _POLL_S = 0.05
-_LONGEST_WITHOUT_RANKS_S = 5.0
-"""Seconds after a stop signal in which ranks may still begin."""
+_LONGEST_WAIT_S = 5.0
+"""Seconds after a stop signal in which the main thread may do nothing and start no ranks."""
+_NOTHING_S = 0.02
+"""Seconds of a core that the main thread may take where it does nothing: those of a wait that is repeated."""
 
 
 def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
@@ -122,16 +124,19 @@ def _exit_code(file: Path) -> int | None:
 def _let_through(folder: str) -> None:
     """Unblocks stop signals in this thread, so that they reach the process; Python's handler runs in the main thread.
 
-    Ends the process where a signal came and no rank begins.
+    Ends the process where a signal came, no rank has begun, and the main thread does nothing: it waits for other nodes.
+    On a busy machine it may load for longer than any limit, but then it works.
 
     Args:
         folder: Folder of temporary files, deleted where this ends the process.
     """
-    asked_s = None
+    main = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    idle_since_s, worked_s = time.monotonic(), time.clock_gettime(main)
     while not _has_started_its_ranks(ranks := _ranks()):
         sent = signal.sigpending().intersection(STOP_SIGNALS)
-        asked_s = asked_s or (time.monotonic() if sent else None)
-        if asked_s is not None and not ranks and time.monotonic() - asked_s > _LONGEST_WITHOUT_RANKS_S:
+        if not sent or ranks or time.clock_gettime(main) - worked_s > _NOTHING_S:
+            idle_since_s, worked_s = time.monotonic(), time.clock_gettime(main)
+        elif time.monotonic() - idle_since_s > _LONGEST_WAIT_S:
             shutil.rmtree(folder, ignore_errors=True)
             name = signal.Signals(min(sent)).name
             print(f"torchrun was stopped by {name} before its ranks began", file=sys.stderr, flush=True)

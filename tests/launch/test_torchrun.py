@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,6 +62,30 @@ def test_a_stop_while_other_nodes_are_awaited_ends_it(pool: Pool, tmp_path: Path
         code = waiting.wait(600)
     assert code == notice.exit_code, waiting.errors()
     assert waiting.errors().splitlines()[-1] == "torchrun was stopped by SIGTERM before its ranks began"
+
+
+LOADS_FOR_LONG = """
+import os, signal, threading, time
+from mtrain.launch import torchrun
+signal.pthread_sigmask(signal.SIG_BLOCK, torchrun.STOP_SIGNALS)
+torchrun._LONGEST_WAIT_S = 2.0
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=torchrun._let_through, args=["none"], daemon=True).start()
+while time.process_time() < 3:
+    pass
+print("loaded", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.waits
+def test_a_stop_while_torchrun_loads_does_not_end_it(tmp_path: Path) -> None:
+    """However long it takes on a busy machine: only a main thread that sleeps waits for other nodes."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_FOR_LONG], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == STOPPED, done.stderr
+    assert done.stdout == "loaded\n"
 
 
 def listens(port: int) -> bool:
