@@ -10,7 +10,6 @@ import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,10 +24,11 @@ from mtrain.base.errors import DataError
 from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.serve import bodies
 from mtrain.serve.asked import BaseModel, asked_of
+from mtrain.serve.checkpoints import FILE, Checkpoints, Run
 from mtrain.serve.desk import Desk, FullError, Request, Sessions
 from mtrain.serve.http import bytes_of, fault, read_body
 from mtrain.serve.protocol import read_batch
-from mtrain.serve.store import Described, Lora, Place, Store
+from mtrain.serve.store import Lora, Place, Store
 from mtrain.serve.work import (
     CreateModel,
     Done,
@@ -54,7 +54,8 @@ class App:
     store: Store
     token: str | None
     """Key that clients send; None: any."""
-    _loras: dict[str, Lora] = field(default_factory=dict)
+    _runs: dict[str, Run] = field(default_factory=dict)
+    """Models that are there."""
     _samplers: dict[str, str | None] = field(default_factory=dict)
     """Path of each sampler's weights; None: of the base model, or of no path."""
 
@@ -71,9 +72,9 @@ class App:
             "optim_step": self.optim_step,
             "save_weights": self.save_weights,
             "save_weights_for_sampler": self.save_weights_for_sampler,
+            "save_weights_external": self.save_weights_external,
             "load_weights": self.load_weights,
             "get_info": self.get_info,
-            "weights_info": self.weights_info,
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
             "retrieve_future": self.retrieve_future,
@@ -83,25 +84,24 @@ class App:
             "healthz": self.healthz,
             "get_server_capabilities": self.capabilities,
             "samplers/{sampler_id}": self.get_sampler,
-            "training_runs": self.training_runs,
-            "training_runs/{model_id}": self.training_run,
-            "training_runs/{model_id}/checkpoints": self.checkpoints_of,
-            "checkpoints": self.checkpoints,
         }
         routes = [Route(f"/api/v1/{path}", self._guarded(each), methods=["POST"]) for path, each in posts.items()]
         routes += [Route(f"/api/v1/{path}", self._guarded(each), methods=["GET"]) for path, each in gets.items()]
-        one = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
-        routes.append(Route(one, self._guarded(self.delete_checkpoint), methods=["DELETE"]))
+        checkpoints = Checkpoints(self.base, self.store, self._runs)
+        routes += [Route(path, self._guarded(each), methods=[method]) for method, path, each in checkpoints.calls()]
+        # a signature in the address takes the place of the key
+        routes.append(Route(FILE, self._guarded(checkpoints.file, is_signed=True)))
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
         routes.append(Route("/{path:path}", self._guarded(self.unknown), methods=methods))
         return Starlette(routes=routes)
 
     def _guarded(
-        self, handler: Callable[[HttpRequest], Awaitable[Response]]
+        self, handler: Callable[[HttpRequest], Awaitable[Response]], is_signed: bool = False
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def guarded(request: HttpRequest) -> Response:
             try:
-                self._check_token(request)
+                if not is_signed:
+                    self._check_token(request)
                 return await handler(request)
             except HTTPException as error:
                 return fault(error.status_code, error.detail)
@@ -175,10 +175,10 @@ class App:
 
     def unload(self, session_id: str) -> None:
         """Frees the models and samplers of a session."""
-        models = tuple(each for each in self._loras if each.startswith(f"{session_id}:"))
+        models = tuple(each for each in self._runs if each.startswith(f"{session_id}:"))
         samplers = tuple(each for each in self._samplers if each.startswith(f"{session_id}:"))
         for each in models:
-            del self._loras[each]
+            del self._runs[each]
             self.desk.close_line(each)
         for each in samplers:
             del self._samplers[each]
@@ -201,12 +201,12 @@ class App:
         if self.base.has_tied_output:
             lora = replace(lora, train_unembed=False)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        return self._began(model_id, CreateModel(model_id, lora))
+        return self._began(model_id, CreateModel(model_id, lora), body.user_metadata)
 
     async def load_weights(self, request: HttpRequest) -> Response:
         """Goes on from a checkpoint, with a new model or with one that is there."""
         body = await read_body(request, bodies.LoadBody)
-        source = Place.parsed(body.path)
+        source = _loadable(body.path)
         described = await run_in_threadpool(self.store.described, source)
         if body.model_id is not None and body.seq_id is not None:
             return self._ordered(LoadWeights(body.model_id, source, body.optimizer), body.model_id, body.seq_id)
@@ -214,12 +214,13 @@ class App:
             raise DataError("load_weights needs model_id and seq_id, or session_id and model_seq_id; send one of both")
         self._check_session(body.session_id)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        return self._began(model_id, CreateModel(model_id, described.adapter, source, body.optimizer))
+        operation = CreateModel(model_id, described.adapter, source, body.optimizer)
+        return self._began(model_id, operation, body.user_metadata)
 
-    def _began(self, model_id: str, operation: CreateModel) -> Response:
+    def _began(self, model_id: str, operation: CreateModel, user_metadata: dict[str, Any] | None) -> Response:
         request = self.desk.submit(operation, f"{model_id}:create")
         self.desk.open_line(model_id)
-        self._loras.setdefault(model_id, operation.lora)
+        self._runs.setdefault(model_id, Run(operation.lora, user_metadata))
         return _future(request, model_id)
 
     async def forward_backward(self, request: HttpRequest) -> Response:
@@ -240,19 +241,31 @@ class App:
     async def save_weights(self, request: HttpRequest) -> Response:
         """Saves weights and optimizer under a name."""
         body = await read_body(request, bodies.SaveBody)
-        _refuse_lifetime(body)
         place = Place.of(body.model_id, "weights", body.path or f"{body.seq_id:08d}")
-        return self._ordered(Save(place, body.overwrite, body.user_metadata), body.model_id, body.seq_id)
+        return self._saved(place, body, body.overwrite)
+
+    async def save_weights_external(self, request: HttpRequest) -> Response:
+        """Saves weights as other programs read them: adapters as PEFT does, a whole model as transformers does."""
+        body = await read_body(request, bodies.SaveBody)
+        if body.age_encryption_recipients:
+            raise DataError("age_encryption_recipients is not offered here; leave it out, and encrypt the download")
+        if body.path is None:
+            raise DataError("save_weights_external needs path; give a name")
+        return self._saved(Place.of(body.model_id, "external_weights", body.path), body, True)
+
+    def _saved(self, place: Place, body: bodies.SaveBody, overwrite: bool) -> Response:
+        run = self._runs.get(body.model_id)
+        of_run = None if run is None else run.user_metadata
+        operation = Save(place, overwrite, body.ttl_seconds, body.user_metadata, of_run)
+        return self._ordered(operation, body.model_id, body.seq_id)
 
     async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
         """Saves weights to sample from: under a name, or for this session alone."""
         body = await read_body(request, bodies.SaveBody)
-        _refuse_lifetime(body)
         if body.kind == "inflight":
             raise DataError("kind=inflight is not offered here; take snapshot, of which a client makes one per step")
         if body.path is not None:
-            place = Place.of(body.model_id, "sampler_weights", body.path)
-            return self._ordered(Save(place, True, body.user_metadata), body.model_id, body.seq_id)
+            return self._saved(Place.of(body.model_id, "sampler_weights", body.path), body, True)
         if body.sampling_session_seq_id is None:
             raise DataError("save_weights_for_sampler needs path or sampling_session_seq_id; send one")
         sampler_id = f"{body.model_id.partition(':')[0]}:sample:{body.sampling_session_seq_id}"
@@ -263,9 +276,9 @@ class App:
     async def get_info(self, request: HttpRequest) -> Response:
         """Describes a model."""
         body = await read_body(request, bodies.OfModel)
-        lora = self._loras.get(body.model_id)
-        if lora is None:
+        if body.model_id not in self._runs:
             raise HTTPException(404, f"there is no model {body.model_id}; create one")
+        lora = self._runs[body.model_id].lora
         names = {"model_name": self.base.name, "tokenizer_id": self.base.name}
         is_lora = {"is_lora": lora.rank > 0, "lora_rank": lora.rank or None}
         return JSONResponse(
@@ -289,7 +302,7 @@ class App:
         body = await read_body(request, bodies.SamplingSessionBody)
         self._check_session(body.session_id)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        source = None if body.model_path is None else Place.parsed(body.model_path)
+        source = None if body.model_path is None else _loadable(body.model_path)
         if source is None and not self.base.is_called(body.base_model or ""):
             raise DataError(f"base_model={body.base_model!r:.200} is not served here; take {self.base.name}")
         made = self.desk.submit(KeepSampler(sampler_id, source=source), f"{sampler_id}:create")
@@ -345,104 +358,17 @@ class App:
                 return None
         return request.result
 
-    # checkpoints
-
-    async def weights_info(self, request: HttpRequest) -> Response:
-        """Describes a checkpoint."""
-        body = await read_body(request, bodies.OfPath)
-        described = await run_in_threadpool(self.store.described, Place.parsed(body.tinker_path))
-        lora = described.adapter
-        trained = {key: value for key, value in vars(lora).items() if key.startswith("train_")} if lora.rank else {}
-        answer = {"base_model": described.base_model, "is_lora": lora.rank > 0, "lora_rank": lora.rank or None}
-        return JSONResponse(answer | trained)
-
-    async def checkpoints(self, request: HttpRequest) -> Response:
-        """Lists all checkpoints."""
-        found = [_shown(each) for each in await run_in_threadpool(self.store.all)]
-        page, cursor = _page(found, request)
-        return JSONResponse({"checkpoints": page, "cursor": cursor})
-
-    async def checkpoints_of(self, request: HttpRequest) -> Response:
-        """Lists the checkpoints of a training run."""
-        found = await run_in_threadpool(self.store.all)
-        model_id = request.path_params["model_id"]
-        return JSONResponse({"checkpoints": [_shown(each) for each in found if each.model_id == model_id]})
-
-    async def training_runs(self, request: HttpRequest) -> Response:
-        """Lists the training runs that have checkpoints or are going on."""
-        runs = self._runs(await run_in_threadpool(self.store.all))
-        page, cursor = _page(list(runs.values()), request)
-        return JSONResponse({"training_runs": page, "cursor": cursor})
-
-    async def training_run(self, request: HttpRequest) -> Response:
-        """Describes one training run."""
-        model_id = request.path_params["model_id"]
-        found = self._runs(await run_in_threadpool(self.store.all)).get(model_id)
-        if found is None:
-            raise HTTPException(404, f"there is no training run {model_id[:200]}")
-        return JSONResponse(found)
-
-    def _runs(self, saved: list[Described]) -> dict[str, dict[str, Any]]:
-        runs: dict[str, dict[str, Any]] = {}
-        live = [(model_id, lora, None) for model_id, lora in self._loras.items()]
-        for model_id, lora, described in [*live, *((each.model_id, each.adapter, each) for each in saved)]:
-            run = runs.setdefault(
-                model_id,
-                {
-                    "training_run_id": model_id,
-                    "base_model": self.base.name,
-                    "model_owner": "local",
-                    "is_lora": lora.rank > 0,
-                    "lora_rank": lora.rank or None,
-                    "last_request_time": _time(0 if described is None else described.time),
-                },
-            )
-            if described is not None:
-                key = "last_checkpoint" if described.kind == "weights" else "last_sampler_checkpoint"
-                run.setdefault(key, _shown(described))  # the newest comes first
-        return runs
-
-    async def delete_checkpoint(self, request: HttpRequest) -> Response:
-        """Removes a checkpoint."""
-        parts = request.path_params
-        place = Place.parsed(f"tinker://{parts['model_id']}/{parts['kind']}/{parts['name']}")
-        await run_in_threadpool(self.store.remove, place)
-        return Response(status_code=204)
-
     def _check_session(self, session_id: str) -> None:
         if not self.sessions.has(session_id):
             raise HTTPException(404, f"there is no session {session_id[:200]}; make a new ServiceClient")
         self.sessions.see(session_id)
 
 
-def _refuse_lifetime(body: bodies.SaveBody) -> None:
-    if body.ttl_seconds is not None:
-        raise DataError("ttl_seconds is not offered: checkpoints stay until they are deleted; leave it out")
-
-
-def _shown(described: Described) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{described.kind}/{described.name}",
-        "checkpoint_type": "training" if described.kind == "weights" else "sampler",
-        "time": _time(described.time),
-        "tinker_path": described.address,
-        "user_metadata": described.user_metadata,
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _page(found: list[Any], request: HttpRequest) -> tuple[list[Any], dict[str, int]]:
-    numbers = {}
-    for name, default in (("offset", 0), ("limit", 100)):
-        text = request.query_params.get(name, str(default))
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise DataError(f"{name}={text[:40]!r} is no whole number")
-        numbers[name] = int(text)
-    offset, limit = numbers["offset"], numbers["limit"]
-    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
+def _loadable(path: str) -> Place:
+    place = Place.parsed(path)
+    if place.kind == "external_weights":
+        raise DataError(f"{place} is of a form for other programs; name a checkpoint of weights or sampler_weights")
+    return place
 
 
 def _future(request: Request, model_id: str) -> Response:

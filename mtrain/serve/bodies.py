@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Id = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ttl = Annotated[int, Field(ge=3600, le=10 * 365 * 24 * 3600)]
+"""Lifetime of a checkpoint, in seconds: an hour to ten years, as the SDK has it."""
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 _MOST_TOKENS = 10_000_000
+_MOST_METADATA = 2**16
+"""Most characters of what a client keeps with a run or a checkpoint."""
+
+
+def _bounded(given: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(given)) > _MOST_METADATA:
+        raise ValueError(f"is longer than {_MOST_METADATA} characters; send less")
+    return given
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class Body(BaseModel):
@@ -53,6 +67,7 @@ class CreateModelBody(Body):
     base_model: str
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    user_metadata: Metadata | None = None
 
 
 class AdamParams(Body):
@@ -76,7 +91,7 @@ class OptimStepBody(Body):
 
 
 class SaveBody(Body):
-    """Body of save_weights and save_weights_for_sampler."""
+    """Body of save_weights, save_weights_for_sampler and save_weights_external."""
 
     model_id: Id
     seq_id: Number
@@ -84,8 +99,15 @@ class SaveBody(Body):
     overwrite: bool = False
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+    ttl_seconds: Ttl | None = None
+    user_metadata: Annotated[dict[str, str], AfterValidator(_bounded)] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class TtlBody(Body):
+    """Body that gives a checkpoint a lifetime from now, or none."""
+
+    ttl_seconds: Ttl | None
 
 
 class LoadBody(Body):
@@ -97,6 +119,7 @@ class LoadBody(Body):
     seq_id: Number | None = None
     session_id: Id | None = None
     model_seq_id: Number | None = None
+    user_metadata: Metadata | None = None
 
 
 class OfModel(Body):

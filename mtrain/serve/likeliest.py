@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtrain.data.datum import Datum
 from mtrain.loss.pair import LossPair, TermInputs, needs_extras, per_token, weigh
+from mtrain.serve.protocol import NO_LOG_PROB, Likeliest
 from mtrain.tokenizer import Tokenizer
 from mtrain.training.engine import Engine
 
@@ -35,17 +36,46 @@ def ends_with(texts: Sequence[str], tokenizer: Tokenizer, ids: Sequence[int]) ->
     return any(text in written for text in texts)
 
 
-def likeliest_of_prompt(
-    engine: Engine, prompt: Sequence[int], count: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Returns the likeliest tokens in the place of each token but the first, [tokens - 1, count], and their
-    log-probabilities in nats. One all-reduce over the world, in addition to a forward pass.
+def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | None) -> NDArray[np.float32]:
+    """Returns the log-probability of each token of a prompt, nan of the first and of those that were not asked for.
 
     Args:
         engine: Engine with the weights that are asked.
-        prompt: Token ids, at least two.
-        count: Number of likeliest tokens, at most the size of the vocabulary.
+        prompt: Token ids.
+        last_n: Number of the last tokens that are asked for; None: all.
     """
+    found = np.full(len(prompt), np.nan, np.float32)
+    if len(prompt) > 1:
+        found[1:] = engine.forward([Datum(prompt)]).log_probs[0].numpy()
+    found[_unasked(prompt, last_n)] = np.nan
+    return found
+
+
+def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_n: int | None) -> Likeliest:
+    """Returns the likeliest tokens in the place of each token of a prompt, [tokens, count], and their log-probabilities
+    in nats; 0 and NO_LOG_PROB for the first and for those that were not asked for.
+
+    Args:
+        engine: Engine with the weights that are asked.
+        prompt: Token ids.
+        count: Number of likeliest tokens, at most the size of the vocabulary.
+        last_n: Number of the last tokens that are asked for; None: all.
+    """
+    ids = np.zeros((len(prompt), count), np.int32)
+    log_probs = np.full(ids.shape, NO_LOG_PROB, np.float32)
+    if len(prompt) > 1:
+        ids[1:], log_probs[1:] = _likeliest(engine, prompt, count)
+    unasked = _unasked(prompt, last_n)
+    ids[unasked], log_probs[unasked] = 0, NO_LOG_PROB
+    return ids, log_probs
+
+
+def _unasked(prompt: Sequence[int], last_n: int | None) -> slice:
+    return slice(0, 0 if last_n is None else len(prompt) - last_n)
+
+
+def _likeliest(engine: Engine, prompt: Sequence[int], count: int) -> Likeliest:
+    """Returns those of each token but the first. One all-reduce over the world, in addition to a forward pass."""
     length, tp = len(prompt) - 1, engine.config.layout.tp
     # of each rank of TP those among its own columns
     found = torch.zeros(2, tp, length, count, dtype=torch.float64, device=engine.device)

@@ -64,7 +64,8 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
     config = config.model_copy(update={"loss": LossSection(aggregation="sum", chunk_tokens=config.loss.chunk_tokens)})
     folder = RunFolder(Path(config.run.dir))
     served = Served(config)
-    worker = Worker(served, Store(folder.path))
+    store = Store(folder.path)
+    worker = Worker(served, store)
     try:
         with contextlib.ExitStack() as held:
             desk, sessions = Desk(), Sessions(_SESSION_S)
@@ -73,7 +74,6 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
                 folder.create()
                 held.enter_context(folder.locked())
                 folder.clear_requeue()
-                store = Store(folder.path)
                 store.restore()
                 model, has_tokenizer = config.model, served.tokenizer is not None
                 stops = _stops(model.hf)
@@ -101,6 +101,7 @@ def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeo
             if app is not None:
                 for session_id in sessions.lost():
                     app.unload(session_id)
+                app.store.expire()
                 stopped = stop.received
                 request = None if stopped else desk.take(idle_s)
                 agreed = [_Stop(stopped) if stopped else None if request is None else request.operation]

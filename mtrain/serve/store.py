@@ -7,22 +7,30 @@ not finish. Names of clients are checked before they become parts of a path.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import DataError, MachineError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.plain_files import parsed_json, read_plain_file
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: Mapping[str, Kind] = {each: each for each in get_args(Kind)}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
-_PATH = re.compile(r"tinker://([^/]{1,64})/(weights|sampler_weights)/([^/]{1,128})")
+_PATH = re.compile(r"tinker://([^/]{1,64})/([a-z_]{1,32})/([^/]{1,128})")
 _DESCRIPTION = "checkpoint.json"
 _MOST_BYTES = 2**20
+_RETRY_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,9 @@ class Place:
             DataError: It is none.
         """
         found = _PATH.fullmatch(path)
-        if found is None:
-            raise DataError(f"{path[:200]!r} is no tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME")
-        model_id, kind, name = found.groups()
-        return cls.of(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+        if found is None or found[2] not in KINDS:
+            raise DataError(f"{path[:200]!r} is no tinker://RUN/KIND/NAME, where KIND is one of {', '.join(KINDS)}")
+        return cls.of(found[1], KINDS[found[2]], found[3])
 
     def __str__(self) -> str:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
@@ -90,12 +97,20 @@ class Described:
     """Options of the adapter; None: the whole model was trained."""
     time: float
     """Time of the save, in seconds since 1970."""
-    user_metadata: dict[str, str] | None = field(default=None)
+    user_metadata: dict[str, str] | None = None
+    expires_at: float | None = None
+    """Time after which it is removed, in seconds since 1970; None: never."""
+    run_metadata: dict[str, Any] | None = None
+    """What the client keeps with the training run."""
 
     @property
     def adapter(self) -> Lora:
         """Returns the adapter that was trained."""
         return Lora(0) if self.lora is None else Lora(**self.lora)
+
+    def is_over(self, now: float) -> bool:
+        """Says whether its time is over."""
+        return self.expires_at is not None and self.expires_at <= now
 
     @property
     def address(self) -> str:
@@ -106,8 +121,13 @@ class Described:
 class Store:
     """Folder of a service; every rank may have one, but the first rank writes descriptions."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
         self._root = path / "served"
+        self._lock = threading.RLock()
+        """Held while a description changes, which clients and the engine do in threads of their own."""
+        self._next_expiry = 0.0
+        """Time before which no checkpoint expires; 0: not known yet."""
 
     def folder(self, place: Place) -> Path:
         """Returns the run folder of a checkpoint, which exists if it was saved."""
@@ -124,8 +144,8 @@ class Store:
     def publish(self, described: Described, place: Place) -> None:
         """Puts what was saved into `fresh` into its place, in that of an older checkpoint of the name."""
         folder, new, old = self.folder(place), self._beside(place, "new"), self._beside(place, "old")
-        with disk_faults(f"write {folder}"):
-            write_atomically(new / _DESCRIPTION, json.dumps(asdict(described)))
+        with self._lock, disk_faults(f"write {folder}"):
+            self._describe(new, described)
             shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
                 folder.rename(old)  # a service that ends here finds it again in `restore`
@@ -151,14 +171,53 @@ class Store:
             DataError: There is no such checkpoint.
         """
         found = self._read(self.folder(place) / _DESCRIPTION)
-        if found is None:
+        if found is None or found.is_over(self.clock()):
             raise DataError(f"there is no checkpoint {place}; list those of a training run, and name one of them")
         return found
 
     def all(self) -> list[Described]:
         """Returns all checkpoints, the newest first."""
-        found = [self._read(each) for each in self._root.glob(f"*/*/[!.]*/{_DESCRIPTION}")]
-        return sorted((each for each in found if each is not None), key=lambda each: -each.time)
+        now = self.clock()
+        return sorted((each for each in self._on_disk() if not each.is_over(now)), key=lambda each: -each.time)
+
+    def set_lifetime(self, place: Place, ttl_seconds: int | None) -> None:
+        """Lets a checkpoint expire after some time from now, or never.
+
+        Raises:
+            DataError: There is no such checkpoint.
+        """
+        with self._lock, disk_faults(f"write {self.folder(place)}"):
+            ends = None if ttl_seconds is None else self.clock() + ttl_seconds
+            self._describe(self.folder(place), replace(self.described(place), expires_at=ends))
+
+    def expire(self) -> None:
+        """Removes the checkpoints whose time is over. In the thread of the engine, so that none is being read."""
+        now = self.clock()
+        if now < self._next_expiry:
+            return
+        with self._lock:
+            found = self._on_disk()
+            ends = [each.expires_at for each in found if each.expires_at is not None and not each.is_over(now)]
+            self._next_expiry = min(ends, default=math.inf)
+        for each in found:
+            if each.is_over(now):
+                place = Place.parsed(each.address)
+                try:
+                    self._remove(place)
+                except MachineError as fault:  # a disk that refuses is no reason to stop
+                    self._next_expiry = now + _RETRY_S
+                    _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
+
+    def files(self, place: Place) -> list[str]:
+        """Returns the files of a checkpoint, as paths in its folder.
+
+        Raises:
+            DataError: There is no such checkpoint.
+        """
+        self.described(place)
+        folder = self.folder(place)
+        found = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]
+        return sorted(str(each) for each in found if str(each) != _DESCRIPTION)
 
     def remove(self, place: Place) -> None:
         """Removes a checkpoint.
@@ -167,17 +226,30 @@ class Store:
             DataError: There is no such checkpoint.
         """
         self.described(place)
-        with disk_faults(f"remove {self.folder(place)}"):
+        self._remove(place)
+
+    def _remove(self, place: Place) -> None:
+        with self._lock, disk_faults(f"remove {self.folder(place)}"):
             gone = self._beside(place, "new")  # a removal that is killed is finished by `restore`
             shutil.rmtree(gone, ignore_errors=True)
             self.folder(place).rename(gone)
             shutil.rmtree(gone)
+
+    def _describe(self, folder: Path, described: Described) -> None:
+        write_atomically(folder / _DESCRIPTION, json.dumps(asdict(described)))
+        if described.expires_at is not None:
+            self._next_expiry = min(self._next_expiry, described.expires_at)
+
+    def _on_disk(self) -> list[Described]:
+        found = [self._read(each) for each in self._root.glob(f"*/*/[!.]*/{_DESCRIPTION}")]
+        return [each for each in found if each is not None]
 
     def _beside(self, place: Place, what: str) -> Path:
         folder = self.folder(place)
         return folder.with_name(f".{what}.{folder.name}")
 
     def _read(self, path: Path) -> Described | None:
-        if not path.exists():
+        try:
+            return Described(**parsed_json(read_plain_file(path, _MOST_BYTES)))
+        except FileNotFoundError:  # never there, or removed just now
             return None
-        return Described(**parsed_json(read_plain_file(path, _MOST_BYTES)))

@@ -5,7 +5,6 @@ Every rank is given the same operations in the same order, so each knows of ever
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,30 +12,33 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError, DataError, MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.config import Config
 from mtrain.config.schema.adapter import GROUPS, AdapterSection, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.datum import Datum
+from mtrain.convert.adapters import export_adapter
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.plan.adapters import all_matrices
-from mtrain.serve.likeliest import ends_with, likeliest_of_prompt
+from mtrain.serve.likeliest import ends_with, likeliest_of_prompt, log_probs_of_prompt
 from mtrain.serve.losses import Batch
-from mtrain.serve.protocol import NO_LOG_PROB, Likeliest, SentBatch, written_answers, written_outputs
-from mtrain.serve.store import Described, Lora, Place, Store
+from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
+from mtrain.serve.store import Described, Kind, Lora, Place, Store
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.engine import Engine
+from mtrain.training.export import export_whole, exported_through_checkpoint
 from mtrain.training.held import Held
 from mtrain.training.sampling.choice import SamplingParams
 
 _ALPHA = 32.0
 """Numerator of the scale of adapters where the configuration gives none, the same for every rank."""
-
-
+_TYPES: Mapping[Kind, str] = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
 _TARGETS: Mapping[str, tuple[Target, ...]] = {
     "train_attn": ("qkv", "proj", "in_proj", "out_proj"),
     "train_mlp": ("fc1", "fc2", "experts"),
@@ -131,7 +133,9 @@ class Save:
 
     place: Place
     overwrite: bool = False
+    ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
+    run_metadata: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -379,19 +383,32 @@ class Worker:
         place, store = asked.place, self._store
 
         def begun() -> Any:
+            store.expire()  # the name may be free by now
             if store.folder(place).exists() and not asked.overwrite:
                 raise DataError(f"{place} exists already; take another name, or overwrite=True")
             return store.fresh(place)
 
         # gradients of an unfinished step are not part of a checkpoint
-        model.engine.save(on_first_rank(begun))
-        lora = vars(model.lora) if model.lora.rank else None
+        folder: Path = on_first_rank(begun)
+        if place.kind == "external_weights":
+            convert = partial(export_adapter, dtype=None) if model.lora.rank else export_whole
+            exported_through_checkpoint(folder, model.engine.save, convert)
+        else:
+            model.engine.save(folder)
+        lora, now = vars(model.lora) if model.lora.rank else None, store.clock()
         described = Described(
-            place.model_id, place.kind, place.name, self._served.name, lora, time.time(), asked.user_metadata
+            place.model_id,
+            place.kind,
+            place.name,
+            self._served.name,
+            lora,
+            now,
+            asked.user_metadata,
+            None if asked.ttl_seconds is None else now + asked.ttl_seconds,
+            asked.run_metadata,
         )
         on_first_rank(lambda: store.publish(described, place))
-        kind = "save_weights" if place.kind == "weights" else "save_weights_for_sampler"
-        return Done({"path": str(place), "type": kind})
+        return Done({"path": str(place), "type": _TYPES[place.kind]})
 
     def _keep(self, asked: KeepSampler) -> Done:
         if asked.model_id is not None:
@@ -425,27 +442,10 @@ class Worker:
             ends = partial(ends_with, asked.stop_texts, self._tokenizer) if asked.stop_texts else None
             sampling = replace(asked.sampling, is_complete=ends, num_likeliest=asked.num_likeliest)
             found = engine.generate([asked.prompt] * asked.num_samples, sampling)
-            likely = self._prompt_log_probs(engine, asked) if asked.with_prompt_log_probs else None
-            likeliest = self._prompt_likeliest(engine, asked) if asked.num_likeliest_of_prompt else None
+            likely = log_probs_of_prompt(engine, asked.prompt, asked.last_n) if asked.with_prompt_log_probs else None
+            most = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
+            likeliest = likeliest_of_prompt(engine, asked.prompt, most, asked.last_n) if most else None
         return Done(written_answers(found, likely, likeliest))
-
-    def _prompt_log_probs(self, engine: Engine, asked: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
-        found = np.full(len(asked.prompt), np.nan, np.float32)
-        if len(asked.prompt) > 1:
-            found[1:] = engine.forward([Datum(asked.prompt)]).log_probs[0].numpy()
-        if asked.last_n is not None:
-            found[: len(found) - asked.last_n] = np.nan
-        return found
-
-    def _prompt_likeliest(self, engine: Engine, asked: Sample) -> Likeliest:
-        count = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
-        ids = np.zeros((len(asked.prompt), count), np.int32)
-        log_probs = np.full(ids.shape, NO_LOG_PROB, np.float32)
-        if len(asked.prompt) > 1:
-            ids[1:], log_probs[1:] = likeliest_of_prompt(engine, asked.prompt, count)
-        unasked = slice(0, 0 if asked.last_n is None else len(ids) - asked.last_n)
-        ids[unasked], log_probs[unasked] = 0, NO_LOG_PROB
-        return ids, log_probs
 
     def _unload(self, asked: Unload) -> Done:
         for model_id in asked.model_ids:

@@ -246,12 +246,20 @@ def _target(folder: RunFolder, step: int) -> Path:
     return folder.exports / step_name(step)
 
 
-def exported_through_checkpoint(out: Path, save: Callable[[Path], Path]) -> None:
+def export_whole(checkpoint: Path, out: Path) -> None:
+    """Converts the checkpoint in one thread, one tensor at a time; each is read back and compared."""
+    export_hf(checkpoint, out, like=None, dtype=None, num_workers=1)
+
+
+def exported_through_checkpoint(
+    out: Path, save: Callable[[Path], Path], convert: Callable[[Path, Path], object] = export_whole
+) -> None:
     """Saves a checkpoint, converts it, and deletes it. Collective over the world.
 
     Args:
         out: Path of the exported folder; must not exist.
         save: Function that saves into a run folder and returns the path of the checkpoint.
+        convert: Function that turns a checkpoint into a new folder. On the first rank.
 
     Raises:
         ConfigError: `out` exists.
@@ -262,7 +270,7 @@ def exported_through_checkpoint(out: Path, save: Callable[[Path], Path]) -> None
     on_first_rank(lambda: _cleared(out, scratch))
     try:
         checkpoint = save(scratch)
-        on_first_rank(lambda: _exported(checkpoint, out))
+        on_first_rank(lambda: convert(checkpoint, out))
     finally:
         # in `finally`: an export that fails must not leave a second copy of the weights on the disk
         on_first_rank(lambda: _removed(scratch))
@@ -273,11 +281,6 @@ def _cleared(out: Path, scratch: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
     _removed(scratch)
-
-
-def _exported(checkpoint: Path, out: Path) -> None:
-    """Converts the checkpoint in one thread, one tensor at a time; each is read back and compared."""
-    export_hf(checkpoint, out, like=None, dtype=None, num_workers=1)
 
 
 def _removed(folder: Path) -> None:

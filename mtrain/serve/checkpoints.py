@@ -1,0 +1,198 @@
+"""Calls on checkpoints: lists, lifetimes, removal and download. On the first rank."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from mtrain.base.errors import DataError
+from mtrain.serve import bodies
+from mtrain.serve.asked import BaseModel
+from mtrain.serve.http import fault, read_body
+from mtrain.serve.store import Described, Lora, Place, Store
+
+FILE = "/api/v1/files/{model_id}/{kind}/{name}/{file:path}"
+"""Address of a file of a checkpoint, with `expires` and `signature` in the query."""
+_RUNS = "/api/v1/training_runs"
+_ONE = f"{_RUNS}/{{model_id}}/checkpoints/{{kind}}/{{name}}"
+_LINK_S = 3600
+"""Time that an address of a file is good for."""
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model that clients train."""
+
+    lora: Lora
+    user_metadata: dict[str, Any] | None
+
+
+@dataclass
+class Checkpoints:
+    """Handlers of the protocol for checkpoints and training runs."""
+
+    base: BaseModel
+    store: Store
+    live: Mapping[str, Run]
+    """Models that are there, by their names."""
+    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """Key of the addresses of files, which are good until the service ends at most."""
+
+    def calls(self) -> Iterator[tuple[str, str, Handler]]:
+        """Yields the method, the path and the handler of each call."""
+        yield "POST", "/api/v1/weights_info", self.weights_info
+        yield "GET", "/api/v1/checkpoints", self.checkpoints
+        yield "GET", _RUNS, self.training_runs
+        yield "GET", f"{_RUNS}/{{model_id}}", self.training_run
+        yield "GET", f"{_RUNS}/{{model_id}}/checkpoints", self.checkpoints_of
+        yield "DELETE", _ONE, self.remove
+        yield "PUT", f"{_ONE}/ttl", self.set_lifetime
+        yield "GET", f"{_ONE}/external_weights_urls", self.addresses
+        yield "POST", f"{_ONE}/publish", self.publish
+        yield "DELETE", f"{_ONE}/publish", self.publish
+
+    async def weights_info(self, request: Request) -> Response:
+        """Describes a checkpoint."""
+        body = await read_body(request, bodies.OfPath)
+        described = await run_in_threadpool(self.store.described, Place.parsed(body.tinker_path))
+        lora = described.adapter
+        trained = {key: value for key, value in vars(lora).items() if key.startswith("train_")} if lora.rank else {}
+        answer = {"base_model": described.base_model, "is_lora": lora.rank > 0, "lora_rank": lora.rank or None}
+        return JSONResponse(answer | trained)
+
+    async def checkpoints(self, request: Request) -> Response:
+        """Lists all checkpoints."""
+        found = [_shown(each) for each in await run_in_threadpool(self.store.all)]
+        page, cursor = _page(found, request)
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
+
+    async def checkpoints_of(self, request: Request) -> Response:
+        """Lists the checkpoints of a training run."""
+        found = await run_in_threadpool(self.store.all)
+        model_id = request.path_params["model_id"]
+        return JSONResponse({"checkpoints": [_shown(each) for each in found if each.model_id == model_id]})
+
+    async def training_runs(self, request: Request) -> Response:
+        """Lists the training runs that have checkpoints or are going on."""
+        runs = self._runs(await run_in_threadpool(self.store.all))
+        page, cursor = _page(list(runs.values()), request)
+        return JSONResponse({"training_runs": page, "cursor": cursor})
+
+    async def training_run(self, request: Request) -> Response:
+        """Describes one training run."""
+        model_id = request.path_params["model_id"]
+        found = self._runs(await run_in_threadpool(self.store.all)).get(model_id)
+        if found is None:
+            raise HTTPException(404, f"there is no training run {model_id[:200]}")
+        return JSONResponse(found)
+
+    def _runs(self, saved: list[Described]) -> dict[str, dict[str, Any]]:
+        runs: dict[str, dict[str, Any]] = {}
+        live = [(model_id, run, None) for model_id, run in self.live.items()]
+        kept = [(each.model_id, Run(each.adapter, each.run_metadata), each) for each in saved]
+        for model_id, run, described in [*live, *kept]:
+            shown = runs.setdefault(
+                model_id,
+                {
+                    "training_run_id": model_id,
+                    "base_model": self.base.name,
+                    "model_owner": "local",
+                    "is_lora": run.lora.rank > 0,
+                    "lora_rank": run.lora.rank or None,
+                    "last_request_time": _time(0 if described is None else described.time),
+                    "user_metadata": run.user_metadata,
+                },
+            )
+            if described is not None and described.kind != "external_weights":
+                key = "last_checkpoint" if described.kind == "weights" else "last_sampler_checkpoint"
+                shown.setdefault(key, _shown(described))  # the newest comes first
+        return runs
+
+    async def remove(self, request: Request) -> Response:
+        """Removes a checkpoint."""
+        await run_in_threadpool(self.store.remove, _place(request))
+        return Response(status_code=204)
+
+    async def set_lifetime(self, request: Request) -> Response:
+        """Lets a checkpoint expire, or keeps it."""
+        body = await read_body(request, bodies.TtlBody)
+        await run_in_threadpool(self.store.set_lifetime, _place(request), body.ttl_seconds)
+        return Response(status_code=204)
+
+    async def publish(self, request: Request) -> Response:
+        """Refuses to show a checkpoint to others than those who have the key."""
+        raise DataError("publish is not offered here; whoever has the key of this service sees its checkpoints")
+
+    async def addresses(self, request: Request) -> Response:
+        """Gives each file of exported weights an address that needs no key for a while."""
+        place = _place(request)
+        if place.kind != "external_weights":
+            raise DataError(f"{place} is none of external_weights; call save_weights_external, and download that")
+        files = await run_in_threadpool(self.store.files, place)
+        expires = int(time.time()) + _LINK_S
+        start = f"{request.base_url}api/v1/files/{place.model_id}/{place.kind}/{place.name}"
+        urls = {
+            file: f"{start}/{quote(file)}?expires={expires}&signature={self._signature(place, file, str(expires))}"
+            for file in files
+        }
+        return JSONResponse({"urls": urls, "expires": _time(expires)})
+
+    async def file(self, request: Request) -> Response:
+        """Sends a file of exported weights to whoever has its signed address."""
+        place, file = _place(request), request.path_params["file"]
+        expires, signature = (request.query_params.get(each, "") for each in ("expires", "signature"))
+        is_ours = hmac.compare_digest(signature.encode(), self._signature(place, file, expires).encode())
+        if not is_ours or int(expires) < time.time():
+            return fault(403, "this address is not of this service, or no longer; ask for the addresses again")
+        if file not in await run_in_threadpool(self.store.files, place):
+            return fault(404, f"{place} has no file {file}")
+        return FileResponse(self.store.folder(place) / file)
+
+    def _signature(self, place: Place, file: str, expires: str) -> str:
+        return hmac.new(self._secret, f"{place}/{file}?{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _place(request: Request) -> Place:
+    parts = request.path_params
+    return Place.parsed(f"tinker://{parts['model_id']}/{parts['kind']}/{parts['name']}")
+
+
+def _shown(described: Described) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{described.kind}/{described.name}",
+        "checkpoint_type": _TYPES[described.kind],
+        "time": _time(described.time),
+        "tinker_path": described.address,
+        "user_metadata": described.user_metadata,
+        "expires_at": None if described.expires_at is None else _time(described.expires_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _page(found: list[Any], request: Request) -> tuple[list[Any], dict[str, int]]:
+    numbers = {}
+    for name, default in (("offset", 0), ("limit", 100)):
+        text = request.query_params.get(name, str(default))
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise DataError(f"{name}={text[:40]!r} is no whole number")
+        numbers[name] = int(text)
+    offset, limit = numbers["offset"], numbers["limit"]
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
