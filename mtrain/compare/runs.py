@@ -141,8 +141,10 @@ class FirstDivergence:
     rtol: float
 
     def __str__(self) -> str:
+        pairs = ((f"{self.a:.{digits}g}", f"{self.b:.{digits}g}") for digits in range(6, 18))
+        a, b = next(pair for pair in pairs if pair[0] != pair[1])  # as many digits as tell them apart: 17 always do
         return (
-            f"step {self.step}, {self.name}: {self.a!r} and {self.b!r}, relative difference {self.difference:.1e} "
+            f"step {self.step}, {self.name}: {a} and {b}, relative difference {self.difference:.1e} "
             f"(tolerance {self.rtol:.0e})"
         )
 

@@ -44,6 +44,11 @@ def write_page(path: Path, page: str) -> None:
         write_atomically(path, page)
 
 
+def moment(iso: str) -> str:
+    """Formats a time in UTC, such as `2026-11-27T04:29:09+00:00`, for people: `2026-11-27 04:29 UTC`."""
+    return f"{iso[:10]} {iso[11:16]} UTC"
+
+
 def short(value: float) -> str:
     """Formats a deviation with two digits."""
     return "0" if value == 0 else f"{value:.1e}"

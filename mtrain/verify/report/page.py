@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from mtrain.pages.charts import Curve, difference_chart, value_chart
-from mtrain.pages.html import render, short
+from mtrain.pages.html import moment, render, short
 from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, badness
 from mtrain.verify.report.text import TITLES
 
@@ -100,7 +100,7 @@ def _headline(report: Report) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    notes = [f"{report.text.length.format(steps=report.num_steps)} Data: {report.data}. {report.created}"]
+    notes = [f"{report.text.length.format(steps=report.num_steps)} Data: {report.data}. {moment(report.created)}"]
     if report.injected is not None:
         notes.append(f"A known fault was planted on purpose: {report.injected}.")
     return notes
@@ -123,7 +123,8 @@ def _facts(found: Diagnosis) -> dict[str, str | None]:
 def _heading(report: Report, name: str, kinds: Sequence[str]) -> str:
     tolerance = _tolerance(report, kinds[0]) if report.text.shows_tolerances else None
     title = TITLES.get(name, name)
-    return title if tolerance is None else Markup("{}<small>tolerance {}</small>").format(title, short(tolerance))
+    words = Markup('{}<small>tolerance <span class="whole">{}</span></small>')  # 5.7e-14 would break at its minus
+    return title if tolerance is None else words.format(title, short(tolerance))
 
 
 def _tolerance(report: Report, kind: str) -> float | None:

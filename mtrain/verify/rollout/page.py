@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.pages.charts import Curve, difference_chart
-from mtrain.pages.html import render, write_page
+from mtrain.pages.html import moment, render, write_page
 from mtrain.verify.rollout.inner import LIMIT
 from mtrain.verify.rollout.report import JSON_NAME, PAGE_NAME, RolloutReport, Side
 
@@ -57,7 +57,7 @@ def rollout_page(report: RolloutReport) -> str:
         headline=_headline(report),
         notes=[
             f"{report.num_rollouts} rollouts of {report.file}, {report.num_tokens} tokens that the model drew. Model: "
-            f"{report.model}. {report.created}"
+            f"{report.model}. {moment(report.created)}"
         ],
         curves=_curves(report, lambda number: []),
         figures=list(_figures(report)),
