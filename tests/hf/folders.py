@@ -187,6 +187,16 @@ CONFIGS: dict[str, Any] = {
         sliding_window=5,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
+    "gemma4-experts": lambda: transformers.Gemma4TextConfig(
+        **{**AWKWARD, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        **GEMMA4,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **AWKWARD,
         query_pre_attn_scalar=24,
@@ -287,7 +297,7 @@ TOWERS: dict[str, Any] = {
         image_token_index=60,
     ),
     "gemma4-images": lambda: transformers.Gemma4Config(
-        text_config=CONFIGS["gemma4"]().to_dict() | _STEADY | {"pad_token_id": 0},
+        text_config=CONFIGS["gemma4-experts"]().to_dict() | _STEADY | {"pad_token_id": 0},
         vision_config={
             **_VISION,
             "num_key_value_heads": 2,

@@ -83,7 +83,10 @@ def from_huggingface(state: Mapping[str, Tensor], model: ModelSection) -> Parame
             parameters[f"{ours}.scalar"] = state[f"{theirs}.layer_scalar"]
         if model.attention_sinks:
             parameters[f"{ours}.self_attention.core_attention.softmax_offset"] = state[f"{theirs}.self_attn.sinks"]
-        if f"{theirs}.mlp.gate.weight" in state:
+        if f"{theirs}.router.scale" in state:
+            parameters |= _experts_next_to_a_network(state, theirs, f"{ours}.mlp")
+            del parameters[f"{ours}.pre_mlp_layernorm.weight"], parameters[f"{ours}.mlp.linear_fc2.weight"]
+        elif f"{theirs}.mlp.gate.weight" in state:
             parameters |= _experts(state, f"{theirs}.mlp", f"{ours}.mlp")
         elif f"{theirs}.mlp.experts.gate_up_proj_bias" in state:
             parameters |= _gpt_oss_experts(state, f"{theirs}.mlp", f"{ours}.mlp")
@@ -110,6 +113,27 @@ def _experts(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
         for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
             found[f"{ours}.experts.{expert}.{our_name}.weight"] = weight
     return found
+
+
+def _experts_next_to_a_network(state: Mapping[str, Tensor], theirs: str, ours: str) -> Parameters:
+    """Renames the two branches of a layer of Gemma 4, whose network is shared experts to us."""
+    gate_up = [state[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    found = {"shared_experts.linear_fc1.weight": torch.cat(gate_up)}
+    names = {
+        "mlp.down_proj.weight": "shared_experts.linear_fc2.weight",
+        "pre_feedforward_layernorm.weight": "shared_input_norm.weight",
+        "post_feedforward_layernorm_1.weight": "shared_output_norm.weight",
+        "pre_feedforward_layernorm_2.weight": "routed_input_norm.weight",
+        "post_feedforward_layernorm_2.weight": "routed_output_norm.weight",
+        "router.proj.weight": "router.weight",
+        "router.scale": "router.scale",
+        "router.per_expert_scale": "router.per_expert_scale",
+    }
+    found |= {our_name: state[f"{theirs}.{their_name}"] for their_name, our_name in names.items()}
+    for their_name, our_name in {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}.items():
+        for expert, weight in enumerate(state[f"{theirs}.experts.{their_name}"]):
+            found[f"experts.{expert}.{our_name}.weight"] = weight
+    return {f"{ours}.{name}": each for name, each in found.items()}
 
 
 def _delta_net(state: Mapping[str, Tensor], theirs: str, ours: str, model: ModelSection) -> Parameters:

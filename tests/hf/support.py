@@ -92,7 +92,7 @@ MODELS: dict[str, Model] = {
     "gemma3_text": Model("gemma3", _WINDOWS, "gemma3_4b"),
     "gemma3": Model("gemma3-images", _WINDOWS, "gemma3_4b"),
     "gemma4_text": Model("gemma4", _WIDE_HEADS, "gemma4_31b"),
-    "gemma4": Model("gemma4-images", _WIDE_HEADS, "gemma4_31b"),
+    "gemma4": Model("gemma4-images", {"num_experts": 4, **_WIDE_HEADS}, "gemma4_26b_a4b"),
     "gpt_oss": Model("gpt-oss", {"num_local_experts": 4, **_ALTERNATING}, "gpt_oss_20b"),
     "olmo2": Model("olmo2", {}, "olmo2_7b"),
     "olmo3": Model("olmo3", _WINDOWS, "olmo3_7b"),

@@ -143,6 +143,16 @@ GEMMA4: dict[str, Any] = {
 """Gemma 4 without experts: of six pairs of a wide head two are rotated. Scores are divided, which Gemma 4 leaves to the
 weights of its norms: with those of tests a softmax would be so steep that float32 had fewer digits."""
 
+GEMMA4_EXPERTS: dict[str, Any] = GEMMA4 | {
+    "model__experts": {
+        "num_experts": 8,
+        "top_k": 3,
+        "ffn_hidden_size": 24,
+        "shared_ffn_hidden_size": 48,
+        "branch_norms": True,
+    },
+}
+
 GPT_OSS: dict[str, Any] = {
     "model__linear_bias": True,
     "model__activation": "swiglu_clamped",

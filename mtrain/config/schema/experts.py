@@ -23,6 +23,10 @@ class ExpertsSection(Section):
     shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by the sigmoid of a learned product with the input
     (moe_shared_expert_gate)."""
+    branch_norms: bool = False
+    """Whether the shared and the chosen experts are two branches, each with a norm before and after it, as in Gemma 4.
+    The router then reads the residual stream itself, normalised and times a learned vector, and the weights of an
+    expert are multiplied by a learned number of its own."""
     first_dense_layers: int = Field(0, ge=0)
     """Number of layers at the start that are dense."""
     every: int = Field(1, gt=0)
@@ -83,6 +87,15 @@ class ExpertsSection(Section):
         if not self.shared_gate or self.shared_ffn_hidden_size:
             return None
         return "shared_gate=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the gate off"
+
+    @rule
+    def two_branches_have_experts_each(self) -> str | None:
+        if not self.branch_norms or self.shared_ffn_hidden_size:
+            return None
+        return (
+            "branch_norms=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the norms of the "
+            "branches off"
+        )
 
     @rule
     def a_softmax_needs_a_choice(self) -> str | None:

@@ -222,6 +222,11 @@ class ModelSection(Section):
             return self.layer_pattern[layer] == "E"
         return self.experts is not None and self.experts.has_experts(layer)
 
+    def has_branches(self, layer: int) -> bool:
+        """Says whether layer `layer`, counted from 0, has norms for shared and chosen experts each in the place of
+        one."""
+        return self.has_experts(layer) and self.experts is not None and self.experts.branch_norms
+
     def has_dense(self, layer: int) -> bool:
         """Says whether layer `layer`, counted from 0, has a dense feed-forward part."""
         return not self.has_experts(layer) if self.layer_pattern is None else self.layer_pattern[layer] == "-"

@@ -97,6 +97,11 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
         for matrix in in_layer(model, adapter, layer):
             ours = f"decoder.layers.{layer}.{matrix.linear}"
             if matrix.num_experts:
+                if model.has_branches(layer):
+                    raise DataError(
+                        f"PEFT's form for experts of {family.model_type} models is not known here; merge the adapter "
+                        "into the weights"
+                    )
                 if not model.is_gated:
                     raise DataError(f"PEFT's form for experts without a gate ({family.model_type}) is not known here")
                 yield from _of_experts(family, matrix, adapter, layer)

@@ -250,6 +250,7 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.Mamba: Modules(_mamba),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields),
+    features.BranchNorms: Modules(),  # the layer of experts builds them
 }
 """Modules of each of LAYER_PARTS; a test keeps the two in step."""
 

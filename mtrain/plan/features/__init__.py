@@ -16,7 +16,7 @@ from mtrain.plan.features.attention import (
 )
 from mtrain.plan.features.delta_net import GatedDeltaNet
 from mtrain.plan.features.feature import Feature, LayerPart, SmallRun, once_a_model
-from mtrain.plan.features.feed_forward import DenseFeedForward, ExpertFeedForward
+from mtrain.plan.features.feed_forward import BranchNorms, DenseFeedForward, ExpertFeedForward
 from mtrain.plan.features.global_attention import GlobalAttention, LayerScalar, ValueNorm
 from mtrain.plan.features.mamba import Mamba, OneSublayer
 from mtrain.plan.features.mla import MultiHeadLatentAttention
@@ -49,6 +49,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     Mamba(),
     DenseFeedForward(),
     ExpertFeedForward(),
+    BranchNorms(),
 )
 """Parts of a layer, in the order in which `mtrain/mcore/model/layer_parts.py` puts it together."""
 
@@ -101,6 +102,7 @@ __all__ = [
     "AttentionResidual",
     "AttentionSinks",
     "AttentionTemperature",
+    "BranchNorms",
     "DenseFeedForward",
     "ExpertFeedForward",
     "Feature",

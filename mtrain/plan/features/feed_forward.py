@@ -7,7 +7,16 @@ from typing import Any, final
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, multiple_from
+from mtrain.plan.features.feature import (
+    SMALL_HEAD_DIM,
+    AdaptedMatrix,
+    LayerPart,
+    Parameters,
+    SmallRun,
+    hidden_local,
+    multiple_from,
+    norm_elements,
+)
 from mtrain.plan.layout import Layout
 
 
@@ -128,6 +137,31 @@ class ExpertFeedForward(LayerPart):
             "every": min(experts.every, 2),
         }
         return {"experts": experts.model_dump() | changed}
+
+
+@final
+class BranchNorms(LayerPart):
+    """A norm before and after the shared and the chosen experts each, and what the router reads and writes with."""
+
+    num_hidden_norms = 4
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.has_branches(layer)
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.experts.branch_norms=true" if self.is_anywhere(model) else None
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        """Counts the norms, the vector that the router's input is multiplied by, and a number for each expert."""
+        norms = 4 * norm_elements(model, model.hidden_size)
+        return Parameters(replicated=norms + model.hidden_size + _section(model).num_experts)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the outputs of the norms before, the inputs of those after, and the router's input, normalised."""
+        return 5 * hidden_local(model, layout)
+
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        return (hidden_local(model, layout),) * 5
 
 
 def _adapted(model: ModelSection, module: str, width: int) -> Iterator[AdaptedMatrix]:

@@ -65,7 +65,7 @@ class FeedForwardNorm(_InputNorm):
     """A norm in front of the feed-forward part."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
-        return not model.post_norm and model.has_feed_forward(layer)
+        return not model.post_norm and model.has_feed_forward(layer) and not model.has_branches(layer)
 
 
 @final

@@ -148,6 +148,13 @@ GEMMA4: list[dict[str, Any]] = [
     {"num_kv_shared_layers": 1},
     {"use_double_wide_mlp": True},
     {"num_experts": 4, "top_k_experts": 2},
+    {"enable_moe_block": False},
+    {"enable_moe_block": None},
+    {"num_experts": None},
+    {"top_k_experts": None},
+    {"top_k_experts": 1},
+    {"top_k_experts": 7},
+    {"moe_intermediate_size": None},
 ]
 TOKENS = torch.arange(24)[None] * 7 % 57
 
@@ -343,7 +350,8 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4", {"attention_k_eq_v": False}, "attention_k_eq_v=False is not supported"),
     ("gemma4", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
     ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported"),
-    ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+    ("gemma4", {"enable_moe_block": True}, "num_experts is null, but an integer is needed"),
+    ("gemma4-experts", {"top_k_experts": 1}, "top_k=1 with a softmax over the chosen experts"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
     ("gemma4", {"per_layer_config": {"1": _WIDE}}, "per_layer_config must give the layers of full_attention, 2"),
     ("gemma4", {"per_layer_config": 3}, "per_layer_config=3"),

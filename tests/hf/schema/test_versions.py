@@ -46,6 +46,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "deepseek-direct-queries": {"rope_theta": 1e4, "rope_scaling": None},
     "glm4-moe-lite": {"rope_theta": 1e6, "rope_scaling": None},
     "gemma4": {},
+    "gemma4-experts": {},
     "gemma3": {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,

@@ -53,6 +53,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "mtp_depths": 1,
         "num_query_groups": None,
     },
+    "gemma4": {**MODELS["gemma4"], "experts": {**EXPERTS, "shared_ffn_hidden_size": 40, "branch_norms": True}},
     "gpt_oss": {**MODELS["gpt_oss"], "experts": {**EXPERTS, "router_bias": True, "every": 2}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome
 from tests.mcore.state.test_save_and_load import assert_same_model, configured
-from tests.parity.families import GEMMA, GEMMA4, GPT_OSS, HYBRID, OLMO2
+from tests.parity.families import GEMMA, GEMMA4, GEMMA4_EXPERTS, GPT_OSS, HYBRID, OLMO2
 from tests.pool import Pool
 
 FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
@@ -31,6 +31,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
             "0.self_attention.linear_qkv.layer_norm_weight",
             "1.self_attention.linear_qk.weight",
             "1.input_layernorm.weight",
+        },
+    ),
+    "gemma4 with experts": (
+        GEMMA4_EXPERTS | {"model__qkv_bias": False},
+        Layout(tp=2, sp=True, ep=2),
+        Layout(pp=2),
+        {
+            "0.mlp.shared_input_norm.weight",
+            "0.mlp.shared_output_norm.weight",
+            "0.mlp.routed_input_norm.weight",
+            "1.mlp.routed_output_norm.weight",
+            "1.mlp.router.scale",
+            "1.mlp.router.per_expert_scale",
+            "1.mlp.linear_fc2.post_layernorm.weight",
         },
     ),
     "olmo2": (

@@ -31,6 +31,7 @@ ALLOWED = [
 REFUSED = [
     "deepseek_v3",
     "gemma3_4b",
+    "gemma4_26b_a4b",
     "gemma4_31b",
     "glm4.5_air",
     "glm4.7_flash",

@@ -18,7 +18,7 @@ from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps
 from tests.parity.cases import Case, case
 from tests.parity.compare import TOLERANCE, Deviation, at_night, relative, tensor_deviation, worst
-from tests.parity.families import GEMMA, GEMMA4, MINIMAX, OLMO2, OLMO3
+from tests.parity.families import GEMMA, GEMMA4, GEMMA4_EXPERTS, MINIMAX, OLMO2, OLMO3
 from tests.pool import Pool
 
 CASES = [
@@ -85,7 +85,7 @@ def gemma3() -> tuple[dict[str, Any], Any]:
     )
 
 
-def gemma4() -> tuple[dict[str, Any], Any]:
+def gemma4(**fields: Any) -> tuple[dict[str, Any], Any]:
     theirs = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 3000.0, "partial_rotary_factor": 0.34},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -99,11 +99,17 @@ def gemma4() -> tuple[dict[str, Any], Any]:
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
         final_logit_softcapping=2.0,
+        **fields,
         pad_token_id=None,
         sliding_window=7,
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters=theirs,
     )
+
+
+def gemma4_experts() -> tuple[dict[str, Any], Any]:
+    dense, theirs = gemma4(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24)
+    return dense | {"model__experts": GEMMA4_EXPERTS["model__experts"]}, theirs
 
 
 def olmo2() -> tuple[dict[str, Any], Any]:
@@ -154,6 +160,7 @@ RUNS = [
     (family, each) for i, family in enumerate(FAMILIES) for each in (CASES[0], CASES[1 + i % 5], CASES[1 + (i + 2) % 5])
 ]
 RUNS += [(gemma4, each) for each in (CASES[0], CASES[1])]
+RUNS += [(gemma4_experts, each) for each in (CASES[0], CASES[3])]
 RUNS += [(minimax, each) for each in (CASES[0], CASES[1], CASES[3])]  # experts under tp need sp
 IDS = [f"{family.__name__}-{each}" for family, each in RUNS]
 ON_RANKS = (llama, CASES[1])

@@ -17,6 +17,7 @@ from tests.parity.families import (
     GATED,
     GEMMA,
     GEMMA4,
+    GEMMA4_EXPERTS,
     GPT_OSS,
     HYBRID,
     MAMBA,
@@ -48,6 +49,11 @@ CASES: list[tuple[dict[str, Any], Case]] = [
     (GEMMA4 | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2)),
     (GEMMA4 | ISOLATED | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2)),
     (GEMMA4 | SELECTIVE, case(4, tp=2, cp=4, dp=1)),
+    (GEMMA4_EXPERTS, case(8)),
+    (GEMMA4_EXPERTS | ISOLATED, case(4, tp=2, sp=True, pp=2, cp=2, ep=4)),
+    (GEMMA4_EXPERTS | ISOLATED | FULL, case(2, pp=2, vpp=2, cp=2, cp_comm="ulysses", dp=2, ep=2)),
+    (GEMMA4_EXPERTS | SELECTIVE, case(4, tp=2, sp=True, dp=2, ep=2, etp=2)),
+    (GEMMA4_EXPERTS, case(4, dp=4, ep=2)),
     (OLMO2, case(8)),
     (OLMO2, case(4, tp=2)),
     (OLMO2 | ISOLATED | {"model__mtp_depths": 1}, case(4, tp=2, sp=True, pp=2, cp=2)),
@@ -113,7 +119,7 @@ def family(changes: dict[str, Any]) -> str:
     if "model__attention_gate" in changes:
         return "hybrid" if "model__delta_net" in changes else "gated attention"
     if "model__value_norm" in changes:
-        return "gemma 4"
+        return "gemma 4 with experts" if "model__experts" in changes else "gemma 4"
     if "partial" in changes.get("model__rope", {}):
         return "minimax" if "model__experts" in changes else "llama, partial rotary"
     if "attention_temperature" in changes.get("model__rope", {}):
@@ -128,7 +134,7 @@ def steps_of(changes: dict[str, Any]) -> list[GlobalBatch]:
     return documents_steps() if changes.keys() & ISOLATED.keys() else three_steps()[:2]
 
 
-NUM_LAYERS = {"gemma": 4, "gemma 4": 4, "olmo3": 4, "mamba": 4, "nemotron": 4}
+NUM_LAYERS = {"gemma": 4, "gemma 4": 4, "gemma 4 with experts": 4, "olmo3": 4, "mamba": 4, "nemotron": 4}
 """Number of layers of families whose layers follow a pattern; elsewhere two layers have everything."""
 ROWS = [
     Row(name, changes, lean(each, NUM_LAYERS.get(name, 2)), steps_of(changes)[:1])
@@ -143,6 +149,7 @@ DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("gemma", GEMMA | SELECTIVE, IN_A_PIPELINE),
     ("gemma 4", GEMMA4 | ISOLATED, SEEN_APART),
     ("gemma 4", GEMMA4 | SELECTIVE, IN_A_PIPELINE),
+    ("gemma 4 with experts", GEMMA4_EXPERTS | ISOLATED | SELECTIVE, WITH_EXPERTS),
     ("olmo2", OLMO2 | AHEAD | {"model__zero_centered_norm": True}, IN_A_PIPELINE),
     ("olmo3", OLMO3 | ISOLATED, SEEN_APART),
     ("olmo2 with experts", OLMO2 | EXPERTS, WITH_EXPERTS),

@@ -166,7 +166,7 @@ def gemma3() -> tuple[ModelSection, Any]:
     )
 
 
-def gemma4() -> tuple[ModelSection, Any]:
+def gemma4(experts: dict[str, Any] | None = None, **fields: Any) -> tuple[ModelSection, Any]:
     """Global layers have fewer and wider heads, of which an odd number of pairs is rotated."""
     rope = RopeSection(base=3000.0, local_base=100.0, scaling="proportional", partial=0.4, factor=2.0)
     model = ModelSection(
@@ -185,9 +185,11 @@ def gemma4() -> tuple[ModelSection, Any]:
         sliding_window=5,
         global_attention_every=3,
         rope=rope,
+        experts=experts,
     )
     return model, transformers.Gemma4TextConfig(
         **common(model),
+        **fields,
         head_dim=8,
         global_head_dim=16,
         num_global_key_value_heads=1,

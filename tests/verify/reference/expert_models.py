@@ -9,7 +9,7 @@ from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.rope import RopeSection
 from tests.parity.families import GPT_OSS_ROPE
-from tests.verify.reference.dense_models import SMALL, common
+from tests.verify.reference.dense_models import SMALL, common, gemma4
 
 
 def minimax() -> tuple[ModelSection, Any]:
@@ -237,3 +237,10 @@ def qwen2_moe() -> tuple[ModelSection, Any]:
 
 def qwen3_moe_unnormalised() -> tuple[ModelSection, Any]:
     return qwen3_moe(normalised=False)
+
+
+def gemma4_experts() -> tuple[ModelSection, Any]:
+    """Experts next to the network of each layer; both have norms of their own, and so has the router."""
+    sizes = {"num_experts": 6, "top_k": 3, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 48}
+    fields = {"num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24}
+    return gemma4(sizes | {"branch_norms": True}, enable_moe_block=True, **fields)

@@ -1,5 +1,6 @@
 """Gemma 4, text alone or with images and sound: windowed layers, and wide ones with heads of their own, whose keys are
-the values, too; normed values, a number that multiplies each layer, and bounded logits."""
+the values, too; normed values, a number that multiplies each layer, bounded logits, and in some models experts next to
+the dense network of each layer."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ from mtrain.hf.schema.families.common import (
     THEIRS,
     VOCABULARY,
     common,
+    has_experts,
     in_layer,
+    is_dense,
     kinds_of,
     layer_kinds,
+    router,
+    shared_experts,
     windows,
 )
 from mtrain.hf.schema.family import Family, in_tower
@@ -33,6 +38,8 @@ _EVERY = 6
 """Distance of wide layers where the file lists no layers."""
 _BY_LAYER = "per_layer_config"
 _SIZES = ("head_dim", "num_key_value_heads")
+_EXPERT_SIZES = {"num_experts": "num_experts", "top_k_experts": "top_k", "moe_intermediate_size": "ffn_hidden_size"}
+"""Sizes of experts in the file -> ours."""
 
 
 def _kinds(config: dict[str, Any]) -> list[str]:
@@ -189,6 +196,33 @@ def _check(parameters: dict[str, Any], kind: str, needed: str, others: tuple[str
         )
 
 
+@final
+@dataclass(frozen=True)
+class _Experts(Entry):
+    """Experts next to the dense network of every layer, which is shared experts to us."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("enable_moe_block", *_EXPERT_SIZES)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        if not needed_value(config, "enable_moe_block", bool, False):
+            return {"experts": None}
+        sizes = {f"experts.{ours}": needed_value(config, theirs, int) for theirs, ours in _EXPERT_SIZES.items()}
+        # the softmax is over all experts, then divided by the sum of the chosen ones: one over the chosen ones
+        return sizes | {
+            "experts.shared_ffn_hidden_size": needed_value(config, "intermediate_size", int),
+            "experts.branch_norms": True,
+        }
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        if model.experts is None:
+            return {"enable_moe_block": False}
+        return {"enable_moe_block": True} | {
+            theirs: getattr(model.experts, ours) for theirs, ours in _EXPERT_SIZES.items()
+        }
+
+
 def _is_wide(model: ModelSection, layer: int) -> bool:
     return model.attention(layer) == "global"
 
@@ -209,7 +243,7 @@ _ENTRIES: tuple[Entry, ...] = (
     # 2B and 4B: embeddings for each layer, and layers that read the keys of others
     Required("hidden_size_per_layer_input", 0, 256),
     Required("num_kv_shared_layers", 0, 0),
-    Required("enable_moe_block", False, False),
+    _Experts(),
     Constant("activation", "geglu_tanh"),
     Constant("qk_norm", True),
     Constant("value_norm", True),
@@ -226,7 +260,7 @@ _RULES = (
     in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "h").only(_is_windowed),
     in_layer("input_layernorm.weight", "input_layernorm.weight", "h").only(_is_wide),
     in_layer("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", "h"),
-    in_layer("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "h"),
+    in_layer("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "h").only(is_dense),
     in_layer("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", "h"),
     in_layer("scalar", "layer_scalar", "o"),
     *(rule.only(_is_windowed) for rule in ATTENTION),
@@ -243,20 +277,30 @@ _RULES = (
     in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "D").only(_is_wide),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H D)").only(_is_wide),
     *FEED_FORWARD,
+    in_layer("mlp.shared_input_norm.weight", "pre_feedforward_layernorm.weight", "h").only(has_experts),
+    in_layer("mlp.shared_output_norm.weight", "post_feedforward_layernorm_1.weight", "h").only(has_experts),
+    in_layer("mlp.routed_input_norm.weight", "pre_feedforward_layernorm_2.weight", "h").only(has_experts),
+    in_layer("mlp.routed_output_norm.weight", "post_feedforward_layernorm_2.weight", "h").only(has_experts),
+    router("router.proj.weight"),
+    in_layer("mlp.router.scale", "router.scale", "h").only(has_experts),
+    in_layer("mlp.router.per_expert_scale", "router.per_expert_scale", "E").only(has_experts),
+    *shared_experts("mlp"),
+    # all experts of a layer in one tensor
+    Rule(
+        f"{KEY}mlp.experts.experts.linear_fc1.weight",
+        "E (c e) h",
+        (TensorPattern(f"{THEIRS}experts.gate_up_proj", "E (c e) h"),),
+        has_experts,
+    ),
+    in_layer("mlp.experts.experts.linear_fc2.weight", "experts.down_proj", "E h e").only(has_experts),
 )
 GEMMA4 = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
     _ENTRIES,
     _RULES,
-    # read where layers have embeddings, share keys, or have experts
-    inert=(
-        "vocab_size_per_layer_input",
-        "use_double_wide_mlp",
-        "num_experts",
-        "top_k_experts",
-        "moe_intermediate_size",
-    ),
+    # read where layers have embeddings, or share keys
+    inert=("vocab_size_per_layer_input", "use_double_wide_mlp"),
 )
 GEMMA4_IMAGES = in_tower(
     GEMMA4,

@@ -27,6 +27,7 @@ from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.model.moe.experts import Experts
 from mtrain.mcore.model.moe.router import Router
+from mtrain.mcore.model.norm import Norm
 
 
 def dispatcher_in_place_of(
@@ -202,6 +203,37 @@ class ExpertsLayer(MoELayer):
         return combined
 
 
+class BranchedExpertsLayer(ExpertsLayer):
+    """Computes norm(shared(norm(x))) + norm(chosen(norm(x))) of the residual stream x, which the router reads itself.
+
+    Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextDecoderLayer`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ) -> None:
+        """See `ExpertsLayer`."""
+        super().__init__(config, submodules, layer_number, pg_collection, **options)
+        for name in ("shared_input_norm", "shared_output_norm", "routed_input_norm", "routed_output_norm"):
+            self.add_module(name, Norm(config, config.hidden_size, config.layernorm_epsilon))
+
+    def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
+        # one gradient of its three readers, recomputed or not: the residual stream adds its own to their sum
+        hidden_states = hidden_states.view_as(hidden_states)
+        shared = self.shared_output_norm(self.shared_experts_compute(self.shared_input_norm(hidden_states)))
+        weights, chosen = self.route(hidden_states, marks)
+        inner = self.routed_input_norm(hidden_states)
+        dispatched, weights = self.dispatch(*self.preprocess(inner, weights, chosen))
+        output, _ = self.routed_experts_compute(dispatched, weights)
+        combined: Tensor = self.routed_output_norm(self.postprocess(self.combine(output), None)) + shared
+        return combined
+
+
 def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
     """Returns megatron-core's layer and dispatcher with our router and experts.
 
@@ -217,8 +249,9 @@ def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
         experts=ModuleSpec(module=module, params={"implementation": section.implementation}),
         shared_experts=ModuleSpec(module=SharedExperts, submodules=shared),
     )
-    build = partialmethod(ExpertsLayer.__init__, submodules=submodules)
-    return type(ExpertsLayer.__name__, (ExpertsLayer,), {"__init__": build})
+    layer = BranchedExpertsLayer if section.branch_norms else ExpertsLayer
+    build = partialmethod(layer.__init__, submodules=submodules)
+    return type(layer.__name__, (layer,), {"__init__": build})
 
 
 def experts_fields(model: ModelSection) -> dict[str, Any]:

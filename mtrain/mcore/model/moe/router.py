@@ -133,6 +133,10 @@ class Router(MegatronModule):
     """Chooses experts in float32 (float64 in a float64 model), whatever the precision of weights and activations."""
 
     bias: nn.Parameter | None
+    scale: nn.Parameter | None
+    """Vector that multiplies the normalised input."""
+    per_expert_scale: nn.Parameter | None
+    """Number of each expert that multiplies its weights."""
     expert_bias: Tensor | None
 
     def __init__(
@@ -161,6 +165,9 @@ class Router(MegatronModule):
             self.bias = self._parameter(torch.zeros(section.num_experts))
         else:
             self.register_parameter("bias", None)
+        sizes = {"scale": config.hidden_size, "per_expert_scale": section.num_experts}
+        for name, size in sizes.items():
+            self.register_parameter(name, self._parameter(torch.ones(size)) if section.branch_norms else None)
         has_expert_bias = section.expert_bias
         device = self.weight.device
         # a buffer: it moves by counts and not by a gradient, but belongs to the checkpoint
@@ -202,10 +209,13 @@ class Router(MegatronModule):
             self.watch.choice(choice.chosen, padding_mask)
         if self.record is not None:
             self.record.append(choice.places)
+        weights, chosen = choice.weights, choice.chosen
         # the tokens that a rank drops depend on which ones it holds: rules.py allows it only with a switch
         if self.section.capacity_factor is not None:
-            return self._within_capacity(choice)
-        return choice.weights, choice.chosen
+            weights, chosen = self._within_capacity(choice)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale.to(weights.dtype)
+        return weights, chosen
 
     def _taken_apart(self, marks: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sequence of each position, [seq_local, batch], and the experts to take in this layer, [seq_local
@@ -219,8 +229,13 @@ class Router(MegatronModule):
         """Maps [seq_local, batch, hidden_size] to logits [seq_local, batch, num_experts] in at least float32."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
+        hidden = hidden.to(dtype)
+        if self.scale is not None:
+            size = hidden.shape[-1]
+            hidden = functional.rms_norm(hidden, (size,), None, self.config.layernorm_epsilon)
+            hidden = hidden * (self.scale.to(dtype) * size**-0.5)
         # The product itself in float32: rounded to bfloat16, close scores would tie, and their order would decide.
-        return functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
+        return functional.linear(hidden, self.weight.to(dtype), bias)
 
     def _within_capacity(self, choice: TopkRouting) -> tuple[Tensor, Tensor]:
         weights, chosen = apply_router_token_dropping(

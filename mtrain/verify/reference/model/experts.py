@@ -16,11 +16,13 @@ from torch import Tensor
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.loss import RouterLossSection
-from mtrain.verify.reference.model.modules import Module, linear, network
+from mtrain.verify.reference.model.modules import Module, linear, network, norm
 
 Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
 GATE = "shared_experts.gate_weight"
 """Name of the gate of shared experts, one row."""
+INPUT_SCALE, EXPERT_SCALE = "router.scale", "router.per_expert_scale"
+"""Names of what multiplies a router's input and the weights of its experts."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,38 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
     section = part.model.experts
     assert section is not None
     router, changes = f"{part.name}.router", part.changes
-    logits = _router_logits(part, x)
+    branches = section.branch_norms
+    logits = _router_logits(part, _router_input(part, x) if branches else x)
     chosen, weights = routed(logits, part.get("router.expert_bias"), section, changes.chosen.get(router))
     seen.append(Routed(router, logits, chosen, is_text))
+    if branches:
+        weights = weights * part.tensor(EXPERT_SCALE)
+    inner = norm(part.inner("routed_input_norm"), x) if branches else x
     output = torch.zeros_like(x)
     of_rank = section.num_experts // changes.num_partial_sums
     for first in range(0, section.num_experts, of_rank):
         own = torch.zeros_like(x)
         for expert in range(first, first + of_rank):
             rows, places = chosen[..., expert].nonzero(as_tuple=True)
-            said = network(part.inner(f"experts.{expert}"), x[rows, places])[1]
+            said = network(part.inner(f"experts.{expert}"), inner[rows, places])[1]
             own = own.index_put((rows, places), said * weights[rows, places, expert, None], accumulate=True)
         output = output + (own if changes.num_partial_sums == 1 else own.to(torch.bfloat16).to(own.dtype))
+    if branches:
+        output = norm(part.inner("routed_output_norm"), output)
     if section.shared_ffn_hidden_size:
-        shared = network(part.inner("shared_experts"), x)[1]
+        inner = norm(part.inner("shared_input_norm"), x) if branches else x
+        shared = network(part.inner("shared_experts"), inner)[1]
         if section.shared_gate:
-            shared = shared * torch.sigmoid(x @ part.tensor(GATE).T)
-        output = output + shared
+            shared = shared * torch.sigmoid(inner @ part.tensor(GATE).T)
+        output = output + (norm(part.inner("shared_output_norm"), shared) if branches else shared)
     return output
+
+
+def _router_input(part: Module, x: Tensor) -> Tensor:
+    """Returns the residual stream, brought to a mean square of 1 and times the router's vector, over the root of its
+    size."""
+    spread = torch.sqrt((x * x).mean(-1, keepdim=True) + part.model.norm_epsilon)
+    return x / spread * part.tensor(INPUT_SCALE) / math.sqrt(x.shape[-1])
 
 
 def _router_logits(part: Module, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import kind_of
 from mtrain.verify.reference.model.attention_kind import Shape, linear_shapes, norm_shapes
-from mtrain.verify.reference.model.experts import GATE
+from mtrain.verify.reference.model.experts import EXPERT_SCALE, GATE, INPUT_SCALE
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
@@ -26,6 +26,11 @@ def has_experts(model: ModelSection, layer: int) -> bool:
     if section is None or layer < section.first_dense_layers:
         return False
     return (layer - section.first_dense_layers) % section.every == 0
+
+
+def has_branches(model: ModelSection, layer: int) -> bool:
+    """Says whether layer `layer`, counted from 0, has norms for shared and chosen experts each in the place of one."""
+    return has_experts(model, layer) and model.experts is not None and model.experts.branch_norms
 
 
 def has_network(model: ModelSection, layer: int) -> bool:
@@ -73,7 +78,7 @@ def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, S
         return
     if model.sandwich_norm or model.post_norm:
         yield from norm_shapes(f"{name}.post_self_attn_layernorm", hidden, model)
-    if not model.post_norm:
+    if not model.post_norm and not has_branches(model, number):
         yield from norm_shapes(f"{name}.pre_mlp_layernorm", hidden, model)
     if has_experts(model, number):
         yield from _experts(f"{name}.mlp", model)
@@ -102,6 +107,12 @@ def _experts(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
     yield from linear_shapes(f"{name}.router", section.num_experts, model.hidden_size, section.router_bias)
     if section.expert_bias:
         yield f"{name}.{EXPERT_BIAS}", (section.num_experts,)
+    if section.branch_norms:
+        yield f"{name}.{INPUT_SCALE}", (model.hidden_size,)
+        yield f"{name}.{EXPERT_SCALE}", (section.num_experts,)
+        for branch in ("shared", "routed"):
+            yield from norm_shapes(f"{name}.{branch}_input_norm", model.hidden_size, model)
+            yield from norm_shapes(f"{name}.{branch}_output_norm", model.hidden_size, model)
     for expert in range(section.num_experts):
         yield from _network(f"{name}.experts.{expert}", section.ffn_hidden_size, model)
     if section.shared_ffn_hidden_size:

@@ -17,7 +17,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import attention, kind_of
 from mtrain.verify.reference.model.experts import Routed, experts
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges, Module, network, norm
-from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_experts, has_network
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, has_branches, has_experts, has_network
 from mtrain.verify.reference.text import Rows
 
 
@@ -95,7 +95,7 @@ class Transformer:
             }
         after = between
         if has_network(self._model, number):
-            inner = self._before(part, "pre_mlp_layernorm", between)
+            inner = between if has_branches(self._model, number) else self._before(part, "pre_mlp_layernorm", between)
             if has_experts(self._model, number):
                 product = output = experts(part.inner("mlp"), inner, is_text, found.seen)
             else:
