@@ -17,9 +17,8 @@ from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.loss.preference.scores import preference_marks
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import Finalize, finalize_gradients
+from mtrain.mcore.engine.finalize import Finalize, NumeratorFactors, finalize_gradients
 from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, StepTotals, TermTotals
-from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.router_balance import RouterBalance

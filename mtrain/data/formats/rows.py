@@ -70,7 +70,7 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
 
 
 def records_of(batch: Any) -> list[dict[str, Any]]:
-    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.nulls`.
+    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.records`.
 
     Raises:
         DataError: A column of JSON holds something else.

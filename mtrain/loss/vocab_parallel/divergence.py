@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain.loss.vocab_parallel.exponentials import Exponentials, cleared, row_slices, shifted_logits
+from mtrain.loss.vocab_parallel.cross_entropy import Exponentials, cleared, row_slices, shifted_logits
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.loss.vocab_parallel.cross_entropy import CrossEntropy, Entropy, LogSumExp, TargetLogits
+from mtrain.loss.vocab_parallel.cross_entropy import (
+    CrossEntropy,
+    Entropy,
+    Exponentials,
+    LogSumExp,
+    TargetLogits,
+    all_reduce,
+    compute_dtype,
+    local_maximum,
+    row_slices,
+    shifted_logits,
+)
 from mtrain.loss.vocab_parallel.divergence import (
     Divergence,
     KnownProbabilities,
@@ -20,14 +31,6 @@ from mtrain.loss.vocab_parallel.divergence import (
     TopKDivergence,
     divergence_of_sums,
     local_sums,
-)
-from mtrain.loss.vocab_parallel.exponentials import (
-    Exponentials,
-    all_reduce,
-    compute_dtype,
-    local_maximum,
-    row_slices,
-    shifted_logits,
 )
 
 

@@ -21,10 +21,9 @@ from mtrain.loss.pair import MAIN_TERM, LossPair
 from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
 from mtrain.mcore.distributed.broadcast import slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import finalize_gradients
+from mtrain.mcore.engine.finalize import NumeratorFactors, finalize_gradients
 from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
 from mtrain.mcore.engine.muon import Muon
-from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.router_balance import Factors, RouterBalance

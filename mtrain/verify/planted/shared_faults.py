@@ -33,8 +33,8 @@ from mtrain.loss import router as losses
 from mtrain.loss.vocab_parallel.chunks import LossOfChunk
 from mtrain.mcore.distributed.broadcast import slice_for_rank
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.finalize import NumeratorFactors
 from mtrain.mcore.engine.loss_reduction import PairAccumulator
-from mtrain.mcore.engine.numerator_factors import NumeratorFactors
 from mtrain.mcore.engine.optimizer import Optimizer, Update
 from mtrain.mcore.engine.router_balance import Factors, RouterBalance
 from mtrain.mcore.model.attention.context_parallel import RowAttention
