@@ -1,16 +1,39 @@
-"""Boxes of global tensors are put together exactly, or not at all."""
+"""Boxes of global tensors are put together exactly, or not at all; a run of elements and its boxes are the same."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.base.tensor_slice import TensorSlice
+from mtrain.base.tensor_slice import TensorSlice, slices_of_run
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
 from tests.messages import refuses
+
+shapes = st.lists(st.integers(1, 5), max_size=4)
+
+
+@given(shapes, st.data())
+def test_slices_are_the_run_in_order_and_few(shape: list[int], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start, end = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    numbers = np.arange(size).reshape(shape)
+    slices = list(slices_of_run(shape, start, end))
+    found = []
+    for first, at in slices:
+        within = numbers[tuple(slice(begin, begin + length) for begin, length in zip(at.offset, at.shape))]
+        assert within.shape == at.shape
+        assert list(within.flatten()) == list(range(first, first + at.num_elements))
+        found += list(within.flatten())
+    assert found == list(range(start, end))
+    assert len(slices) <= max(1, 2 * len(shape) - 1)
+
 
 VALUES = torch.arange(24.0).view(4, 6)
 
