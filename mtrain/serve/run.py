@@ -114,14 +114,27 @@ def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeo
                 desk.finish(request, result)
 
 
-@contextlib.contextmanager
-def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[None]:
-    """Listens in a thread, and says where."""
+def listener_at(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens; what is written to its connections leaves at once.
+
+    Raises:
+        MachineError: The address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as fault:
         raise MachineError(f"cannot listen at {host} port {port}: {fault}; choose another --port, or 0") from None
+    # head and body of an answer are two writes: the second would wait 40 ms for the client's delayed acknowledgement.
+    # asyncio sets this only on sockets that name their protocol, which create_server leaves at 0
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+@contextlib.contextmanager
+def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[None]:
+    """Listens in a thread, and says where."""
+    listener = listener_at(host, port)
     # on Slurm, nodes know each other by its names
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname()) if host in _WILDCARDS else host
     address = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"

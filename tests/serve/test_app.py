@@ -30,7 +30,7 @@ from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.losses import Batch
 from mtrain.serve.protocol import SentDatum, read_batch
-from mtrain.serve.run import _listening
+from mtrain.serve.run import _listening, listener_at
 from mtrain.serve.store import Lora, Place, Store
 from mtrain.serve.work import CreateModel, Served
 from tests.fault_table import Notice
@@ -257,6 +257,13 @@ def test_what_a_killed_service_had_moved_comes_back(tmp_path: Path) -> None:
     (folder.parent / ".new.two").mkdir()
     store.restore()
     assert [each.name for each in folder.parent.iterdir()] == ["one"]
+
+
+def test_answers_do_not_wait_for_an_acknowledgement() -> None:
+    with listener_at("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.waits
