@@ -28,6 +28,8 @@ def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
         )
     if report.routes is not None:
         yield f"routes: {report.routes}"
+    if report.replay is not None:
+        yield f"rollout against trainer: {report.replay}"
     for finding in report.findings:
         yield from ("", *finding.lines)
     yield ""

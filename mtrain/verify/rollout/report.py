@@ -73,6 +73,8 @@ class RolloutReport:
     given."""
     routes: str | None
     """How many choices of experts are those of the reference; None if none are given."""
+    replay: str | None
+    """How far rollout and trainer are apart without, and with, the rollout's routes; None if none are given."""
     format: int = FORMAT
 
     @property

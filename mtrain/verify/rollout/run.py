@@ -21,8 +21,9 @@ from mtrain.training.sampling.generate import Model, model_at
 from mtrain.verify.core.layouts import Prepared, own_layout
 from mtrain.verify.core.ranks import Pool, environment_of
 from mtrain.verify.parity import Progress, device_for
+from mtrain.verify.reference.model.modules import ExpertChanges
 from mtrain.verify.rollout.causes import Disagreement, Passes, Rounding, Spread, Tried, differences, named
-from mtrain.verify.rollout.exact import Reference, log_probs
+from mtrain.verify.rollout.exact import Reference, log_probs, replayed
 from mtrain.verify.rollout.inner import LIMIT, agreeing_routes, layer_differences
 from mtrain.verify.rollout.prompts import Broken, Prompts
 from mtrain.verify.rollout.records import Rollout, read_rollouts
@@ -110,6 +111,7 @@ class _RolloutCheck:
         self._progress("reference: float64")
         rounding = _rounding(passes, exact, self._dtype)
         found = differences(self._rollouts, exact)
+        routes = agreeing_routes(passes)
         side = _side("rollout", found, rounding)
         deviating = _deviating(side, found)
         tried: list[Tried] = []
@@ -119,17 +121,55 @@ class _RolloutCheck:
             tried = self._disagreement(reference, answers, rounding, missed).tried()
             findings += self._explained(tried, len(deviating))
         trainer, more = self._trainer(reference, passes, exact, scored, own)
+        again, broken_replay, apart = self._replay(reference, passes, scored, own)
         both = [found, differences(_as_rollouts(self._rollouts, scored), exact)]
         layers = layer_differences(passes)
-        findings += [*more, *_inner_finding(layers)]
-        whole = self._report([side, *trainer], findings, tried, _tokens(exact, both), len(deviating))
-        return replace(whole, positions=_positions(both), layers=layers, routes=agreeing_routes(passes))
+        # where the trainer deviates without a replay, too, that is what has to be found first
+        findings += [*more, *(broken_replay if trainer[0].passed else []), *_inner_finding(layers)]
+        whole = self._report([side, *trainer, *again], findings, tried, _tokens(exact, both), len(deviating))
+        return replace(whole, positions=_positions(both), layers=layers, routes=routes, replay=apart)
 
-    def _scored(self, trial: Prepared) -> Scored:
+    def _scored(self, trial: Prepared, replay: bool = False) -> Scored:
         model = self._model._replace(config=trial.config)
-        scored: Scored = self._pool.run(scores, trial.layout, model, self._rollouts, True)[0]
-        self._progress(f"trainer: {trial.name}")
+        scored: Scored = self._pool.run(scores, trial.layout, model, self._rollouts, True, replay)[0]
+        self._progress(f"trainer: {trial.name}" + (", with the routes of the rollouts" if replay else ""))
         return scored
+
+    def _replay(
+        self, reference: Reference, passes: Sequence[Passes], scored: Scored, own: Prepared
+    ) -> tuple[list[Side], list[Finding], str | None]:
+        """Compares the trainer with float64 where both replay the rollouts' routes, and both times with the engine."""
+        if scored.routes is None or any(each.routes is None for each in self._rollouts):
+            return [], [], None
+        again = self._scored(own, replay=True)
+        sides = [self._replayed_side(f"trainer {own.name}, routes replayed", reference, passes, again)]
+        apart = [
+            Spread.of(differences(self._rollouts, [torch.tensor(each, dtype=torch.float64) for each in one.log_probs]))
+            for one in (scored, again)
+        ]
+        shown = " nats; with the rollouts' routes replayed ".join(
+            f"worst {each.worst:.1e}, rms {each.rms:.1e}" for each in apart
+        )
+        lines = (
+            f"routing replay: with the routes of the rollouts replayed the trainer under {own.name} deviates from "
+            "float64 that replays them, too",
+            "run mtrain verify parity to see whether the layout computes what one process does without a replay",
+        )
+        findings = [] if sides[0].passed else [Finding("routing replay", lines)]
+        return sides, findings, f"{shown} nats"
+
+    def _replayed_side(self, name: str, reference: Reference, passes: Sequence[Passes], scored: Scored) -> Side:
+        """Compares the trainer with float64 that takes the experts in `Passes.rollout`."""
+        dtype, found = self._trainer_dtype, []
+        for each in passes:
+            rollout, changes = each.rollout, ExpertChanges(chosen=replayed(each.rollout, each.exact))
+            of_types = [
+                reference.run(rollout.prompt_ids, rollout.ids, kind, changes) for kind in (torch.float64, dtype)
+            ]
+            found.append(Passes(rollout, *of_types))
+        exact = [log_probs(each.exact.logits, each.rollout.ids, each.rollout.temperature) for each in found]
+        rounding = _rounding(found, exact, dtype)
+        return _side(name, differences(_as_rollouts(self._rollouts, scored), exact), rounding)
 
     def _passes(self, reference: Reference, rollout: Rollout, dtype: torch.dtype) -> Passes:
         has_outputs = bool(rollout.hidden_states)
@@ -225,6 +265,18 @@ class _RolloutCheck:
         sides = [side_of(own.name, scored)]
         if sides[0].passed:
             return sides, []
+        own_answers = _as_rollouts(self._rollouts, scored)
+        answers = [replace(each, rollout=one) for each, one in zip(passes, own_answers, strict=True)]
+        if scored.routes is not None:
+            name = f"trainer {own.name}, its choice of experts in float64"
+            chosen = self._replayed_side(name, reference, answers, scored)
+            if chosen.passed:
+                lines = (
+                    f"other routes: the trainer under {own.name} chose other experts than float64 "
+                    f"({agreeing_routes(answers)}); where float64 takes them, it agrees",
+                    "compute its routers in float32, or replay the rollouts' routes (Datum.routed_experts)",
+                )
+                return [*sides, chosen], [Finding("other routes", lines)]
         for name, trial in self._fewer(own):
             sides.append(side_of(trial.name, self._scored(trial)))
             if sides[-1].passed:
@@ -233,8 +285,6 @@ class _RolloutCheck:
                     f"run mtrain verify parity --layouts with {own.name} to see the first module that deviates",
                 )
                 return sides, [Finding(name, lines)]
-        own_answers = _as_rollouts(self._rollouts, scored)
-        answers = [replace(each, rollout=own) for each, own in zip(passes, own_answers, strict=True)]
         found = differences(own_answers, exact)
         causes = named(self._disagreement(reference, answers, rounding, found, of_engine=False).tried())
         fact = causes[0].cause.fact.replace("engine", "trainer") if causes else "deviates from float64 in every layout"
@@ -281,6 +331,7 @@ class _RolloutCheck:
             positions=(),
             layers={},
             routes=None,
+            replay=None,
         )
 
 
@@ -305,8 +356,12 @@ def _inner_finding(layers: Mapping[str, float]) -> list[Finding]:
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], scored: Scored) -> list[Rollout]:
-    """Returns the rollouts with the trainer's log-probabilities."""
-    return [replace(each, log_probs=own) for each, own in zip(rollouts, scored.log_probs, strict=True)]
+    """Returns the rollouts with the trainer's log-probabilities and choices of experts."""
+    routes = [None] * len(rollouts) if scored.routes is None else scored.routes
+    return [
+        replace(each, log_probs=own, routes=chosen)
+        for each, own, chosen in zip(rollouts, scored.log_probs, routes, strict=True)
+    ]
 
 
 def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:

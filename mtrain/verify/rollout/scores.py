@@ -13,6 +13,7 @@ from mtrain.mcore.state.gather import parameter_shards
 from mtrain.plan.features.feature import multiple_from
 from mtrain.training.batches import GlobalBatches
 from mtrain.training.forward import AskedScores, token_scores
+from mtrain.training.results import ForwardResult
 from mtrain.training.sampling.generate import Model, loaded_model
 from mtrain.verify.core.weights import Arrays, gathered
 from mtrain.verify.rollout.records import Rollout
@@ -23,11 +24,15 @@ class Scored(NamedTuple):
 
     log_probs: list[list[float]]
     """Log-probability of each token of each answer."""
+    routes: list[list[list[list[int]]]] | None
+    """Experts that the trainer chose for each answer, as `Rollout.routes`; None where it chooses none."""
     weights: Arrays | None
     """Whole weights that computed, on rank 0; None elsewhere, or if they were not wanted."""
 
 
-def scores(groups: Groups, model: Model, rollouts: Sequence[Rollout], with_weights: bool) -> Scored:
+def scores(
+    groups: Groups, model: Model, rollouts: Sequence[Rollout], with_weights: bool, replay: bool = False
+) -> Scored:
     """Loads the model and computes the log-probabilities as a loss of the run would. Collective.
 
     Args:
@@ -35,16 +40,25 @@ def scores(groups: Groups, model: Model, rollouts: Sequence[Rollout], with_weigh
         model: Model of the run; see `for_scoring`.
         rollouts: Answers to score; none if only the weights are wanted.
         with_weights: Whether the weights are wanted.
+        replay: Whether tokens go to the experts that the engine chose, in place of the trainer's own choice.
 
     Raises:
         DataError: The weights cannot be loaded, or a rollout does not fit the model.
     """
     loaded = loaded_model(model.entry, model.config, groups)
-    batch = [Datum([*each.prompt_ids, *each.ids], temperature=each.temperature) for each in rollouts]
-    found = token_scores(batch, AskedScores(), loaded, GlobalBatches(model.config, groups)).log_probs if batch else []
+    batch = [
+        Datum(
+            [*each.prompt_ids, *each.ids], temperature=each.temperature, routed_experts=each.routes if replay else None
+        )
+        for each in rollouts
+    ]
+    experts = model.config.model.experts
+    asked = AskedScores(routed_experts=experts is not None and experts.capacity_factor is None)
+    found = token_scores(batch, asked, loaded, GlobalBatches(model.config, groups)) if batch else ForwardResult([], [])
     weights = gathered(parameter_shards(loaded.chunks, groups)) if with_weights else None
     return Scored(
-        [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found, rollouts, strict=True)],
+        [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found.log_probs, rollouts, strict=True)],
+        [each.tolist() for each in found.routed_experts] or None,
         None if weights is None else weights.tensors,
     )
 

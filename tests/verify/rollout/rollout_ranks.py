@@ -6,6 +6,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from mtrain import Completion, Config, Datum, Engine, SamplingParams
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.moe import router
 from mtrain.verify.rollout.scores import Scored, scores
 from tests.training.engine_ranks import free
 
@@ -31,4 +32,21 @@ def scores_with_rounded_experts(groups: Groups, *arguments: Any) -> Scored:
         return exchanged(self, hidden.bfloat16().to(hidden.dtype), *options, **named)
 
     MoEAlltoAllTokenDispatcher.token_combine = rounded
+    return scores(groups, *arguments)
+
+
+def scores_with_other_experts(groups: Groups, *arguments: Any) -> Scored:
+    """Lets routers take the next expert in place of the best one."""
+
+    def next_places(ranking: Any, section: Any) -> Any:
+        return ranking.topk(section.top_k + 1, dim=-1).indices[:, 1:]
+
+    router.best_places = next_places
+    return scores(groups, *arguments)
+
+
+def scores_without_replay(groups: Groups, *arguments: Any) -> Scored:
+    """Lets routers choose where experts are given."""
+    choose = router.choose
+    router.choose = lambda logits, section, expert_bias, given=None: choose(logits, section, expert_bias)
     return scores(groups, *arguments)

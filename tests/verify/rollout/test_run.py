@@ -1,7 +1,8 @@
 """`mtrain verify rollout`: a healthy engine is said to be, and every planted cause is named."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -259,27 +260,37 @@ def test_the_first_layer_that_deviates_is_named(pool: Pool, dense: Engine) -> No
     assert "layer 1 is the first that deviates" in report.findings[0].lines[0]
 
 
-def test_routes_of_the_engine_are_compared_and_replayed(pool: Pool, experts: Engine) -> None:
-    with engine.recorded_routes(experts.model) as own, torch.no_grad():
-        routes = []
-        for prompt, ids in zip(experts.prompts, experts.answers, strict=True):
+def routes_of(experts: Engine, recorded: list[torch.Tensor]) -> list[Any]:
+    """Returns the choices of a forward pass over each answer, [tokens, layers, k]."""
+    found = []
+    for prompt, ids in zip(experts.prompts, experts.answers, strict=True):
+        recorded.clear()
+        with torch.no_grad():
             experts.model(torch.tensor([prompt + ids[:-1]]))
-            routes.append(torch.stack(own, 1).tolist())
-            own.clear()
-    report = experts.verified(pool, experts.records(routed_experts=routes))
+        found.append(torch.stack(recorded, 1).tolist())
+    return found
+
+
+def test_routes_of_the_engine_are_compared_and_replayed(pool: Pool, experts: Engine) -> None:
+    """The trainer replays them under its layout, and is as near to the engine then as rounding lets it."""
+    with engine.recorded_routes(experts.model) as own:
+        routes = routes_of(experts, own)
+    report = experts.verified(pool, experts.records(routed_experts=routes), "layout.ep=2")
     assert report.passed
     count = sum(len(each) for each in routes) * 3
     assert report.routes == f"{count} of {count} choices of experts are those of float64"
-    with engine.forced_routes(experts.model) as own, torch.no_grad():
-        forced = experts.log_probs()
-        own.clear()
-        routes = []
-        for prompt, ids in zip(experts.prompts, experts.answers, strict=True):
-            experts.model(torch.tensor([prompt + ids[:-1]]))
-            routes.append(torch.stack(own, 1).tolist())
-            own.clear()
-    report = experts.verified(pool, experts.records(log_probs=forced, routed_experts=routes))
+    with engine.forced_routes(experts.model) as own:
+        forced, routes = experts.log_probs(), routes_of(experts, own)
+    report = experts.verified(pool, experts.records(log_probs=forced, routed_experts=routes), "layout.ep=2")
     assert cause(report) == "other routes"
+    trainer = "trainer tp1-pp1-cp1-dp2-ep2etp1-mbs1"
+    assert [(side.name, side.passed) for side in report.sides] == [
+        ("rollout", False), (trainer, True), (f"{trainer}, routes replayed", True)
+    ]  # fmt: skip
+    assert report.replay is not None
+    without, replayed = (float(each) for each in re.findall(r"worst (\S+),", report.replay))
+    assert without > 0.01
+    assert replayed < 1e-5
     assert cause(experts.verified(pool, experts.records(log_probs=forced))) == NOT_EXPLAINED
 
 
@@ -309,21 +320,45 @@ def test_our_sampler_is_healthy_and_the_step_before_is_stale(pool: Pool, dense: 
     assert "those of step 0, but the model is that of step 1" in report.findings[0].lines[0]
 
 
+class Faulty:
+    """Pool whose ranks score with a fault."""
+
+    def __init__(self, pool: Pool, fault: Callable[..., Any], is_faulty: Callable[..., bool]) -> None:
+        self._pool, self._fault, self._is_faulty, self.device = pool, fault, is_faulty, pool.device
+
+    def run(self, function: Any, layout: Layout, *arguments: Any) -> Any:
+        is_faulty = function is scores and self._is_faulty(layout, *arguments)
+        return self._pool.run(self._fault if is_faulty else function, layout, *arguments)
+
+
 def test_a_trainer_that_adds_up_experts_otherwise_is_to_blame(pool: Pool, experts: Engine) -> None:
-    class Faulty:
-        """Pool whose ranks round what expert-parallel ranks exchange."""
+    """The sum is named with the rollout's routes in the file, too: to replay them does not explain it."""
+    with engine.recorded_routes(experts.model) as own:
+        routes = routes_of(experts, own)
+    faulty: Any = Faulty(pool, rollout_ranks.scores_with_rounded_experts, lambda layout, *_: layout.ep > 1)
+    for changes in ({}, {"routed_experts": routes}):
+        report = experts.verified(faulty, experts.records(**changes), "layout.ep=2")
+        assert cause(report) == "expert-parallel sum"
+        assert [side.passed for side in report.sides] == [True, False, True, *([False] if changes else [])]
+        assert "the trainer under tp1-pp1-cp1-dp2-ep2etp1-mbs1 deviates" in report.findings[0].lines[0]
 
-        device = pool.device
 
-        def run(self, function: Any, layout: Layout, *arguments: Any) -> Any:
-            if layout.ep > 1 and function is scores:
-                function = rollout_ranks.scores_with_rounded_experts
-            return pool.run(function, layout, *arguments)
-
-    report = experts.verified(Faulty(), experts.records(), "layout.ep=2")  # type: ignore[arg-type]
-    assert cause(report) == "expert-parallel sum"
+def test_a_trainer_that_chooses_other_experts_is_to_blame(pool: Pool, experts: Engine) -> None:
+    faulty: Any = Faulty(pool, rollout_ranks.scores_with_other_experts, lambda *_: True)
+    report = experts.verified(faulty, experts.records(), "layout.ep=2")
+    assert cause(report) == "other routes"
     assert [side.passed for side in report.sides] == [True, False, True]
-    assert "the trainer under tp1-pp1-cp1-dp2-ep2etp1-mbs1 deviates" in report.findings[0].lines[0]
+    said = report.findings[0].lines[0]
+    assert "the trainer under tp1-pp1-cp1-dp2-ep2etp1-mbs1 chose other experts than float64 (0 of " in said
+
+
+def test_a_trainer_that_does_not_replay_is_found(pool: Pool, experts: Engine) -> None:
+    with engine.forced_routes(experts.model) as own:
+        forced, routes = experts.log_probs(), routes_of(experts, own)
+    faulty: Any = Faulty(pool, rollout_ranks.scores_without_replay, lambda *_: True)
+    report = experts.verified(faulty, experts.records(log_probs=forced, routed_experts=routes))
+    assert [each.cause for each in report.findings] == ["other routes", "routing replay"]
+    assert [side.passed for side in report.sides] == [False, True, False]
 
 
 def test_the_command_writes_a_page(dense: Engine) -> None:
