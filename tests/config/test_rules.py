@@ -294,7 +294,14 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model__rope": {"mscale": 1, "mscale_all_dim": 1}}, "model.rope.mscale=1.0"),
     ({"model__rope__interleaved": True}, "model.rope.interleaved=true"),
     ({"model__rope__partial": 0.2}, "model.rope.partial=0.2"),
-    ({"model__rope": {"partial": 0.5, "scaling": "yarn", "factor": 4}}, "model.rope.partial=0.5"),
+    (
+        {
+            "model__rope": {"partial": 0.5, "scaling": "yarn", "factor": 4, "local_base": 100.0},
+            "model__sliding_window": 4,
+            "model__global_attention_every": 2,
+        },
+        "model.rope.partial=0.5",
+    ),
     ({"model__rope__partial": 0.5, **LATENT}, "model.rope.partial=0.5"),
     ({"model__rope__attention_temperature": 0.1}, "model.rope.attention_temperature=0.1"),
     ({"model__rope": TEMPERED | {"local_base": 100.0}}, "model.rope.attention_temperature=0.1"),

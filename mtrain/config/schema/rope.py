@@ -82,12 +82,12 @@ class RopeSection(Section):
         return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
 
     @rule
-    def yarn_needs_whole_heads(self) -> str | None:
-        if self.scaling != "yarn" or self.partial == 1:
+    def yarn_of_two_bases_needs_whole_heads(self) -> str | None:
+        if self.scaling != "yarn" or self.partial == 1 or self.local_base is None:
             return None
         return (
-            f"partial={self.partial} cannot be combined with scaling=yarn, whose factor of cos and sin would scale a "
-            "part of each head; remove one of them"
+            f"partial={self.partial} cannot be combined with scaling=yarn and local_base={self.local_base}, as its "
+            "factor would scale a part of each head in some layers; remove one of them"
         )
 
     @rule

@@ -22,6 +22,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 from mtrain.data.batch import MtpTargets
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.rotary import (
     Rotary,
     TwoBaseRotary,
@@ -29,8 +30,9 @@ from mtrain.mcore.model.attention.rotary import (
     local_frequencies,
     take_angles_by_layer,
 )
+from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedRotary
-from mtrain.mcore.model.layer_parts import Backend
+from mtrain.mcore.model.layer_parts import Backend, rotation_factor
 from mtrain.mcore.model.layer_spec import block_spec
 from mtrain.mcore.model.moe.router import router_marks
 from mtrain.mcore.model.mtp import Depths
@@ -104,6 +106,9 @@ class LanguageModel(LanguageModule):
             self.setup_embeddings_and_output_layer()
         if isinstance(self.rotary, TwoBaseRotary):
             take_angles_by_layer(self, self.rotary)
+        for module in self.modules():
+            if isinstance(module, RotatingAttention | FullWidthNormAttention):
+                module.rotation_factor, module.rotary_size = rotation_factor(model), model.rotary_size
         for module in self.modules():
             # TransformerEngine's; no recipe of quantization by layer comes as far as here
             if hasattr(module, "finish_init"):

@@ -273,12 +273,25 @@ def transformer_fields(model: ModelSection) -> dict[str, Any]:
 
 
 def softmax_scale(model: ModelSection) -> float:
-    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) where that is unset, times yarn's attention factor squared.
+    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) where that is unset, times yarn's attention factor squared
+    where all of every head rotates.
 
     yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product contains it
     twice.
     """
-    return inverse_frequencies(model.rope, model.rotary_size)[1] ** 2 / _divisor(model)
+    factor = 1.0 if _rotates_in_part(model) else inverse_frequencies(model.rope, model.rotary_size)[1]
+    return factor**2 / _divisor(model)
+
+
+def rotation_factor(model: ModelSection) -> float:
+    """Returns the factor of cos and sin: yarn's attention factor, unless the scale of scores has it."""
+    return inverse_frequencies(model.rope, model.rotary_size)[1] if _rotates_in_part(model) else 1.0
+
+
+def _rotates_in_part(model: ModelSection) -> bool:
+    """Says whether some dimensions of heads, or some layers, do not rotate."""
+    is_in_part = model.rope.partial != 1 or bool(model.megatron.get("no_rope_freq"))
+    return model.mla is None and is_in_part and model.rope.local_base is None
 
 
 def windowed_softmax_scale(model: ModelSection) -> float:

@@ -29,6 +29,11 @@ class GroupedQueryAttention(LayerPart):
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped"
 
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        """Names the key with which yarn's factor of cos and sin is no factor of scores."""
+        is_partial = model.rope.scaling == "yarn" and model.rope.partial != 1
+        return "model.rope.partial with model.rope.scaling=yarn" if is_partial else None
+
     def parameters(self, model: ModelSection) -> Parameters:
         biases = Parameters(
             divided=_qkv_width(model) if model.qkv_bias or model.linear_bias else 0,
@@ -229,6 +234,11 @@ class SlidingWindow(Feature):
 @final
 class UnrotatedLayers(Feature):
     """Layers without a rotary embedding."""
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        if model.rope.scaling != "yarn" or not model.megatron.get("no_rope_freq"):
+            return None
+        return "model.megatron.no_rope_freq with model.rope.scaling=yarn"
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
         """Chooses which of the few layers have none; at least one where the user's model has any."""

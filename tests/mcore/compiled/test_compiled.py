@@ -25,6 +25,17 @@ COMPILED: dict[str, Any] = {"train__compile": "layers"}
 RECOMPUTED = COMPILED | {"train__recompute": "full"}
 SELECTIVE = COMPILED | {"train__recompute": "selective", "train__recompute_modules": ["core_attn", "mlp"]}
 DOCUMENTS = COMPILED | {"data__isolate_documents": True}
+YARN_IN_PART: dict[str, Any] = {
+    "model__head_dim": 8,
+    "model__rope": {
+        "base": 300.0,
+        "partial": 0.5,
+        "scaling": "yarn",
+        "factor": 4.0,
+        "original_max_positions": 8,
+        "attention_factor": 1.7,
+    },
+}
 OVERLAPPED = COMPILED | {"train__overlap_grad_reduce": True}
 
 
@@ -66,6 +77,7 @@ ROWS = [
         row("selective", SELECTIVE),
         row("gemma", COMPILED | GEMMA),
         row("hybrid", COMPILED | HYBRID),
+        row("yarn in part", COMPILED | YARN_IN_PART),
     ],
     [row("experts", COMPILED | MIXTRAL)],
     [row("pp", COMPILED, pp=2)],

@@ -56,6 +56,35 @@ def smollm3() -> Any:
     return transformers.SmolLM3Config(**plain.common() | own, rope_parameters=theirs)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
+
+
+def glm4_moe_yarn() -> Any:
+    """Half of each head rotates, and only that half has yarn's factor."""
+    found = glm4_moe()
+    found.rope_parameters = YARN | {"partial_rotary_factor": 0.5, "attention_factor": 1.7}
+    return found
+
+
+def minimax_yarn() -> Any:
+    """Queries and keys are normed over their full width before a part of each head rotates."""
+    return transformers.MiniMaxM2Config(
+        **plain.common() | {"rms_norm_eps": 1e-3, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.5},
+    )
+
+
+def smollm3_yarn() -> Any:
+    """Layers without rotation have no factor."""
+    return transformers.SmolLM3Config(
+        **plain.common() | {"no_rope_layer_interval": 2, "pad_token_id": None},
+        rope_parameters=YARN | {"attention_factor": 1.7},
+    )
+
+
 def phi3() -> Any:
     theirs = {"rope_type": "default", "rope_theta": 500.0}
     return transformers.Phi3Config(
@@ -82,7 +111,7 @@ def qwen2_moe() -> Any:
     )
 
 
-FAMILIES = [glm4_moe_lite, glm4_moe, ministral3, phi3, qwen2_moe, smollm3]
+FAMILIES = [glm4_moe_lite, glm4_moe, ministral3, phi3, qwen2_moe, smollm3, glm4_moe_yarn, minimax_yarn, smollm3_yarn]
 RUNS = [(config, each) for config in FAMILIES for each in CASES]
 
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mtrain.mcore.model.attention.rotating import grown, is_rotated
 from mtrain.mcore.model.own_parameters import own_places
 
 CHECKPOINT_NAMES = {
@@ -35,6 +36,11 @@ not copies."""
 
 class FullWidthNormAttention(SelfAttention):
     """Self-attention whose queries and keys are normalized before they are cut into heads."""
+
+    rotation_factor = 1.0
+    """Factor of cosine and sine."""
+    rotary_size = 0
+    """Number of dimensions of a head that rotate."""
 
     def __init__(
         self,
@@ -63,6 +69,8 @@ class FullWidthNormAttention(SelfAttention):
         assert not output_gate, "output gates are refused"
         query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states)
         query, key = self.qk_norm(query, key)  # before rotation, which SelfAttention applies to what this returns
+        if self.rotation_factor != 1 and is_rotated(self):
+            query, key = (grown(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
         return query, key, value
 
 

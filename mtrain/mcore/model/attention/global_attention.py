@@ -68,7 +68,7 @@ class GlobalAttention(RotatingAttention):
         value = normed(key, self.config.layernorm_epsilon) if self._normalises_values else key
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self._angles is not None:
-            rotations = rotations_of(self._angles, hidden_states.dtype)
+            rotations = rotations_of(self._angles, hidden_states.dtype, self.rotation_factor)
             is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
             rotate = rotated if is_wide else rotated_as_rounded
             query, key = rotate(query, rotations), rotate(key, rotations)

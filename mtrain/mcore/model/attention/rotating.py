@@ -16,18 +16,28 @@ from torch.autograd.function import once_differentiable
 
 
 class Rotations(NamedTuple):
-    """Cosine and sine of angles with two equal halves; [seq, batch or 1, 1, 2 r] each, in the dtype of the heads."""
+    """Cosine and sine of angles with two equal halves, times a factor; [seq, batch or 1, 1, 2 r] each, in the dtype of
+    the heads."""
 
     cosine: Tensor
     sine: Tensor
 
 
-def rotations_of(angles: Tensor, dtype: torch.dtype) -> Rotations:
-    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians, once for all layers of a microbatch."""
+def rotations_of(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotations:
+    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians, once for all layers of a microbatch.
+
+    Args:
+        angles: Angles, the same tensor for all layers.
+        dtype: Dtype of the heads.
+        factor: Factor of both, the same for all layers.
+    """
     # stored on the tensor itself, which all layers receive: it lives as long as the microbatch
     known: Rotations | None = getattr(angles, "known_rotations", None)
     if known is None or known.cosine.dtype != dtype:
-        known = Rotations(angles.cos().to(dtype), angles.sin().to(dtype))
+        cosine, sine = angles.cos(), angles.sin()
+        if factor != 1:
+            cosine, sine = cosine * factor, sine * factor
+        known = Rotations(cosine.to(dtype), sine.to(dtype))
         angles.known_rotations = known  # type: ignore[attr-defined]
     return known
 
@@ -89,7 +99,7 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
         output = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        _rotate(gradient, cosine, sine, -1.0, output)  # the inverse of a rotation is its transpose
+        _rotate(gradient, cosine, sine, -1.0, output)  # the transpose of a rotation turns back
         return output, None, None
 
 
@@ -140,11 +150,26 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Te
         output[..., 2 * size :].copy_(heads[..., 2 * size :])
 
 
+def is_rotated(attention: SelfAttention) -> bool:
+    """Says whether a layer rotates its queries and keys."""
+    without = attention.config.no_rope_freq
+    return not (without and without[attention.layer_number - 1])
+
+
+def grown(heads: Tensor, size: int, factor: float) -> Tensor:
+    """Multiplies the first dimensions of heads, which will rotate, by the factor that cosine and sine lack then."""
+    return torch.cat((heads[..., :size] * factor, heads[..., size:]), dim=-1)
+
+
 class RotatingAttention(SelfAttention):
     """Self-attention of grouped queries."""
 
     _angles: Tensor | None = None
     """Angles of the current call, where queries and keys are rotated here."""
+    rotation_factor = 1.0
+    """Factor of cosine and sine."""
+    rotary_size = 0
+    """Number of dimensions of a head that rotate."""
 
     def forward(
         self, hidden_states: Tensor, *arguments: Any, rotary_pos_emb: Tensor | None = None, **options: Any
@@ -163,8 +188,7 @@ class RotatingAttention(SelfAttention):
                 hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options
             )
             return output
-        without = self.config.no_rope_freq
-        self._angles = None if without and without[self.layer_number - 1] else rotary_pos_emb
+        self._angles = rotary_pos_emb if is_rotated(self) else None
         try:
             output = super().forward(hidden_states, *arguments, rotary_pos_emb=None, **options)
         finally:
@@ -174,9 +198,12 @@ class RotatingAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         """Returns what megatron-core's method does; rotated, where `forward` has left that to it."""
         if self._angles is None:
-            apart: tuple[Tensor, ...] = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-            return apart
-        rotations = rotations_of(self._angles, hidden_states.dtype)
+            query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+            if torch.compiler.is_compiling() and is_rotated(self) and self.rotation_factor != 1:
+                # megatron-core rotates them next, without a factor
+                query, key = (grown(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
+            return query, key, *others
+        rotations = rotations_of(self._angles, hidden_states.dtype, self.rotation_factor)
         # in half precision the sums are rounded where megatron-core and transformers round them
         is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
         if is_wide and self._is_plainly_split:
