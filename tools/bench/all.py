@@ -34,7 +34,7 @@ BENCH = Path(__file__).parent
 PAGE = BENCH.parents[1] / "docs/performance.md"
 BEGIN, END = "<!-- written by tools/bench/all.py -->", "<!-- end -->"
 GPU = "; GPU rows on "
-HEAD = "| figure | beside | must | bold | measured | |\n|---|---|---|---|---|---|"
+HEAD = "| figure | compared with | must | bold | measured | |\n|---|---|---|---|---|---|"
 
 
 @dataclass(frozen=True)
