@@ -135,6 +135,12 @@ def test_bodies_that_no_client_sends_are_refused(client: TestClient, notice: Not
     assert client.get("/api/v1/healthz").json() == {"status": "ok"}
 
 
+@pytest.mark.fault(
+    "clients",
+    "a name of a checkpoint that leads out of the run folder, nan or a number out of range in JSON, a name of nothing",
+    happens="refused with the reason and a status of 4xx; nothing outside the run folder is read or written",
+    exit_code=None,
+)
 @pytest.mark.parametrize(
     ("call", "body", "status"),
     [
@@ -158,10 +164,13 @@ def test_bodies_that_no_client_sends_are_refused(client: TestClient, notice: Not
         ("billing/usage/events", "{}", 404),
     ],
 )
-def test_each_fault_of_a_body_has_a_sentence(client: TestClient, call: str, body: str, status: int) -> None:
+def test_each_fault_of_a_body_has_a_sentence(
+    client: TestClient, call: str, body: str, status: int, notice: Notice
+) -> None:
     model_id = model_of(client)
     given = body.replace("MODEL", model_id).replace("SESSION", model_id.partition(":")[0])
-    answer = client.post(f"/api/v1/{call}", content=given)
+    with notice:
+        answer = client.post(f"/api/v1/{call}", content=given)
     assert answer.status_code == status, answer.text
     assert 10 < len(answer.json()["detail"]) < 400
 
@@ -199,13 +208,19 @@ def test_a_damaged_batch_is_read_or_refused(data: st.DataObject) -> None:
         Batch.of(found.data, found.loss, found.options, 61)
 
 
-def test_a_matrix_of_any_claimed_size_is_not_made() -> None:
+@pytest.mark.fault(
+    "clients",
+    "a few bytes that claim a tensor of 2^60 columns, or of a negative size",
+    happens="refused with the shape; nothing of that size is made",
+    exit_code=None,
+)
+def test_a_matrix_of_any_claimed_size_is_not_made(notice: Notice) -> None:
     message = tinker_public_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     tensor = message.data.add().loss_fn_inputs["target_tokens"]
     tensor.dtype = tinker_public_pb2.DTYPE_INT64
     tensor.shape.extend([1, 2**60])
     tensor.sparse_csr.crow_indices = np.array([0, 0]).tobytes()
-    with refuses(DataError, "no sparse matrix of shape [1, 1152921504606846976]"):
+    with notice, refuses(DataError, "no sparse matrix of shape [1, 1152921504606846976]"):
         read_batch(message.SerializeToString())
     tensor.dense = b"\0" * 16
     del tensor.shape[:]
@@ -266,8 +281,40 @@ def test_answers_do_not_wait_for_an_acknowledgement() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.fault(
+    "clients",
+    "a client whose body does not arrive",
+    happens="answered by 408 after 60 s (here 0.3 s); others are served meanwhile",
+    exit_code=None,
+)
 @pytest.mark.waits
-def test_a_thousand_connections_leave_room_for_a_client(tmp_path: Path) -> None:
+def test_a_body_that_does_not_arrive_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+) -> None:
+    monkeypatch.setattr("mtrain.serve.http._BODY_TIMEOUT_S", 0.3)
+    (folder := RunFolder(tmp_path)).create()
+    with _listening(app_of(tmp_path), "127.0.0.1", 0, folder):
+        address = httpx.URL((tmp_path / "service.json").read_text().split('"')[3])
+        with socket.create_connection(("127.0.0.1", address.port or 0)) as slow:
+            head = (
+                f"POST /api/v1/forward_backward HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: 99\r\n\r\n"
+            )
+            slow.sendall(head.encode() + b"a few")
+            with notice:
+                assert httpx.get(address.join("/api/v1/healthz"), headers={"x-api-key": KEY}).is_success
+                answer = slow.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive in 0.3 s" in answer
+
+
+@pytest.mark.fault(
+    "clients",
+    "1,000 connections that say half a request and wait",
+    happens="another client is answered; the number of open files (ulimit -n) is the limit",
+    exit_code=None,
+)
+@pytest.mark.waits
+def test_a_thousand_connections_leave_room_for_a_client(tmp_path: Path, notice: Notice) -> None:
     """Opens connections that say half a request and wait."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
@@ -279,7 +326,8 @@ def test_a_thousand_connections_leave_room_for_a_client(tmp_path: Path) -> None:
             for _ in range(1000):
                 held.append(socket.create_connection(("127.0.0.1", address.port or 0)))
                 held[-1].sendall(b"POST /api/v1/forward_backward HTTP/1.1\r\nhost: x\r\ncontent-le")
-            answer = httpx.get(address.join("/api/v1/healthz"), headers={"x-api-key": KEY}, timeout=30)
+            with notice:
+                answer = httpx.get(address.join("/api/v1/healthz"), headers={"x-api-key": KEY}, timeout=30)
             assert answer.json() == {"status": "ok"}
     finally:
         for each in held:

@@ -16,6 +16,7 @@ from mtrain.config import Config
 from mtrain.serve.store import Lora
 from mtrain.serve.work import Served
 from mtrain.verify.reference.model.adapters import all_shapes
+from tests.fault_table import Notice
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night, relative
 from tests.parity.expert_models import MIXTRAL
@@ -244,7 +245,13 @@ def test_answers_are_of_the_weights_that_were_kept(pool: Pool, tmp_path: Path) -
         assert first == second
 
 
-def test_what_is_refused_is_said_in_the_sdks_words(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "clients",
+    "tokens beyond the vocabulary, nan in the inputs of a loss, a loss that is not offered",
+    happens="the future fails with the reason, and so does the step's optim_step: no half of a batch is applied",
+    exit_code=None,
+)
+def test_what_is_refused_is_said_in_the_sdks_words(pool: Pool, tmp_path: Path, notice: Notice) -> None:
     one = LAYOUTS[0]
     with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
         with pytest.raises(tinker.BadRequestError, match="base_model='other' is not served here"):
@@ -261,7 +268,7 @@ def test_what_is_refused_is_said_in_the_sdks_words(pool: Pool, tmp_path: Path) -
             ),
         }
         for loss, (data, reason) in wrong.items():
-            with pytest.raises(RequestFailedError, match=reason):
+            with notice, pytest.raises(RequestFailedError, match=reason):
                 client.forward_backward([data], loss).result()
         with pytest.raises(RequestFailedError, match="so no update was made"):
             client.optim_step(types.AdamParams()).result()
