@@ -61,6 +61,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "model.experts.shared_ffn_hidden_size=8",
     ),
     ({"model__experts": {**EXPERTS, "shared_gate": True}}, "model.experts.shared_gate=true"),
+    ({"model__experts": {**EXPERTS, "branch_norms": True}}, "model.experts.branch_norms=true"),
+    (
+        {"model__experts": {**EXPERTS, "branch_norms": True, "shared_gate": True, "shared_ffn_hidden_size": 16}},
+        "model.experts.shared_gate=true",
+    ),
     (
         {"model__rope": {"local_base": 100.0}},
         "model.rope.local_base=100.0",

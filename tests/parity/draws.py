@@ -30,7 +30,12 @@ def trials(draw: DrawFn, axis: str, max_ranks: int | None = None, kinds: SearchS
         kinds: Kinds of models; by default all.
     """
     kind = draw(every_kind() if kinds is None else kinds)
-    kind = kind._replace(has_experts=kind.has_experts or axis == "ep", is_latent=kind.is_latent and axis != "ring")
+    is_ring = axis == "ring"
+    kind = kind._replace(
+        has_experts=kind.has_experts or axis == "ep",
+        is_latent=kind.is_latent and not is_ring,
+        has_wide_heads=kind.has_wide_heads and not is_ring,
+    )
     degrees = draw(layouts(axis, max_ranks or draw(st.sampled_from([4, 4, 4, MAX_RANKS])), kind))
     shape = draw(architectures(degrees, kind))
     micro_batch_size = draw(st.sampled_from([1, 2, 3]))
@@ -68,7 +73,7 @@ def layouts(draw: DrawFn, axis: str, max_ranks: int, kind: Kind) -> dict[str, An
     if degrees["tp"] > 1:
         degrees["sp"] = kind.has_experts or draw(st.booleans())
     if degrees["cp"] > 1:
-        several = ["allgather", "ulysses", *([] if kind.is_latent else ["ring"])]
+        several = ["allgather", "ulysses", *([] if kind.is_latent or kind.has_wide_heads else ["ring"])]
         degrees["cp_comm"] = "ring" if axis == "ring" else draw(st.sampled_from(several))
     if degrees["pp"] > 1:
         degrees["vpp"] = draw(st.sampled_from([1, 1, 2, 3]))

@@ -18,6 +18,7 @@ class Kind(NamedTuple):
     has_experts: bool = False
     is_latent: bool = False
     has_delta_nets: bool = False
+    has_wide_heads: bool = False
     linear_bias: bool = False
     mtp_depths: int = 0
 
@@ -28,9 +29,11 @@ PLAIN: SearchStrategy[Kind] = st.booleans().map(lambda linear_bias: Kind(linear_
 @st.composite
 def every_kind(draw: DrawFn) -> Kind:
     """Draws each part alone and in combination."""
-    is_latent = draw(st.sampled_from([False, False, True]))
+    is_latent, has_experts = draw(st.sampled_from([False, False, True])), draw(st.booleans())
+    if not is_latent and draw(st.sampled_from([False, False, True])):
+        return Kind(has_experts=has_experts, has_wide_heads=True)
     return Kind(
-        has_experts=draw(st.booleans()),
+        has_experts=has_experts,
         is_latent=is_latent,
         has_delta_nets=not is_latent and draw(st.booleans()),
         linear_bias=not is_latent and draw(st.booleans()),
@@ -56,15 +59,48 @@ def architectures(draw: DrawFn, degrees: dict[str, Any], kind: Kind) -> dict[str
         **draw(st.sampled_from([{}, {"sandwich_norm": True}, {"post_norm": True}])),
         "activation": draw(st.sampled_from(["swiglu", "gelu", "gelu_tanh", "geglu_tanh", "swiglu_clamped"])),
         "mtp_depths": kind.mtp_depths,
-        **draw(latent_attention(degrees) if kind.is_latent else grouped_attention(degrees, kind.has_delta_nets)),
+        **draw(attention_of(degrees, kind)),
+        "logit_softcap": draw(st.sampled_from([None, None, 3.0])),
         "delta_net": draw(delta_net(degrees, kind, num_layers)) if kind.has_delta_nets else None,
         # the norm after a delta net divides a document's first outputs, which may be near 0, by sqrt(epsilon) at least
         "norm_epsilon": 1e-2 if kind.has_delta_nets else 1e-5,
         "experts": draw(experts(degrees, kind, num_layers)) if kind.has_experts else None,
     }
-    if shape.get("qk_norm") and not shape.get("attention_gate") and shape["norm"] == "rmsnorm":
+    if shape.get("qk_norm") and not (shape["attention_gate"] or kind.has_wide_heads) and shape["norm"] == "rmsnorm":
         shape["qk_norm_width"] = draw(st.sampled_from(["head", "full"]))
+    has_heads = not kind.is_latent and shape.get("qk_norm_width") != "full"
+    shape["value_norm"] = has_heads and shape["norm"] == "rmsnorm" and draw(st.booleans())
+    shape["layer_scalar"] = shape.get("sandwich_norm", False) and draw(st.booleans())
     return {f"model__{name}": value for name, value in shape.items()}
+
+
+def attention_of(degrees: dict[str, Any], kind: Kind) -> SearchStrategy[dict[str, Any]]:
+    """Returns the strategy of the kind's attention."""
+    if kind.has_wide_heads:
+        return wide_heads(degrees)
+    return latent_attention(degrees) if kind.is_latent else grouped_attention(degrees, kind.has_delta_nets)
+
+
+@st.composite
+def wide_heads(draw: DrawFn, degrees: dict[str, Any]) -> dict[str, Any]:
+    """Draws layers without a window whose heads differ in size and in number of groups, some rotated in part."""
+    attention = draw(grouped_attention(degrees, has_delta_nets=False))
+    heads, tp = attention["num_attention_heads"], degrees["tp"]
+    groups = [number for number in range(tp, heads + 1, tp) if heads % number == 0]
+    partly = {"scaling": "proportional", "partial": 0.5, "factor": draw(st.sampled_from([1.0, 3.0])), "base": BASE}
+    rope = draw(st.sampled_from([attention["rope"], partly])) | {"local_base": 20.0}
+    return attention | {
+        "qkv_bias": False,
+        "attention_gate": False,
+        "attention_sinks": False,
+        "rope": rope,
+        "sliding_window": draw(st.sampled_from([1, 5])),
+        "global_attention_every": draw(st.sampled_from([2, 3])),
+        "global_attention": {
+            "head_dim": draw(st.sampled_from([4, 10])),
+            "num_query_groups": draw(st.sampled_from(groups)),
+        },
+    }
 
 
 @st.composite
@@ -159,12 +195,14 @@ def experts(draw: DrawFn, degrees: dict[str, Any], kind: Kind, num_layers: int) 
     top_k = draw(st.integers(least, max(least, min(count, 4))))
     has_bias = draw(st.booleans())
     shared = 0 if kind.linear_bias else tp * draw(st.sampled_from([0, 4]))
+    has_gate = shared > 0 and draw(st.booleans())
     return {
         "num_experts": count,
         "top_k": top_k,
         "ffn_hidden_size": etp * draw(st.sampled_from([3, 8])),
         "shared_ffn_hidden_size": shared,
-        "shared_gate": shared > 0 and draw(st.booleans()),
+        "shared_gate": has_gate,
+        "branch_norms": shared > 0 and not has_gate and draw(st.booleans()),
         "first_dense_layers": draw(st.integers(0, min(1, num_layers - 1))),
         "every": draw(st.sampled_from([1, 1, 2])),
         "score": score,

@@ -90,6 +90,11 @@ class ExpertsSection(Section):
 
     @rule
     def two_branches_have_experts_each(self) -> str | None:
+        if self.branch_norms and self.shared_gate:
+            return (
+                "shared_gate=true cannot be combined with branch_norms=true, whose norm after the shared experts takes "
+                "the gate's factor out again; remove one of them"
+            )
         if not self.branch_norms or self.shared_ffn_hidden_size:
             return None
         return (

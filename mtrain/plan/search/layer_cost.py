@@ -99,7 +99,7 @@ def layer_cost(work: Workload, layer: int) -> LayerCost:
     kept = sum(part.kept_elements(model, layout) for part in parts)
     moved = TOUCHES * work.tokens * (kept + 4 * hidden_local(model, layout)) * work.element_bytes
     tp, ep = _transfers(work, layer)
-    cp, cp_backward = _context_transfers(work, attention)
+    cp, cp_backward = _context_transfers(work, layer, attention)
     launches = LAUNCHES * cluster.launch_s
     return LayerCost(matrices, attention, moved / cluster.gpu.memory_bandwidth, launches, tp, cp, cp_backward, ep)
 
@@ -149,15 +149,17 @@ def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
     return tp, ep
 
 
-def _context_transfers(work: Workload, attention: float) -> tuple[Transfer, Transfer]:
+def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Transfer, Transfer]:
     """Predicts the transfers of cp, forward and backward; `attention` is the seconds of its products forward."""
     layout, cluster, tokens = work.layout, work.cluster, work.tokens
     model, size, cp = work.config.model, work.element_bytes, layout.cp
     group = Group(cp, layout.tp)
     if cp == 1:
         return Transfer(), Transfer()
-    heads = tokens * model.num_attention_heads * model.head_size / layout.tp
-    groups = tokens * model.query_groups * model.head_size / layout.tp
+    wide = model.global_attention if model.attention(layer) == "global" else None
+    head_size = model.head_size if wide is None else wide.head_dim
+    heads = tokens * model.num_attention_heads * head_size / layout.tp
+    groups = tokens * (model.query_groups if wide is None else wide.num_query_groups) * head_size / layout.tp
     match layout.cp_comm:
         case "ulysses":
             exchange = exchanged(cluster, group, (2 * heads + 2 * groups) * size)

@@ -43,6 +43,7 @@ import math
 from typing import NamedTuple
 
 from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AnyOptimizer
 from mtrain.plan import num_parameters
 from mtrain.verify.core.result import Tolerance
@@ -68,11 +69,18 @@ class Sizes(NamedTuple):
     def of(cls, config: Config) -> Sizes:
         """Counts them."""
         model, length = config.model, config.data.seq_length
-        heads = model.num_attention_heads * model.head_size
-        attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
-        layer = 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
-        summands = model.num_layers * layer + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
+        wide = model.with_global_heads()
+        of_layers = (wide if model.attention(each) == "global" else model for each in range(model.num_layers))
+        layers = sum(_of_layer(each, length) for each in of_layers)
+        summands = layers + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
         return cls(summands, num_parameters(model), config.train.global_batch_size * length)
+
+
+def _of_layer(model: ModelSection, length: int) -> int:
+    """Counts the summands of a layer with the model's heads."""
+    heads = model.num_attention_heads * model.head_size
+    attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
+    return 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
 
 
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:

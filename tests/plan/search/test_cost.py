@@ -57,6 +57,22 @@ def test_an_exchange_takes_as_long_as_its_slower_link() -> None:
     assert exchanged(IDEAL, Group(1, 1), 8e9).seconds == 0
 
 
+def test_layers_with_heads_of_their_own_exchange_them() -> None:
+    given = config(
+        model__num_query_groups=2,
+        model__head_dim=8,
+        model__sliding_window=8,
+        model__global_attention_every=2,
+        model__global_attention={"head_dim": 32, "num_query_groups": 1},
+        model__rope={"local_base": 100.0},
+        layout={"cp": 2, "cp_comm": "allgather"},
+    )
+    windowed, of_wide = (
+        layers.layer_cost(layers.Workload(given, Layout(cp=2), IDEAL), layer).cp.nvlink_bytes for layer in range(2)
+    )
+    assert of_wide == 2 * windowed  # one key head of 32 dimensions in the place of two of 8
+
+
 def test_hops_of_a_ring_travel_during_the_products_of_the_hop_before() -> None:
     def costs(seq: int) -> tuple[layers.LayerCost, layers.LayerCost]:
         data = {"kind": "mock", "seq_length": seq}

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
 from mtrain.verify.core.result import KINDS
 from mtrain.verify.core.shrink import shrink
-from mtrain.verify.core.tolerances import tolerances, update_tolerance
+from mtrain.verify.core.tolerances import Sizes, tolerances, update_tolerance
 from tests.config.samples import config
 
 _FORMULAS: dict[str, Callable[[Mapping[str, float]], float]] = {
@@ -45,3 +46,23 @@ def test_longer_sums_have_more_room() -> None:
     assert small["loss"] < large["loss"]
     assert small["gradient"] < large["gradient"]
     assert small["denominator"] == large["denominator"]
+
+
+def test_layers_with_wider_heads_have_longer_sums() -> None:
+    """A layer without a window has heads of its own: 4 of 32 dimensions in the place of 4 of 8."""
+    windows: dict[str, Any] = {
+        "model__sliding_window": 8,
+        "model__global_attention_every": 2,
+        "model__rope": {"local_base": 100.0},
+    }
+    sizes = {
+        "model__num_layers": 2,
+        "model__num_attention_heads": 4,
+        "model__num_query_groups": 2,
+        "model__head_dim": 8,
+    }
+    narrow, wide = (
+        Sizes.of(config(**windows, **sizes, model__global_attention=heads)).summands
+        for heads in (None, {"head_dim": 32, "num_query_groups": 1})
+    )
+    assert wide - narrow == (1 + 4) * (32 - 8)
