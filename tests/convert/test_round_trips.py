@@ -31,7 +31,15 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-LIKE_OTHERS = ("mistral", "qwen3-moe-unnormalised", "olmo2-grouped", "glm4-moe-lite", "smollm3", "smollm3-windowed")
+LIKE_OTHERS = (
+    "mistral",
+    "qwen3-moe-unnormalised",
+    "olmo2-grouped",
+    "glm4-moe-lite",
+    "smollm3",
+    "smollm3-windowed",
+    "kimi-k2.5",
+)
 """Models whose tensors have the names and shapes of llama, qwen3-moe, olmo2 and deepseek; their fields:
 tests/hf/schema."""
 

@@ -38,7 +38,15 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def of_images(name: str) -> bool:
-    parts = "vision_tower", "multi_modal_projector", "visual.", "audio_tower", "embed_vision", "embed_audio"
+    parts = (
+        "vision_tower",
+        "multi_modal_projector",
+        "mm_projector",
+        "visual.",
+        "audio_tower",
+        "embed_vision",
+        "embed_audio",
+    )
     return any(part in name for part in parts)
 
 
@@ -176,6 +184,20 @@ def test_a_stored_head_counts(said: dict[str, Any], has_head: bool, pool: Pool, 
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def test_a_text_model_has_the_name_that_it_is_published_with(tmp_path: Path) -> None:
+    """transformers reads kimi_k2 as deepseek_v3; the file keeps its word."""
+    theirs = tmp_path / "theirs"
+    save("kimi-k2.5", theirs, max_shard_size="1GB")
+    config = json.loads((theirs / "config.json").read_text())
+    config["text_config"]["model_type"] = "kimi_k2"
+    (theirs / "config.json").write_text(json.dumps(config, indent=2))
+    assert transformers.AutoConfig.from_pretrained(theirs).text_config.model_type == "deepseek_v3"
+    import_hf(theirs, tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    for file in theirs.iterdir():
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
 def test_images_come_from_the_folder_that_is_named(tmp_path: Path) -> None:
     """A folder of the same text model, with other images."""
     save("gemma3-images", tmp_path / "theirs", max_shard_size="1GB")
@@ -228,7 +250,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text_config": None}, "text_config=None is null, but an object is needed"),
     ({"text_config": {"model_type": "qwen3"}}, "text_config of model_type='qwen3' is not supported in a gemma3 model"),
     ({"tie_word_embeddings": False}, "lacks language_model.lm_head.weight"),
-    ({"model_type": "kimi_k25"}, "model_type='kimi_k25' is not supported"),
+    ({"model_type": "llava"}, "model_type='llava' is not supported"),
 ]
 
 

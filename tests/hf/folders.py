@@ -5,8 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from mtrain.config import Config
 from mtrain.hf.schema.description import described_model
@@ -280,6 +282,14 @@ _VISION = {
 _STEADY = {"rms_norm_eps": 0.1}
 """Epsilon of norms in towers: with 1e-2, training in half precision finds a model whose float32 is 1e-5 wrong in a
 token."""
+_OF_KIMI = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
 _OF_QWEN: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -328,6 +338,16 @@ TOWERS: dict[str, Any] = {
         image_token_index=60,
         tie_word_embeddings=False,
     ),
+    "kimi-k2.5": lambda: transformers.Kimi_K25Config(
+        text_config=CONFIGS["deepseek"]().to_dict(),
+        vision_config=_OF_KIMI,
+        projection_hidden_size=16,
+        image_token_id=60,
+        video_token_id=59,
+        vision_start_token_id=58,
+        vision_end_token_id=57,
+        tie_word_embeddings=False,
+    ),
     "qwen3.5-images": lambda: transformers.Qwen3_5Config(
         text_config=CONFIGS["qwen3.5"]().to_dict() | _STEADY,
         vision_config=_OF_QWEN,
@@ -372,7 +392,21 @@ def save(
             if value.is_floating_point():
                 value.copy_(torch.randn(value.shape) * 0.3)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if name == "kimi-k2.5":
+        _name_layers_as_published(folder)
     return model.eval()
+
+
+def _name_layers_as_published(folder: Path) -> None:
+    """Renames the layers of a text model that transformers 5.24 writes as "blocks", the name of those of images."""
+    theirs, published = "language_model.model.blocks.", "language_model.model.layers."
+    for file in folder.glob("*.safetensors"):
+        with safetensors.safe_open(file, "pt") as content:
+            metadata = content.metadata()
+        state = {name.replace(theirs, published): value for name, value in load_file(file).items()}
+        save_file(state, file, metadata)
+    for file in folder.glob("*.index.json"):
+        file.write_text(file.read_text().replace(theirs, published))
 
 
 def run_of_folder(folder: Path, run: Path, num_steps: int, imported: Path | None = None) -> Config:

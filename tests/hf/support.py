@@ -88,6 +88,7 @@ MODELS: dict[str, Model] = {
     "qwen3_5_moe": Model("qwen3.5-moe-images", {"num_experts": 4, **_HYBRID}, "qwen3.5_35b_a3b"),
     "deepseek_v3": Model("deepseek", {}, "deepseek_v3"),
     "kimi_k2": Model("deepseek", {}, "kimi_k2"),
+    "kimi_k25": Model("kimi-k2.5", {}, "kimi_k2"),
     "glm4_moe_lite": Model("glm4-moe-lite", _DENSE_FIRST, "glm4.7_flash"),
     "gemma3_text": Model("gemma3", _WINDOWS, "gemma3_4b"),
     "gemma3": Model("gemma3-images", _WINDOWS, "gemma3_4b"),
@@ -125,7 +126,7 @@ train: {global_batch_size: 4, micro_batch_size: 2, num_steps: 6, precision: fp32
 optimizer: {lr: 1.0e-2, schedule: cosine, warmup_steps: 1, clip_grad: 0.1}
 data: {kind: mock, seq_length: 16}
 """
-_IMAGES = re.compile(r"vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual\.")
+_IMAGES = re.compile(r"vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|mm_projector|visual\.")
 PROMPTS, NUM_NEW = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21]], 4
 COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "worst")
 
@@ -164,7 +165,7 @@ def configured(folder: str, *overrides: str) -> Config:
 
 
 def _groups(model: Model) -> dict[str, int]:
-    has_latents = model.folder in ("deepseek", "glm4-moe-lite")
+    has_latents = model.folder in ("deepseek", "kimi-k2.5", "glm4-moe-lite")
     return {} if has_latents else {"num_key_value_heads": 2}
 
 

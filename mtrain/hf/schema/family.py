@@ -116,13 +116,15 @@ class Family:
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """Returns the config.json of what a folder holds: depths of multi-token prediction may be configured and not be
         there, and a head though tables are said to be tied."""
-        if self.tower is not None:
-            return self.tower.as_held(config, names)
-        layer = f"layers.{config.get('num_hidden_layers')}."
+        found = config if self.tower is None else self.tower.as_held(config, names)
+        text = found if self.tower is None else self.tower.nested(found)
+        base = (BASE, "") if self.tower is None else self.tower.beginnings(names)[:1]
+        layer = f"layers.{self.text(found).get('num_hidden_layers')}."
         # transformers saves the field and omits the weights: by the field alone tensors would be missing
-        if config.get(DEPTHS) and not any(name.startswith((layer, BASE + layer)) for name in names):
-            return {**config, DEPTHS: 0}
-        return config
+        if text.get(DEPTHS) and not any(name.startswith(tuple(start + layer for start in base)) for name in names):
+            held = {**text, DEPTHS: 0}
+            return held if self.tower is None else {**found, TEXT: held}
+        return found
 
     def as_stored(self, names: Collection[str], for_all_versions: bool = False) -> Family:
         """Returns the family with the names that tensors have in a folder.

@@ -19,7 +19,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import UnsayableError
-from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
+from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, KIMI_K25
 from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, MISTRAL3, QWEN2, QWEN3
 from mtrain.hf.schema.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
@@ -62,6 +62,7 @@ _FAMILIES = (
     QWEN3_5_MOE_IMAGES,
     DEEPSEEK_V3,
     KIMI_K2,
+    KIMI_K25,
     GLM4_MOE_LITE,
     GEMMA3,
     GEMMA3_IMAGES,

@@ -39,6 +39,8 @@ class Tower:
     """Whether the class of the multimodal model ties its tables where the outer config says nothing."""
     other_types: tuple[str, ...] = ()
     """Names of text models that other families read in the same multimodal one."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the text model's family, which a file keeps."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -54,8 +56,8 @@ class Tower:
         found = config.get(TEXT)
         if not isinstance(found, dict):
             raise wrong_type(TEXT, found, "an object")
-        if (name := found.get("model_type", self.text_type)) != self.text_type:
-            needed = " or ".join((self.text_type, *self.other_types))
+        if (name := found.get("model_type", self.text_type)) not in (self.text_type, *self.aliases):
+            needed = " or ".join((self.text_type, *self.aliases, *self.other_types))
             raise DataError(
                 f"config.json: {TEXT} of model_type={shown(name)} is not supported in a {config.get('model_type')} "
                 f"model, but {needed} is needed"

@@ -72,6 +72,7 @@ OLDER: dict[str, dict[str, Any]] = {
 PARTIAL = ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 NOT_IN_4 = (
     "glm4-moe-lite",
+    "kimi-k2.5",
     "minimax",
     "nemotron-h",
     "ministral3",

@@ -24,8 +24,9 @@ from mtrain.hf.schema.families.common import (
     same,
     shared_experts,
 )
-from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.table import Rule
+from mtrain.hf.schema.tower import Tower
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _SCORED = 2
@@ -374,6 +375,37 @@ DEEPSEEK_V3 = Family(
 )
 # the same function under another name, and with other sizes
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+KIMI_K25 = in_tower(
+    DEEPSEEK_V3,
+    "kimi_k25",
+    "Kimi_K25ForConditionalGeneration",
+    Tower(
+        "deepseek_v3",
+        is_tied=False,
+        # of DeepseekV3Config
+        defaults={
+            "num_hidden_layers": 61,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_attention_heads": 128,
+            "vocab_size": 129280,
+        },
+        unread=(
+            "ignore_index",
+            "image_token_id",
+            "media_placeholder_token_id",
+            "projection_hidden_size",
+            "projection_layer_norm_eps",
+            "use_unified_vision_chunk",
+            "video_placeholder",
+            "video_token_id",
+            "vision_end_token_id",
+            "vision_start_token_id",
+        ),
+        images=(r"(model\.)?(vision_tower|mm_projector)\..+",),
+        aliases=("kimi_k2",),
+    ),
+)
 # GLM-4.7-Flash: the same function with defaults of its own
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
