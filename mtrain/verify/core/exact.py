@@ -19,6 +19,7 @@ from mtrain.loss.pair import LossPair, TermInputs
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify.core.result import StepValues
+from mtrain.verify.core.tolerances import amplifies_rounding
 from mtrain.verify.core.weights import TABLES, Arrays, drawn
 from mtrain.verify.reference.model.adapters import all_shapes, as_held
 from mtrain.verify.reference.model.transformer import Transformer
@@ -154,7 +155,7 @@ class _Evaluator:
         tensors = self._tensors(weights)
         found = evaluated(config, tensors, rows, self._teacher, self._user_term)
         rounding = 0.0
-        if config.model.delta_net is not None:
+        if amplifies_rounding(config.model):
             single = {name: each.float() for name, each in tensors.items()}
             rounding = _distance(evaluated(config, single, rows, self._teacher, self._user_term), found)
         return Exact(

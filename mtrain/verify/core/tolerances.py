@@ -21,7 +21,8 @@ u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
   factor k^T q, any number around 0. How much rounding that amplifies depends on the weights, so the reference measures
   it: it computes the gradients in float32 too, and D is the largest distance between the two, over the largest element
   of a tensor. Gradients of the step, and their norm, are then within s D where that is more: errors of another order
-  of the operations are as large, but others; measured: at most 3 D from exact.
+  of the operations are as large, but others; measured: at most 3 D from exact. Norms of values and of branches of
+  experts bring to a length what may be small, too, and Gemma 4, which has them, divides no scores.
 - update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
   that no error of a gradient is amplified by the division by sqrt(v). The roundings of a dozen operations on each
   element remain, and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k, relative to
@@ -86,8 +87,15 @@ def _of_layer(model: ModelSection, length: int) -> int:
 def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
     """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order."""
     sizes = Sizes.of(config)
-    values = _values(sizes, "" if config.model.delta_net is None else _OF_DELTA_NETS)
+    values = _values(sizes, _OF_LENGTHS if amplifies_rounding(config.model) else "")
     return (*_inputs(), denominator_tolerance(sizes), *values, _update(config.optimizer, num_steps))
+
+
+def amplifies_rounding(model: ModelSection) -> bool:
+    """Says whether the model brings what may be small to a length, so that the weights decide how much rounding is
+    amplified."""
+    has_branches = model.experts is not None and model.experts.branch_norms
+    return model.delta_net is not None or model.value_norm or has_branches
 
 
 def update_tolerance(step: int) -> float:
@@ -140,9 +148,9 @@ def denominator_tolerance(sizes: Sizes) -> Tolerance:
     )
 
 
-_OF_DELTA_NETS = (
-    " In a model with delta nets within s D where that is more: D is how far the gradients of one process in float32 "
-    "are from the exact ones, in the same step."
+_OF_LENGTHS = (
+    " In a model with delta nets, or with norms of values or of branches of experts, within s D where that is more: D "
+    "is how far the gradients of one process in float32 are from the exact ones, in the same step."
 )
 
 

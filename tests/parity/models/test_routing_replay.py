@@ -23,7 +23,7 @@ from tests.parity.compare import (
     run_oracle,
 )
 from tests.parity.expert_models import BIASED, DEEPSEEK, MIXTRAL, QWEN, with_experts
-from tests.parity.families import NEMOTRON
+from tests.parity.families import GEMMA4_EXPERTS, NEMOTRON
 from tests.parity.models.test_balance import LOSSES, MOVING
 from tests.parity.objectives.test_distillation import ALONE
 from tests.parity.replay import with_routes
@@ -68,6 +68,7 @@ NIGHT = [
             case(2, tp=2, sp=True, pp=2, vpp=2, cp=2, ep=2),
         )
     ),
+    row("branches", {**GEMMA4_EXPERTS, **LOSSES, **DOCUMENTS}, case(4, tp=2, sp=True, ep=2), documents_steps()[:1], 4),
     row("uneven stages", SIGMOID, case(pp=3, stage_layers=(1, 1, 2)), two_steps()[:1]),
     row("by all-gather", with_experts(DEEPSEEK, dispatcher="allgather"), case(4, dp=2, ep=2), two_steps()[:1]),
     row("one after the other", with_experts(MIXTRAL, implementation="sequential"), case(4, dp=2, ep=2), two_steps()),

@@ -10,6 +10,7 @@ from mtrain.verify.core.result import KINDS
 from mtrain.verify.core.shrink import shrink
 from mtrain.verify.core.tolerances import Sizes, tolerances, update_tolerance
 from tests.config.samples import config
+from tests.parity.families import GEMMA4, GEMMA4_EXPERTS, HYBRID
 
 _FORMULAS: dict[str, Callable[[Mapping[str, float]], float]] = {
     "s u sqrt(N)": lambda x: x["s"] * x["u"] * math.sqrt(x["N"]),
@@ -66,3 +67,13 @@ def test_layers_with_wider_heads_have_longer_sums() -> None:
         for heads in (None, {"head_dim": 32, "num_query_groups": 1})
     )
     assert wide - narrow == (1 + 4) * (32 - 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_measured"), [(GEMMA4, True), (GEMMA4_EXPERTS, True), (HYBRID, True), ({}, False)]
+)
+def test_models_with_norms_of_small_values_say_that_rounding_is_measured(
+    model: dict[str, Any], is_measured: bool
+) -> None:
+    by_kind = {each.kind: each.meaning for each in tolerances(config(**model), 1)}
+    assert ("within s D" in by_kind["gradient"]) == ("within s D" in by_kind["grad_norm"]) == is_measured
