@@ -138,7 +138,7 @@ def rows_of(command: Any, name: str) -> Iterator[str]:
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and parameter.name != "help":
-            given, meaning = (re.sub(r"\s+", " ", text).replace("|", "\\|") for text in record)
+            given, meaning = (re.sub(r"\s*\|\s*", " or ", re.sub(r"\s+", " ", text)) for text in record)
             yield f"| `{given}` | {meaning} |"
 
 

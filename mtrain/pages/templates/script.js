@@ -19,6 +19,7 @@ for (const chart of document.querySelectorAll("[data-values]")) {
   const {left, right, low, high, curves} = JSON.parse(chart.dataset.values);
   const rule = document.createElementNS("http://www.w3.org/2000/svg", "line");
   rule.setAttribute("class", "pointer");
+  const place = chart.previousElementSibling?.textContent.match(/by (\w+)/)?.[1] ?? "step"; // of "nats, by token"
   chart.addEventListener("pointermove", event => {
     const box = chart.getBoundingClientRect(), [, , width, height] = chart.getAttribute("viewBox").split(" ").map(Number);
     const at = low + ((event.clientX - box.left) / box.width * width - left) / (right - left) * (high - low);
@@ -27,7 +28,7 @@ for (const chart of document.querySelectorAll("[data-values]")) {
     const step = all.reduce((best, each) => Math.abs(each - at) < Math.abs(best - at) ? each : best);
     const lines = curves.filter(each => each.steps.includes(step))
       .map(each => `${each.label}: ${written(each.values[each.steps.indexOf(step)])}`);
-    shown.textContent = [`step ${step.toLocaleString("en")}`, ...lines].join("\n");
+    shown.textContent = [`${place} ${step.toLocaleString("en")}`, ...lines].join("\n");
     shown.hidden = false;
     shown.style.left = `${Math.max(0, Math.min(event.clientX + 12, innerWidth - shown.offsetWidth - 4))}px`;
     shown.style.top = `${Math.max(0, event.clientY - shown.offsetHeight - 12)}px`;
