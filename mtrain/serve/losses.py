@@ -27,6 +27,8 @@ _OPTIONS = {"ppo": (0.8, 1.2), "cispo": (0.8, 1.2), "gspo": (0.8, 1.2)}
 """Default thresholds of the ratio."""
 _POLICY = ("logprobs", "advantages")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
+_MASK = "sequence_ratio_mask"
+"""Tokens over which gspo takes the ratio of their sequence; without it those that have an advantage."""
 _TARGETS, _WEIGHTS, _PLACE, _PLACE_HIGH = "target_tokens", "weights", "place", "place_high"
 _PLACE_BASE = 2**20
 """A float32 holds whole numbers up to 2^24: a place is two of them."""
@@ -134,6 +136,10 @@ def _extras(
     needed = (_TARGETS, _WEIGHTS) if loss == "cross_entropy" else (_TARGETS, *_POLICY)
     optional = {_LOW, _HIGH} if thresholds else set()
     inputs = dict(sent.inputs)
+    if loss == "gspo":
+        optional |= {_MASK}
+        if _MASK not in inputs and "advantages" in inputs:
+            inputs[_MASK] = (inputs["advantages"] != 0).astype(np.float32)
     if loss == "cross_entropy" and _WEIGHTS not in inputs and _TARGETS in inputs:
         inputs[_WEIGHTS] = np.ones(inputs[_TARGETS].shape, np.float32)
     for key, bound in zip((_LOW, _HIGH), thresholds or (), strict=False):
@@ -156,6 +162,8 @@ def _extras(
             )
         if not np.isfinite(value).all():
             raise DataError(f"{name} has a number in {key} that is not finite; send finite numbers")
+    if not np.isin(inputs.get(_MASK, 0), (0, 1)).all():
+        raise DataError(f"{name} has a number in {_MASK} that is neither 0 nor 1; send these")
     targets = inputs[_TARGETS]
     if targets.dtype.kind != "i" or targets.min() < 0 or targets.max() >= vocab_size:
         raise DataError(
@@ -205,9 +213,9 @@ def _cispo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
 
 
 def _gspo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    """The ratio of a sequence is the geometric mean over its tokens that have an advantage."""
+    """The ratio of a sequence is the geometric mean over its tokens of the mask."""
     gap = _gap(log_probs, inputs)
-    counts = (inputs.extras["advantages"] != 0).to(gap.dtype)
+    counts = inputs.extras[_MASK].to(gap.dtype)
     total = inputs.sum_over_sequence((gap * counts).detach())
     count = inputs.sum_over_sequence(counts.detach())
     mean = torch.where(count > 0, total / count, 0.0)[inputs.sequence_ids].to(gap.dtype)

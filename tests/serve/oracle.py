@@ -93,7 +93,7 @@ def _cispo(p: Tensor, given: Mapping[str, Tensor]) -> Tensor:
 
 
 def _gspo(p: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    counts = given["advantages"] != 0
+    counts = given.get("sequence_ratio_mask", given["advantages"]) != 0
     mean = (p - given["logprobs"])[counts].mean() if counts.any() else p.sum() * 0
     return _surrogate(torch.exp(mean.detach() + p - p.detach()), given["advantages"])
 

@@ -51,7 +51,9 @@ def inputs_of(loss: str, tokens: list[int], seed: int) -> dict[str, Any]:
         return {"weights": rng.normal(size=size).astype(np.float32)}
     near = rng.normal(-4.1, 0.3, size).astype(np.float32)
     advantages = (rng.normal(size=size) * (rng.random(size) < 0.8)).astype(np.float32)
-    return {"logprobs": near, "advantages": advantages}
+    mask = (rng.random(size) < 0.6).astype(np.float32)
+    is_masked = loss == "gspo" and seed % 2 == 1  # of some sequences
+    return {"logprobs": near, "advantages": advantages} | ({"sequence_ratio_mask": mask} if is_masked else {})
 
 
 def saved(folder: Path, path: str, config: Config) -> Parameters:
