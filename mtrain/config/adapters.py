@@ -18,6 +18,7 @@ _GATED = {"gate_proj", "gate_up_proj"}
 def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     """Yields a message for every broken rule: what was given, what is needed, what to change."""
     yield from _targets(config.model, adapter)
+    yield from _learned_whole(config.model, adapter)
     yield from _run(config, adapter)
 
 
@@ -66,6 +67,25 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
         )
 
 
+def _learned_whole(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
+    """Checks that the model has every module that learns whole."""
+    saved = adapter.modules_to_save
+    if "head" in saved and model.num_labels is None:
+        yield "adapter.modules_to_save=head needs model.num_labels; set it, or remove head"
+    if "output" not in saved:
+        return
+    if model.num_labels is not None:
+        yield (
+            f"adapter.modules_to_save=output: the head of model.num_labels={model.num_labels} is in the place of the "
+            "output layer, and learns whole; remove it"
+        )
+    elif model.tied_embeddings and "embedding" not in saved:
+        yield (
+            "adapter.modules_to_save=output: with model.tied_embeddings=true the output layer has no table of its own; "
+            "name embedding, which is both"
+        )
+
+
 def _given(adapter: AdapterSection, *groups: str) -> str:
     names = [name for group in groups for name in (group, *GROUPS.get(group, ()))] + ["gate_up_proj"]
     return ", ".join(target for target in adapter.targets if target in names)
@@ -85,15 +105,17 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     model = config.model
     if model.add_tokens or model.add_special_tokens:
         needed = ["embedding", "output"] if model.output.has_table else ["embedding"]
-        if missing := [part for part in needed if part not in adapter.parts]:
+        learned = adapter.parts | {*adapter.modules_to_save}
+        if missing := [part for part in needed if part not in learned]:
             yield (
                 f"model.add_tokens with adapter.targets={', '.join(adapter.targets)}: the rows of new tokens would "
-                f"stay the mean of the others; add {', '.join(missing)} to the targets"
+                f"stay the mean of the others; add {', '.join(missing)} to adapter.modules_to_save, or to the targets"
             )
         elif not has_merged_form(model, adapter):
             yield (
-                "model.add_tokens with an adapter needs tables that can be merged into the model, and with "
-                "model.tied_embeddings=true one table would get two values; train the whole model, without adapter"
+                "model.add_tokens with adapter.targets=embedding needs tables that can be merged into the model, and "
+                "with model.tied_embeddings=true one table would get two values; name embedding in "
+                "adapter.modules_to_save instead, where the one table learns whole"
             )
     every = config.checkpoint.export_hf_every_steps
     if every and not has_merged_form(model, adapter):

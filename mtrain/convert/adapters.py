@@ -108,7 +108,8 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
     """
     saved = open_adapter(path, dtype)
     family, model = family_of_run(saved.config), saved.config.model
-    if any(added_by(model)):
+    has_new_rows = any(added_by(model))
+    if has_new_rows and "embedding" not in saved.adapter.modules_to_save:
         raise DataError(
             f"{path} was trained with model.add_tokens, and the frozen model of a PEFT folder has no rows for them; "
             "leave --adapter out, which merges them into a model"
@@ -127,7 +128,9 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
             write_atomically(folder / peft.CONFIG_NAME, _json(content))
             # for adapters as for models: the server must write conversations as they were trained
             source = source_of(saved.entry.path)
-            chats = put_side_files(folder, saved.entry.path, source.origin, source.tokenizer, but=_OF_MODELS)
+            chats = put_side_files(
+                folder, saved.entry.path, source.origin, source.tokenizer, added_by(model), but=_OF_MODELS
+            )
             ending = put_ending(folder, source.origin) if chats and model.head is None else None
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
         differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
@@ -135,6 +138,8 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
             raise DataError(f"{folder} does not hold what was written: {shown(differing)}; look at the disk")
     if ending is not None and ending.is_new:
         _log.info(_ENDS_APART.format(ids=ending.ids, folder=str(out)))
+    if has_new_rows:
+        _log.info(_RESIZED.format(rows=model.vocab_size))
     return Proof(len(own), sum(each.numel() * each.element_size() for each in own.values()))
 
 
@@ -145,6 +150,10 @@ _OF_MODELS = ("README.md", "generation_config.json")
 _ENDS_APART = (
     "note: answers end at the tokens {ids}, which the frozen model's generation_config.json does not name: call "
     "generate with generation_config=GenerationConfig.from_pretrained({folder!r}), or give vLLM stop_token_ids"
+)
+_RESIZED = (
+    "note: the tables have rows for new tokens: call resize_token_embeddings({rows}) on the frozen model before "
+    "PeftModel.from_pretrained"
 )
 
 
@@ -165,6 +174,8 @@ def peft_tensor(each: peft.PeftTensor, own: Tensor) -> Tensor:
 
 def _without_padding(each: peft.PeftTensor, values: Tensor) -> Tensor:
     """Removes the rows of tables that only pad the vocabulary."""
+    if each.kind == "whole":
+        return values[: each.matrix.rows]
     if each.matrix.part == "embedding" and each.kind == "lora_a":
         return values[: each.matrix.columns]
     return values[: each.matrix.rows] if each.matrix.part == "output" and each.kind == "lora_b" else values

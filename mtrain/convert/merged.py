@@ -141,7 +141,8 @@ class MergedTensors:
         """
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
-        self._merging, self._whole = Merging(saved.config, saved.adapter), plan.learned_whole(saved.config.model)
+        self._merging = Merging(saved.config, saved.adapter)
+        self._whole = plan.learned_whole(saved.config.model, saved.adapter)
         self._base = _opened(saved.config)
         out = torch.float32 if saved.main else DTYPES[saved.config.train.precision]
         self.tensors = {key: GlobalTensorInfo(dtype_outside(key, out), shape) for key, shape in table.shapes.items()}
@@ -177,7 +178,7 @@ class MergedTensors:
     def _check(self) -> None:
         total = 0
         for key, facts in self.tensors.items():
-            if key in self._whole:  # the base may not have it
+            if key in self._whole:  # not frozen; the base may not have it
                 continue
             for place in stacked_places(key, TensorSlice.whole(facts.shape)):
                 values = self._frozen(key, place)

@@ -17,7 +17,7 @@ from mtrain.config.schema.adapter import GROUPS, AdapterSection
 from mtrain.config.schema.loss import LossSection, own_functions
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import TrainSection
-from mtrain.plan.adapters import holds_narrow, in_layer
+from mtrain.plan.adapters import holds_narrow, in_layer, learns_output
 from mtrain.plan.features import LAYER_PARTS, alike, kinds, present
 from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, hidden_local
 from mtrain.plan.layout import Layout, most_microbatches
@@ -256,7 +256,7 @@ class Activations:
         one each."""
         config = self.config
         assert config.adapter is not None, "asked only where weights are frozen"
-        if config.model.head is not None:  # a head learns, and is never narrow
+        if learns_output(config.model, config.adapter):  # what learns is never narrow
             return 1, 0
         pairs = int("output" in config.adapter.parts)
         return pairs, pairs + int(holds_narrow(config))

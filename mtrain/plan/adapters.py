@@ -10,11 +10,13 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features import LAYER_PARTS, present, segments
 from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters
 from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import head_elements, padded_vocab_size
+from mtrain.plan.parameters import head_elements, padded_vocab_size, tables_on_stage
 
 OUTPUT = "output_layer"
 HEAD = f"{OUTPUT}.weight"
 """Global name of the head's weight in a model that judges sequences."""
+_NAMES = {"embedding": f"{EMBEDDING}.weight", "output": HEAD}
+"""Table of the vocabulary -> global name of its weight."""
 
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:
@@ -45,28 +47,51 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
     return [*layers, *tables(model, adapter)]
 
 
-def learned_whole(model: ModelSection) -> frozenset[str]:
+def learned_whole(model: ModelSection, adapter: AdapterSection) -> frozenset[str]:
     """Returns the global names of tensors that are trained as a whole next to adapters: a head, which begins at
-    random."""
-    return frozenset() if model.head is None else frozenset((HEAD,))
+    random, and the tables that `adapter.modules_to_save` names."""
+    found = set() if model.head is None else {HEAD}
+    return frozenset(found | {_NAMES[table] for table in _learned_tables(model, adapter)})
+
+
+def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
+    """Says whether the matrix of the last product is trained as a whole: a head, a table of its own or a tied one."""
+    table = "embedding" if model.output.is_tied else "output"
+    return model.head is not None or table in adapter.modules_to_save
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
-    """Counts the trained parameters of the whole model, without padding of the vocabulary; a head counts whole."""
-    return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + head_elements(model)
+    """Counts the trained parameters of the whole model, without padding of the vocabulary; what learns whole counts
+    whole."""
+    learned = head_elements(model) + len(_learned_tables(model, adapter)) * model.vocab_size * model.hidden_size
+    return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + learned
+
+
+def learned_table_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
+    """Counts the elements on a rank of tables that are trained as a whole, vocabulary padded."""
+    held = tables_on_stage(model, layout, pp_rank) & _learned_tables(model, adapter)
+    return len(held) * padded_vocab_size(model, layout.tp) * model.hidden_size // layout.tp
+
+
+def _learned_tables(model: ModelSection, adapter: AdapterSection) -> set[str]:
+    # a tied output layer has no table of its own
+    named = _NAMES.keys() & {*adapter.modules_to_save}
+    return named - {"output"} if model.tied_embeddings else named
 
 
 def adapter_parameters_on_rank(
     model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
 ) -> RankParameters:
-    """Counts the trained parameters on a rank of pipeline rank `pp_rank`, vocabulary padded; a head counts whole."""
+    """Counts the trained parameters on a rank of pipeline rank `pp_rank`, vocabulary padded; what learns whole counts
+    whole."""
     layers = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     held = [each for layer in layers for each in in_layer(model, adapter, layer)]
     ends = {EMBEDDING: 0, OUTPUT: layout.pp - 1}
     padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, layout.tp)})
     held += [each for each in tables(padded, adapter) if ends[each.linear] == pp_rank]
-    return sum((each.parameters(adapter) for each in held), start=head).on_rank(layout)
+    tabled = Parameters(divided=learned_table_elements(model, adapter, layout, pp_rank) * layout.tp)
+    return sum((each.parameters(adapter) for each in held), start=head + tabled).on_rank(layout)
 
 
 def holds_narrow(config: Config) -> bool:

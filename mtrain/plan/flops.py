@@ -12,10 +12,9 @@ from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import Precision
-from mtrain.plan.adapters import OUTPUT, in_layer, tables
+from mtrain.plan.adapters import OUTPUT, in_layer, learns_output, tables
 from mtrain.plan.features import LAYER_PARTS
 from mtrain.plan.features.feature import EMBEDDING
-from mtrain.plan.parameters import head_elements
 
 _PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -115,8 +114,8 @@ def flops_of_step(
     attention += work.tokens * sum(part.state_products(model) for part, _ in parts)
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.output.rows
     adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
-    if adapter is not None:  # a head is trained together with the adapter
-        learned = work.outputs * head_elements(model)
+    if adapter is not None:  # a head, and an output layer that learns whole, are trained together with the adapter
+        learned = work.outputs * model.hidden_size * model.output.rows if learns_output(model, adapter) else 0
         products, adapted = products - learned, adapted + learned
     once = products + attention + adapted if is_scored else 0
     return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted) + once)

@@ -8,7 +8,12 @@ from typing import assert_never
 from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 from mtrain.plan.activations import BF16_BYTES, FP32_BYTES, Activations, element_bytes
-from mtrain.plan.adapters import adapter_parameters_on_rank, all_matrices, holds_narrow
+from mtrain.plan.adapters import (
+    adapter_parameters_on_rank,
+    all_matrices,
+    holds_narrow,
+    learned_table_elements,
+)
 from mtrain.plan.features.feature import RankParameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import (
@@ -77,7 +82,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
 
 
 def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
-    """Counts the parameters with gradients on a rank: the whole model, or its adapters and a head."""
+    """Counts the parameters with gradients on a rank: the whole model, or its adapters and what learns whole."""
     if config.adapter is None:
         return parameters_on_rank(config.model, layout, pp_rank)
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
@@ -96,11 +101,12 @@ class _StageRank:
         config, layout, pp_rank = self.config, self.layout, self.pp_rank
         if config.adapter is None:
             return 0
-        learned = head_elements(config.model) if pp_rank == layout.pp - 1 else 0
+        tables = learned_table_elements(config.model, config.adapter, layout, pp_rank)
+        learned = tables + (head_elements(config.model) if pp_rank == layout.pp - 1 else 0)
         whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
         if holds_narrow(config):
             narrow = matrices_on_rank(config.model, layout, pp_rank).total
-            narrow += table_elements_on_rank(config.model, layout, pp_rank)
+            narrow += table_elements_on_rank(config.model, layout, pp_rank) - tables
         return whole * element_bytes(config.train) - narrow * (element_bytes(config.train) - BF16_BYTES)
 
     def largest_trained(self) -> int:
@@ -109,7 +115,8 @@ class _StageRank:
         if adapter is None:
             return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
         sizes = (adapter.rank_of(each.part) * max(each.rows, each.columns) for each in all_matrices(model, adapter))
-        return max(max(sizes, default=0), head_elements(model))
+        tables = learned_table_elements(model, adapter, layout, self.pp_rank)
+        return max(max(sizes, default=0), head_elements(model), tables)
 
     def kept_numbers(self, held: RankParameters) -> RankParameters:
         """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""

@@ -107,11 +107,16 @@ def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) ->
 
 def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
     """Counts the elements of the tables of a stage, over all its ranks of TP."""
+    return len(tables_on_stage(model, layout, pp_rank)) * padded_vocab_size(model, layout.tp) * model.hidden_size
+
+
+def tables_on_stage(model: ModelSection, layout: Layout, pp_rank: int) -> set[str]:
+    """Names the tables of the vocabulary that a stage holds: embedding, output."""
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.layers_ahead or model.output.is_tied else set()
         tables |= {"output"} if model.output.has_table else set()
-    return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size
+    return tables
 
 
 def head_elements(model: ModelSection) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import disk_faults
 from mtrain.base.plain_files import read_plain_file
+from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 
 _LIBRARIES = ("starlette", "uvicorn", "google.protobuf", "pyarrow")
@@ -18,14 +19,19 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MOST_BYTES = 4096
 
 
-def check_served(model: ModelSection) -> None:
-    """Refuses a model that no client could train.
+def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
+    """Refuses a model that no client could train, and adapters that could not share it.
 
     Raises:
-        ConfigError: It is none that answers with text.
+        ConfigError: It is none that answers with text, or a part of it would be trained.
     """
     if model.num_labels is not None or model.mtp_depths:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
+    if adapter is not None and adapter.modules_to_save:
+        raise ConfigError(
+            f"mtrain serve trains adapters on one frozen model, but adapter.modules_to_save="
+            f"{', '.join(adapter.modules_to_save)} trains a part of it; remove it"
+        )
 
 
 def check_libraries() -> None:

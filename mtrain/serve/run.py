@@ -58,7 +58,7 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
         MachineError: The address cannot be used.
     """
     config = served.config
-    check_served(config.model)
+    check_served(config.model, config.adapter)
     check_token(host, token)
     # sums that nothing divides: what a client divides by, it puts into its weights
     config = config.model_copy(update={"loss": LossSection(aggregation="sum", chunk_tokens=config.loss.chunk_tokens)})

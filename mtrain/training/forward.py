@@ -185,7 +185,7 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
     """Refuses passes of the frozen model where it cannot be had.
 
     Raises:
-        ConfigError: There are no adapters, or a head that is trained as a whole.
+        ConfigError: There are no adapters, or a head or a table that is trained as a whole.
     """
     if adapter is None:
         raise ConfigError(
@@ -196,6 +196,12 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
         raise ConfigError(
             f"adapters_off gives the model that a finetuning began from, but the head of {model.head} learns whole, so "
             "that it is gone; score with an engine before its first optim_step"
+        )
+    if adapter.modules_to_save:
+        raise ConfigError(
+            f"adapters_off gives the model that a finetuning began from, but adapter.modules_to_save="
+            f"{', '.join(adapter.modules_to_save)} learns whole, so that the one of before is gone; score with an "
+            "engine before its first optim_step"
         )
 
 

@@ -5,6 +5,7 @@ Names, shapes and bits are those of the folder that an export writes: the same t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, assert_never, get_args
 
@@ -142,10 +143,6 @@ class HfTensors:
             filled += unit.size_bytes
         return found
 
-    @property
-    def _is_frozen_alone(self) -> bool:
-        return self._config.adapter is not None and self._content == "base"
-
     def _planned(self) -> Iterator[_Unit]:
         source = source_of_run(self._config)
         family = exported_family(source.model, source.origin)
@@ -153,8 +150,9 @@ class HfTensors:
             case "adapter":
                 yield from self._adapter_units(family)
             case "merged" | "base":
-                # a trained head is not part of the frozen model
-                left_out = learned_whole(self._config.model) if self._is_frozen_alone else frozenset()
+                # what learns whole is not part of the frozen model
+                adapter = self._config.adapter if self._content == "base" else None
+                left_out = frozenset() if adapter is None else learned_whole(self._config.model, adapter)
                 for filled in family.table(source.model).slices:
                     if filled.key not in left_out:
                         yield self._unit(filled)
@@ -194,11 +192,14 @@ class HfTensors:
     def _adapter_units(self, family: Family) -> Iterator[_Unit]:
         adapter = self._config.adapter
         assert adapter is not None, "refused before"
-        for each in peft.tensors(family, self._config.model, adapter):
+        # a tied table has two names there, one after the other
+        for _, alike in itertools.groupby(peft.tensors(family, self._config.model, adapter), lambda each: each.key):
+            each, *others = alike
             count = each.matrix.num_experts
             names = [each.key.replace("{E}", str(expert)) for expert in range(count)] if count else [each.key]
             dtype = self._sent_as(each.key, self._whole.kinds[names[0]].dtype)
-            yield _Unit(names, [NamedKind(each.name, TensorKind(dtype, each.shape))], _peft_maker(each, names, dtype))
+            kinds = [NamedKind(same.name, TensorKind(dtype, each.shape)) for same in (each, *others)]
+            yield _Unit(names, kinds, _peft_maker(each, names, dtype, len(kinds)))
 
     def _sent_as(self, key: str, held: torch.dtype) -> torch.dtype:
         """Returns the dtype of the exported tensor where the run holds or computes it in another."""
@@ -215,10 +216,10 @@ def need_group(group: dist.ProcessGroup | None) -> None:
 
 
 def _peft_maker(
-    each: PeftTensor, names: Sequence[str], dtype: torch.dtype
+    each: PeftTensor, names: Sequence[str], dtype: torch.dtype, count: int
 ) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
     def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
         own = [whole[name] for name in names]
-        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0]).to(dtype)]
+        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0]).to(dtype)] * count
 
     return make

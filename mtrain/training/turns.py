@@ -33,7 +33,7 @@ from mtrain.training.build import Parts
 from mtrain.training.forward import check_adapters_off
 from mtrain.training.held import Accumulated, Held
 from mtrain.training.open_engines import open_engines
-from mtrain.training.resume import initialize
+from mtrain.training.resume import initialize, load_base
 from mtrain.training.step import OpenStep, TrainingStep
 
 
@@ -154,6 +154,11 @@ class Turns:
             raise ConfigError(f"there is an adapter {name!r} already; take another name, or close that one first")
         # its path is where the configuration's own one starts
         given = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
+        if saved := [*adapter.modules_to_save, *given.modules_to_save]:
+            raise ConfigError(
+                f"several adapters share a frozen model, but adapter.modules_to_save={', '.join(dict.fromkeys(saved))} "
+                "trains a part of it; remove it"
+            )
         other = copy.copy(self)
         other._parts = base.add(name, given, self._objective)
         other.config = other._parts.model.config
@@ -171,7 +176,7 @@ class Turns:
         of `forward` or `scores` before the first `optim_step`.
 
         Raises:
-            ConfigError: The configuration has no `adapter`, or the model has a head, which is trained as a whole.
+            ConfigError: The configuration has no `adapter`, or something of the model is trained as a whole.
             RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
         """
         check_adapters_off(self.config.adapter, self.config.model)
@@ -221,6 +226,8 @@ class Turns:
             initialize(model)
         else:
             seed = self.config.train.seed if seed is None else seed
+            if self.config.adapter.modules_to_save:
+                load_base(model)
             for chunk in model.chunks:
                 draw_adapters(unwrap(chunk), self.config.model, self._groups, seed)
             model.optimizer.take_weights()

@@ -83,6 +83,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"model__experts": EXPERTS},
         "targets=experts",
     ),
+    ({"modules_to_save": ["norm"]}, {}, "adapter.modules_to_save"),
+    ({"modules_to_save": ["score"]}, {}, "adapter.modules_to_save=head"),
+    ({"modules_to_save": ["lm_head"]}, {"model__tied_embeddings": True}, "adapter.modules_to_save=output"),
+    (
+        {"modules_to_save": ["lm_head"]},
+        {
+            "model__num_labels": 1,
+            "loss": {"function": "reward_model"},
+            "data": {"kind": "sft", "seq_length": 64, "train": [{"path": "pairs.jsonl"}], "tokenizer": "folder"},
+        },
+        "model.num_labels=1",
+    ),
+    ({"targets": ["qkv", "embedding"], "modules_to_save": ["embed_tokens"]}, {}, "modules_to_save=embedding"),
     ({"kind": "vera"}, {}, "adapter.kind"),
     ({"rank": 0}, {}, "adapter.rank"),
 ]
@@ -116,3 +129,6 @@ def test_targets_have_the_names_of_other_programs() -> None:
     assert config(adapter={"targets": "all-linear"}).adapter == config(adapter={}).adapter
     assert parts("kv_a_proj_with_mqa", "linear_q_up_proj", **MLA) == {"kv_a_proj", "q_b_proj"}
     assert parts("embed_tokens", "lm_head") == {"embedding", "output"}
+    saved = config(adapter={"modules_to_save": ["model.embed_tokens", "embed_tokens", "lm_head"]}).adapter
+    assert saved is not None
+    assert saved.modules_to_save == ("embedding", "output")

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -160,6 +161,25 @@ def test_an_adapter_trains_their_rows_and_is_merged(pool: Pool, folder: Path) ->
     assert len(table) == VOCABULARY + ADDED
     mean = load_file(folder / "theirs" / "model.safetensors")["model.embed_tokens.weight"][-1]
     assert not torch.equal(table[VOCABULARY], mean), "the row of <search> has learned"
+
+
+def test_tables_that_learn_whole_train_their_rows_beside_adapters(pool: Pool, folder: Path) -> None:
+    """PEFT loads the export onto a frozen model that it has resized, tied or not."""
+    adapter = {"targets": ["qkv"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    trained(pool, config_of(folder, "whole", adapter=adapter), Layout(tp=2))
+    export_adapter(folder / "whole", folder / "of whole", None)
+    export_hf(folder / "whole", folder / "merged whole", None, None, num_workers=1)
+    base = AutoModelForCausalLM.from_pretrained(str(folder / "hf"))
+    base.resize_token_embeddings(VOCABULARY + ADDED)
+    theirs = peft.PeftModel.from_pretrained(base, folder / "of whole")
+    merged = AutoModelForCausalLM.from_pretrained(str(folder / "merged whole"))
+    tokens = torch.arange(VOCABULARY + ADDED)[None]
+    with torch.no_grad():
+        found, expected = theirs.eval()(tokens).logits, merged.eval()(tokens).logits
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    mean = load_file(folder / "theirs" / "model.safetensors")["model.embed_tokens.weight"][-1]
+    assert not torch.equal(merged.get_input_embeddings().weight[VOCABULARY], mean), "the row of <search> has learned"
+    assert load_tokenizer(folder / "of whole").fingerprint == load_tokenizer(folder / "merged whole").fingerprint
 
 
 def test_what_cannot_be_added_to_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ CASES: list[tuple[Layout, list[tuple[str, ...]]]] = [
             (NONE, LORA, "train.precision=fp32", NARROW, CHUNKS),
             (NONE, LORA, "train.precision=fp32", "adapter.kind=dora"),
             (NONE, LORA, "train.precision=fp32", "adapter.targets=[embedding,output]", CHUNKS),
+            (NONE, LORA, "train.precision=bf16", "adapter.modules_to_save=[embedding,output]"),
+            (NONE, LORA, "train.precision=fp32", NARROW, "adapter.modules_to_save=[output]"),
         ],
     ),
     (Layout(tp=2, sp=True), [(NONE, LORA, "train.precision=fp32", NARROW)]),

@@ -154,7 +154,7 @@ def _service(
         if port is not None or token_file is not None:
             raise ConfigError("--port and --token-file are of a service, but --serve is not given; add it")
         return None
-    check_served(config.model)
+    check_served(config.model, config.adapter)
     if not has_container:  # an image has libraries of its own
         check_libraries()
     found = ServiceOptions(8000 if port is None else port, token_file or Path(config.run.dir) / "service.key")

@@ -46,6 +46,7 @@ OURS = {
             "adapter.rank": "lora_r lora_rank",
             "adapter.alpha": "lora_alpha",
             "adapter.dropout": "lora_dropout",
+            "adapter.modules_to_save": "lora_modules_to_save modules_to_save",
             "adapter.targets": "lora_target_modules target_modules lora_target_linear",
             "run.dir": "output_dir save_dir default_local_dir",
             "run.name": "run_name experiment_name wandb_name wandb_exp_name",

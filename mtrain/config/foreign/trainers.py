@@ -10,6 +10,7 @@ from typing import Any
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.translation import Put, Translation, constant, lost, no_effect, scalar, to
 from mtrain.config.load import read_file
+from mtrain.config.schema.adapter import SAVED_SYNONYMS
 
 SCHEDULES = {
     "cosine": "cosine",
@@ -154,6 +155,15 @@ def _last_rate(found: Translation, value: Any, name: str) -> None:
     found.put("optimizer.min_lr", value * found.content["optimizer"]["lr"], f"{name} x learning rate")
 
 
+def _saved(found: Translation, value: Any, name: str) -> None:
+    modules = value if isinstance(value, list) else [value]
+    if unknown := [str(each) for each in modules if each not in SAVED_SYNONYMS]:
+        found.lost.append(
+            f"{name}={', '.join(unknown)}: of modules only embed_tokens, lm_head and a head learn whole with adapters"
+        )
+    found.put("adapter.modules_to_save", [each for each in modules if each in SAVED_SYNONYMS] or None, name)
+
+
 _LORA: dict[str, Put] = {
     "lora_r": to("adapter.rank"),
     "lora_rank": to("adapter.rank"),
@@ -161,6 +171,8 @@ _LORA: dict[str, Put] = {
     "lora_dropout": to("adapter.dropout"),
     "lora_target_modules": to("adapter.targets"),
     "lora_target_linear": to("adapter.targets", lambda _: "all-linear"),
+    "lora_modules_to_save": _saved,
+    "modules_to_save": _saved,
     "peft_use_dora": to("adapter.kind", lambda _: "dora"),
     "peft_use_rslora": to("adapter.scaling", lambda _: "rslora"),
     "use_rslora": to("adapter.scaling", lambda _: "rslora"),

@@ -79,6 +79,15 @@ SYNONYMS: Mapping[str, Target] = {
     "output_layer": "output",
 }
 """Names of PEFT (modules of Llama and DeepSeek) and of Megatron-Bridge -> ours."""
+Saved = Literal["embedding", "output", "head"]
+SAVED_SYNONYMS: Mapping[str, Saved] = {
+    "embed_tokens": "embedding",
+    "lm_head": "output",
+    "output_layer": "output",
+    "score": "head",
+    "classifier": "head",
+}
+"""Names of modules in PEFT and Megatron-Bridge -> ours, of what can learn whole."""
 ALL_LINEAR = "all-linear"
 """Value of PEFT's target_modules that means every linear layer but the output layer."""
 
@@ -114,9 +123,14 @@ class AdapterSection(Section):
     alpha_pattern: dict[Target, Annotated[float, Field(gt=0)]] = Field({})
     """Alphas of single targets, in all layers, in the place of alpha."""
 
+    modules_to_save: tuple[Saved, ...] = ()
+    """Modules that learn whole and are saved with the adapters, as in PEFT: embedding (embed_tokens), output (lm_head),
+    head. With model.tied_embeddings embedding is both tables; the head of model.num_labels learns whole without being
+    named."""
+
     base_dtype: Literal["bf16"] | None = None
     """Precision of frozen weights. bf16: frozen projections and tables are held in bfloat16 in a run in float32, half
-    of their bytes, and widened for each product. null: as train.precision says."""
+    of their bytes, and widened for each product; tables in modules_to_save are not. null: as train.precision says."""
 
     path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Path of a folder of PEFT (adapter_config.json and adapter_model.safetensors) from whose values the run starts;
@@ -133,6 +147,17 @@ class AdapterSection(Section):
             return value
         named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]
         return tuple(dict.fromkeys(named)) if all(isinstance(each, str) for each in named) else tuple(named)
+
+    @field_validator("modules_to_save", mode="before")
+    @classmethod
+    def other_programs_modules_are_understood(cls, value: object) -> object:
+        """Replaces names of PEFT and Megatron-Bridge by ours; PEFT's null is none."""
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            return value
+        # PEFT writes the whole path of a module that it adds itself
+        return tuple(dict.fromkeys(SAVED_SYNONYMS.get(last := each.rpartition(".")[2], last) for each in value))
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
     @classmethod
@@ -171,6 +196,14 @@ class AdapterSection(Section):
     def pair_of(self, part: str) -> str:
         """Returns the target whose pair a part of a projection has: its own, or that of several parts together."""
         return next((target for target, parts in JOINED.items() if part in parts and target in self.parts), part)
+
+    @rule
+    def what_learns_whole_has_no_pair(self) -> str | None:
+        if twice := [each for each in self.modules_to_save if each in self.parts]:
+            return (
+                f"modules_to_save={', '.join(twice)} learns whole and is in targets as well; remove it from one of them"
+            )
+        return None
 
     def rank_of(self, part: str) -> int:
         """Returns the rank of a part."""

@@ -24,6 +24,7 @@ from mtrain.hf.schema.peft import (
     differences,
     path_in_model,
     rank_and_alpha,
+    saved_modules,
     tensors,
 )
 
@@ -96,6 +97,7 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
         "alpha": config.get("lora_alpha"),
         "scaling": "rslora" if config.get("use_rslora") else "standard",
         "targets": [part for part in PARTS if _is_adapted(part, there, family, model)],
+        "modules_to_save": _saved_whole(config, model),
     }
     settings |= _patterns(
         path, config, [each for part in settings["targets"] for each in _tensors_of(part, family, model)]
@@ -121,6 +123,17 @@ def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -
         "rank_pattern": {part: rank for part, (rank, _) in found.items()},
         "alpha_pattern": {part: alpha for part, (_, alpha) in found.items()},
     }
+
+
+def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
+    """Returns the section's modules for what a file saves whole."""
+    named = saved_modules(config)
+    if model.num_labels is not None:
+        named -= {"head"}  # learns whole without being named
+    # PEFT's file of a tied table that stays tied may have either name
+    return sorted(
+        named | {"embedding"} if model.output.is_tied and config.get("ensure_weight_tying") and named else named
+    )
 
 
 def _tensors_of(part: Target, family: Family, model: ModelSection) -> list[PeftTensor]:

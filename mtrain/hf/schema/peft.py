@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
-from mtrain.config.schema.adapter import JOINED, AdapterSection
+from mtrain.config.schema.adapter import JOINED, SAVED_SYNONYMS, AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
-from mtrain.plan.adapters import HEAD, OUTPUT, in_layer, model_parts, tables
+from mtrain.plan.adapters import HEAD, in_layer, learned_whole, model_parts, tables
 from mtrain.plan.features.feature import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
@@ -27,10 +27,8 @@ CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-_HEAD = "head"
-"""Kind of a head, which PEFT trains and saves as a whole (`modules_to_save`)."""
-_CLASSIFIERS = frozenset(("score", "classifier"))
-"""Names of heads; PEFT saves modules of both names in every model that judges sequences, and ours have the first."""
+_WHOLE = "whole"
+"""Kind of a head or a table that is trained and saved as a whole (`modules_to_save`)."""
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
 """Projection -> text before the name of its pair: gate_up_proj is wrapped first, and down_proj around it."""
@@ -57,7 +55,12 @@ _UNREAD = frozenset(
     }
 )
 """Settings that do not affect the meaning of the tensors, or that the tensors show themselves."""
-_OURS = frozenset({"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"})
+_OURS = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+        "modules_to_save",
+    }
+)
 
 
 class PeftTensor(NamedTuple):
@@ -70,7 +73,7 @@ class PeftTensor(NamedTuple):
     shape: Sizes
     """Shape in PEFT."""
     kind: str
-    """Kind of the tensor: lora_a, lora_b or magnitude; `head` for a module that is saved as a whole."""
+    """Kind of the tensor: lora_a, lora_b or magnitude; `whole` for a module that is saved as a whole."""
     matrix: AdaptedMatrix
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in PEFT."""
@@ -84,14 +87,12 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     Raises:
         DataError: PEFT has no form for a target in this family.
     """
-    if model.head is not None:
-        matrix = AdaptedMatrix(OUTPUT, _HEAD, model.head.rows, model.hidden_size, is_replicated=True)
-        (rule,) = _rules(family, model, HEAD, -1)
-        shape = (matrix.rows, matrix.columns)
-        yield PeftTensor(f"{_ROOT}{rule.parts[0].name}", HEAD, shape, _HEAD, matrix)
+    yield from _learned_whole(family, model, adapter)
     for matrix in tables(model, adapter):
-        (rule,) = _rules(family, model, f"{matrix.linear}.weight", -1)
-        name = _module(family, rule, 0)
+        rules = _rules(family, model, f"{matrix.linear}.weight", -1)
+        if not rules:
+            raise DataError(f"this {family.model_type} model has no {matrix.linear} of its own to adapt")
+        name = _module(family, rules[0], 0)
         yield from _pair(matrix, adapter, f"{_ROOT}{name}", matrix.linear)
     for layer in range(model.num_layers):
         for matrix in in_layer(model, adapter, layer):
@@ -132,6 +133,18 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
                     if columns is None
                     else each._replace(order=order_in_region(rule.parts[place], axis_sizes(model) | {"h": columns}))
                 )
+
+
+def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
+    for key in sorted(learned_whole(model, adapter)):
+        rows = model.vocab_size if key != HEAD else model.output.rows
+        matrix = AdaptedMatrix(key.removesuffix(".weight"), _WHOLE, rows, model.hidden_size, is_replicated=True)
+        (rule,) = _rules(family, model, key, -1)
+        shape = (matrix.rows, matrix.columns)
+        whole = PeftTensor(f"{_ROOT}{_module(family, rule, 0)}.weight", key, shape, _WHOLE, matrix)
+        yield whole
+        if key != HEAD and model.output.is_tied:  # PEFT saves and wants a tied table under both names
+            yield whole._replace(name=f"{_ROOT}lm_head.weight")
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
@@ -200,8 +213,8 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     """
     # experts are parameters in PEFT, named by target_parameters
     named = list(tensors(family, model, adapter))
-    names = [each.name for each in named if not each.matrix.num_experts and each.kind != _HEAD]
-    heads = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _HEAD]
+    names = [each.name for each in named if not each.matrix.num_experts and each.kind != _WHOLE]
+    saved = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _WHOLE]
     modules = dict.fromkeys(_module_of(name) for name in names)
     # the last part of a name means that module in every layer; in a model of images, also in their layers
     targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules})
@@ -209,7 +222,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         targets = rf"(model\.language_model\.(.*\.)?)?({'|'.join(targets)})"
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.num_labels is None else "SEQ_CLS",
         "base_model_name_or_path": base,
         "r": adapter.rank,
         # declared as an int in PEFT; a float is accepted as well
@@ -227,11 +240,18 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": heads or None,
+        "modules_to_save": saved or None,
     }
+    if _is_tied(model, adapter):
+        config["ensure_weight_tying"] = True
     if "experts" in adapter.parts:
         config["target_parameters"] = list(_PARAMETERS)
     return config
+
+
+def _is_tied(model: ModelSection, adapter: AdapterSection) -> bool:
+    """Says whether one trained table is embedding and output layer."""
+    return model.output.is_tied and "embedding" in adapter.modules_to_save
 
 
 def _whole(alpha: float) -> float | int:
@@ -321,11 +341,41 @@ def differences(config: Mapping[str, Any], family: Family, model: ModelSection, 
         # files of older versions lack use_rslora and use_dora, which were off then
         if config.get(key, False) != wanted:
             found.append(f"{key}={config.get(key, False)}, but {ours}")
+    found += _differing_modules(config, model, adapter)
     for key, value in config.items():
         # an unknown setting may change the meaning of the tensors, unless it is off
-        if key == "modules_to_save" and model.head is not None and _CLASSIFIERS.issuperset(value or ()):
-            continue
         is_plain = value in (None, False, {}, [], "") or value in _NEUTRAL.get(key, ())
         if key not in _OURS | _UNREAD and not is_plain:
             found.append(f"{key}={value!r}, which has no form here")
     return found
+
+
+def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
+    """Describes differing modules that are saved whole, and a table that is two in one of both programs."""
+    theirs = saved_modules(config)
+    ours = set(adapter.modules_to_save) - {"head"}
+    if _is_tied(model, adapter):  # either name is the one table
+        ours, theirs = ours - {"output"}, {"embedding" if each == "output" else each for each in theirs}
+    if model.num_labels is not None:
+        theirs -= {"head"}  # PEFT saves modules of two names, score and classifier, in every such model
+    if ours != theirs:
+        given = ", ".join(adapter.modules_to_save) or "empty"
+        yield f"modules_to_save={config.get('modules_to_save')}, but adapter.modules_to_save is {given}"
+    elif _is_tied(model, adapter) and not config.get("ensure_weight_tying"):
+        yield (
+            "ensure_weight_tying is not set, so that its embeddings have left the output layer, but with "
+            "model.tied_embeddings=true they stay one table"
+        )
+
+
+def saved_modules(config: Mapping[str, Any]) -> set[str]:
+    """Returns the modules that a file saves whole; tables by our names, all others by the last part of theirs.
+
+    Raises:
+        DataError: The setting is no list of names.
+    """
+    given = config.get("modules_to_save") or ()
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+        raise DataError(f"modules_to_save of {CONFIG_NAME} is {given!r}, but must be a list of names; correct it")
+    last = [each.rpartition(".")[2] for each in given]
+    return {SAVED_SYNONYMS.get(each, each) for each in last}

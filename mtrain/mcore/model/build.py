@@ -21,7 +21,7 @@ from mtrain.data.batch import Microbatch
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.model import products
-from mtrain.mcore.model.adapters.attach import attach
+from mtrain.mcore.model.adapters.attach import attach, learned_modules
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.mcore.model.compiled import compile_layers
 from mtrain.mcore.model.init_weights import draw_weights
@@ -161,9 +161,9 @@ def _build_chunk(
     with built_narrow(translated) if is_narrow else contextlib.nullcontext():
         model = LanguageModel(config.model, translated, backend, groups, vp_stage)
     use_own_swiglu(model)
-    if is_narrow:
-        widen_all_but_matrices(model)
     if config.adapter is not None:
+        if is_narrow:
+            widen_all_but_matrices(model, learned_modules(model, config.model, config.adapter))
         attach(model, config.model, config.adapter, groups.collection)
     return model.to(groups.device)
 

@@ -120,6 +120,8 @@ def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, s
         if name.endswith(_ZERO):
             shard.data.zero_()
             continue
+        if not _may_lack(name, model):  # a table that learns whole, or lengths of DoRA: they follow the frozen model
+            continue
         host = torch.empty(shard.local_shape, dtype=shard.data.dtype)
         draw(host, f"{seed}:{name}", tuple(shape), tuple(offset), _deviation(name, shape, model), num_threads)
         shard.data.copy_(host)

@@ -53,7 +53,7 @@ class LanguageModel(LanguageModule):
     replays = True
     """Whether the experts that a batch names replace the routers' choice."""
     has_adapters = False
-    """Whether only adapters (and a head) learn, here or on other stages."""
+    """Whether only adapters (and what `learned_whole` names) learn, here or on other stages."""
     learned_whole: frozenset[str] = frozenset()
     """Global names of parameters that learn themselves although adapters do, here or on other stages."""
     base_fingerprint: str | None = None

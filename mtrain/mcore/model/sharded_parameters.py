@@ -22,7 +22,7 @@ ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Returns the places that a checkpoint holds: all, or of a model with adapters only these and a head."""
+    """Returns the places that a checkpoint holds: all, or of a model with adapters only these and what learns whole."""
     models = list(modules)
     # by the model and not by what this stage holds: it may have no adapter
     adapts, whole = any(has_adapters(model) for model in models), _learned_whole(models)

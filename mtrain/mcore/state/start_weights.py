@@ -203,7 +203,7 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
 
     for chunk in chunks:
         for part in sharded_tensors(unwrap(chunk), groups, in_float32):
-            if is_adapter_key(part.key) or part.key in plan.learned_whole(config.model):
+            if is_adapter_key(part.key) or part.key in plan.learned_whole(config.model, adapter):
                 axes = part.prepend_axis_num
                 whole = saved.tensor(global_name(part.key, tuple(part.global_offset[:axes])))
                 # a table has more rows here, which are padding and stay 0

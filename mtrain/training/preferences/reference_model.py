@@ -134,10 +134,11 @@ class Reference(NamedTuple):
 def _facts(adapter: AdapterSection) -> list[Any]:
     """Returns all settings that determine what an adapter computes, apart from its weights."""
     parts = sorted(adapter.parts)
-    found = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
-    # apart, so that hashes of adapters without patterns stay those of earlier versions
+    found: list[Any] = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
+    # apart, so that hashes of adapters without these stay those of earlier versions
     patterns = [[adapter.rank_of(part), adapter.scale_of(part)] for part in parts]
-    return [*found, patterns] if adapter.rank_pattern or adapter.alpha_pattern else found
+    found += [patterns] if adapter.rank_pattern or adapter.alpha_pattern else []
+    return [*found, {"whole": sorted(adapter.modules_to_save)}] if adapter.modules_to_save else found
 
 
 def named_reference(config: Config, named: str) -> Reference:

@@ -31,6 +31,7 @@ from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.shards import WEIGHTS, Held, local_state
+from mtrain.plan.adapters import learned_whole
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep
@@ -201,7 +202,10 @@ class WatchedStep(TrainingStep):
         files, run = CheckpointTensors(path), self._run
         for held in local_state(run.model):
             wanted = self._rows_of_tokens(held)
-            is_frozen = run.model.config.adapter is not None and not is_adapter_key(held.name)
+            adapter = run.model.config.adapter
+            is_frozen = adapter is not None and not (
+                is_adapter_key(held.name) or held.name in learned_whole(run.model.config.model, adapter)
+            )
             if wanted.num_elements == 0 or is_frozen:  # files hold trained tensors only
                 continue
             own = wanted.within(held.shard.at).of(held.shard.data.view(held.shard.at.shape)).cpu()

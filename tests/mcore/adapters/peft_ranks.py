@@ -20,6 +20,7 @@ from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import save_checkpoint
+from mtrain.plan.adapters import HEAD, learned_whole
 from mtrain.training.hf_tensors import HfContent, HfTensors
 from mtrain.training.resume import initialize
 from mtrain.verify.core.weights import drawn, set_weights
@@ -40,12 +41,15 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if _is_pair(name) else None)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     initialize(model)
+    assert config.adapter is not None
+    learned = learned_whole(config.model, config.adapter) - {HEAD if config.model.num_labels else ""}
+    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if name in learned else None)
+    model.optimizer.take_weights()
     folder = Path(config.run.dir)
     if groups.rank == 0:
         folder.mkdir(parents=True)
         save_config(config, folder / "config.yaml")
     save_checkpoint(folder / "checkpoints", model, step=1)
-    assert config.adapter is not None
     contents: list[HfContent] = ["base", "adapter"]
     contents += ["merged"] if has_merged_form(config.model, config.adapter) else []
     streams = {each: HfTensors(model, each).stream(20_000, True) for each in contents}

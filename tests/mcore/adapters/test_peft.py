@@ -16,6 +16,8 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.checkpoint.format.reader import CheckpointTensors
+from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
@@ -39,6 +41,7 @@ PATTERNS = {
     "rank_pattern": {"qkv": 2, "k_proj": 4, "fc1": 5, "embedding": 1},
     "alpha_pattern": {"q_proj": 7.5, "fc2": 2, "embedding": 3},
 }
+TABLES = ["embed_tokens", "lm_head"]
 OF_EXPERTS = {"rank_pattern": {"experts": 2}, "alpha_pattern": {"experts": 7}}
 CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "lora": ("llama", LORA | {"targets": [*ALL, "embedding", "output"]}, Layout(tp=2, pp=2)),
@@ -46,6 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "dora": ("llama", LORA | {"targets": ALL, "kind": "dora"}, Layout(tp=2)),
     "patterns": ("llama", LORA | {"targets": [*ALL, "embedding"], **PATTERNS}, Layout(tp=2, pp=2)),
     "patterns of experts": ("mixtral", LORA | {"targets": ["q_proj", "experts"], **OF_EXPERTS}, Layout(tp=2, sp=True)),
+    "whole tables": ("llama", LORA | {"targets": ["qkv", "fc2"], "modules_to_save": TABLES}, Layout(tp=2, pp=2)),
     "base in bf16": ("llama", LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"}, Layout()),
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
     "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
@@ -137,10 +141,11 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
     base = tensors_in(hf)
     if "base_dtype" in adapter:
         base = {name: each.bfloat16() if each.dim() > 1 else each for name, each in base.items()}
+    left = tuple(f"{each}.weight" for each in adapter.get("modules_to_save", []))  # trained, so not of the frozen model
     for rank in ranks:
         assert rank.streamed["adapter"] == bits(tensors_in(tmp_path / "adapter"))
         assert rank.streamed["merged"] == bits(tensors_in(tmp_path / "merged"))
-        assert rank.streamed["base"] == bits(base)
+        assert rank.streamed["base"] == bits({name: each for name, each in base.items() if not name.endswith(left)})
 
     again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
     back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)
@@ -164,6 +169,68 @@ def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(po
     again = run_config(hf, tmp_path / "again", adapter | {"path": str(tmp_path / "adapter")})
     back = whole(pool.run(peft_ranks.started, Layout(), again, tokens.numpy()), user.model.vocab_size)
     assert_close(back, torch.from_numpy(ours))
+
+
+@pytest.mark.parametrize(
+    ("tied", "names"), [(True, ["embed_tokens", "lm_head"]), (False, ["lm_head"])], ids=["tied", "one of two"]
+)
+def test_whole_tables_of_peft_start_a_run_and_go_back(pool: Pool, tmp_path: Path, tied: bool, names: list[str]) -> None:
+    """A tied table stays one with PEFT's ensure_weight_tying, which saves it under both names."""
+    hf, folder = tmp_path / "hf", tmp_path / "of peft"
+    save("llama-tied" if tied else "llama", hf, torch.float32, **LAYERS)
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=list(names),
+        ensure_weight_tying=tied,
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(loaded(hf), settings)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(folder)
+    adapter = {"rank": 4, "alpha": 6, "targets": ["q_proj", "fc2"], "modules_to_save": names, "path": str(folder)}
+    user = run_config(hf, tmp_path / "run", adapter)
+    found = adapter_of(folder, family_of_run(user), user.model)
+    assert found.modules_to_save == (("embedding",) if tied else ("output",))
+    tokens = random_tokens(user.model.vocab_size)
+    ours = pool.run(peft_ranks.started, Layout(tp=2, pp=2), user, tokens.numpy())
+    expected = logits_of(theirs, tokens)
+    assert float((expected - logits_of(loaded(hf), tokens)).abs().max()) > 1e-2 * float(expected.abs().max())
+    assert_close(whole(ours, user.model.vocab_size), expected)
+
+    saved = whole(
+        [rank.logits for rank in pool.run(peft_ranks.saved, Layout(pp=2), user, tokens.numpy())], user.model.vocab_size
+    )
+    entry = checkpoint_at(tmp_path / "run").entry
+    assert entry is not None
+    held = {key for key in CheckpointTensors(entry.path).tensors if "_adapter." not in key and "rng" not in key}
+    table = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+    assert {key for key in held if key.startswith("optimizer")} == {
+        f"optimizer.state.{state}.{table}" for state in ("param", "exp_avg", "exp_avg_sq")
+    }
+    assert {key for key in held if not key.startswith("optimizer")} == {table}
+    export_adapter(tmp_path / "run", tmp_path / "adapter", None)
+    assert_close(saved, logits_of(peft.PeftModel.from_pretrained(loaded(hf), tmp_path / "adapter"), tokens))
+    export_hf(tmp_path / "run", tmp_path / "merged", None, None, num_workers=1)
+    assert_close(saved, logits_of(loaded(tmp_path / "merged"), tokens))
+
+    def refusal(given: dict[str, Any], **content: Any) -> str:
+        there = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(there | content))
+        user = run_config(hf, tmp_path / "run", given)
+        assert user.adapter is not None
+        with pytest.raises(DataError, match=r"adapter_config\.json") as caught:
+            PeftFolder(folder, family_of_run(user), user.model, user.adapter)
+        return str(caught.value)
+
+    assert "but adapter.modules_to_save is empty" in refusal(adapter | {"modules_to_save": None})
+    assert "modules_to_save=['norm']" in refusal(adapter, modules_to_save=["norm"])
+    if tied:
+        assert "ensure_weight_tying" in refusal(adapter, modules_to_save=names, ensure_weight_tying=False)
 
 
 def judged(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:

@@ -28,16 +28,12 @@ def adapted(adapter: dict[str, Any], **changes: Any) -> Config:
     return rich_config(**({"adapter": adapter} | changes))
 
 
-def frozen_and_trained(report: ParityReport) -> tuple[list[str], list[str]]:
-    return (
-        [name for name in report.tensors if "_adapter." not in name],
-        [name for name in report.tensors if "_adapter." in name],
-    )
-
-
-def assert_passes(report: ParityReport) -> None:
+def assert_passes(report: ParityReport, *whole: str) -> None:
+    """Checks gradients and updates of all tensors; only adapters have any, and those that learn whole."""
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
-    frozen, trained = frozen_and_trained(report)
+    trained = [name for name in report.tensors if "_adapter." in name or name in whole]
+    frozen = [name for name in report.tensors if name not in trained]
+    assert {*whole} <= {*trained}
     for layout in report.layouts:
         updates = {each.name: each for each in layout.deviations if each.kind == "update"}
         gradients = {each.name for each in layout.deviations if each.kind == "gradient"}
@@ -88,6 +84,49 @@ def test_an_adapter_of_a_tied_table_is_exact(pool: Pool) -> None:
     user = adapted(LORA | {"targets": ["q_proj", "embedding"]})
     assert user.model.tied_embeddings
     assert_passes(check(pool, user, "pp2mbs4", num_steps=NUM_STEPS))
+
+
+TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "changes"),
+    [
+        ("tp2spcp2mbs4,pp2vpp2mbs2", {"train__recompute": "full", "adapter__base_dtype": "bf16"}),
+        ("tp2mbs8", {"loss__chunk_tokens": 20}),
+        pytest.param("dp2mbs4", {"train__overlap_param_gather": True}, marks=pytest.mark.nightly),
+        pytest.param("cp2mbs8,pp2mbs4,tp2spmbs8", {}, marks=pytest.mark.nightly),
+    ],
+)
+def test_tables_that_learn_whole_are_exact(pool: Pool, layouts: str, changes: dict[str, Any]) -> None:
+    adapter = LORA | {"targets": ["qkv", "fc2"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter |= {name[9:]: value for name, value in changes.items() if name.startswith("adapter__")}
+    others = {name: value for name, value in changes.items() if not name.startswith("adapter__")}
+    user = adapted(adapter, model__tied_embeddings=False, **others)
+    assert_passes(check(pool, user, layouts, num_steps=2), *TABLES)
+
+
+@pytest.mark.parametrize(
+    "layouts", ["pp2mbs4", pytest.param("tp2spmbs8,cp2mbs8,tp2pp2mbs4", marks=pytest.mark.nightly)]
+)
+def test_a_tied_table_that_learns_whole_is_exact(pool: Pool, layouts: str) -> None:
+    """Both ends of a pipeline have a copy, whose gradients are summed."""
+    user = adapted(LORA | {"targets": ["q_proj"], "modules_to_save": ["embedding", "output"]})
+    assert user.model.tied_embeddings
+    assert_passes(check(pool, user, layouts, num_steps=2), TABLES[0])
+
+
+@pytest.mark.parametrize("layouts", ["pp2mbs4", pytest.param("tp2spep2mbs4,ep2dp2mbs2", marks=pytest.mark.nightly)])
+def test_tables_that_learn_whole_are_exact_with_experts_and_a_depth(pool: Pool, layouts: str) -> None:
+    """The frozen depth looks tokens up in a copy of the table, on the last stage, and its logits read the other one."""
+    user = expert_config(
+        adapter=LORA | {"targets": ["q_proj", "experts"], "modules_to_save": ["embedding", "output"]},
+        model__experts__bias_update_rate=0.0,
+        layout__etp=1,
+    )
+    assert user.model.mtp_depths
+    own = TABLES[:1] if user.model.tied_embeddings else TABLES
+    assert_passes(check(pool, user, layouts, num_steps=NUM_STEPS), *own)
 
 
 @pytest.mark.parametrize("layouts", ["tp2spmbs4", pytest.param("tp2spdp2mbs4,pp2cp2mbs2", marks=pytest.mark.nightly)])

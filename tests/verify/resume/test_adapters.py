@@ -14,16 +14,18 @@ from tests.verify.resume.test_run import gone_on, lively_config
 
 
 @pytest.mark.parametrize(
-    ("user", "layouts", "max_ranks"),
+    ("user", "layouts", "max_ranks", "whole"),
     [
-        (config, "tp2", 2),
-        pytest.param(lively_config, "pp2", 4, marks=pytest.mark.nightly),  # by day test_run.py has fp16 and dropout
+        (config, "tp2", 2, ["embedding", "output"]),
+        pytest.param(config, "tp2", 2, [], marks=pytest.mark.nightly),
+        # by day test_run.py has fp16 and dropout
+        pytest.param(lively_config, "pp2", 4, ["embedding", "output"], marks=pytest.mark.nightly),
     ],
 )
 def test_adapters_resume_bit_for_bit_and_on_another_layout(
-    kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int
+    kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int, whole: list[str]
 ) -> None:
-    adapter = {"kind": "dora", "rank": 4, "targets": ["qkv", "fc2"]}
+    adapter = {"kind": "dora", "rank": 4, "targets": ["qkv", "fc2"], "modules_to_save": whole}
     check, _ = gone_on(kept, tmp_path, user(adapter=adapter), layouts, max_ranks)
     assert any("_adapter." in name for name in check.tensors)
     assert any("_adapter." not in name for name in check.tensors)

@@ -85,7 +85,8 @@ def add_to_table(adapter: EmbeddingAdapter) -> Callable[[nn.Module, tuple[Any, .
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
-    """Freezes every parameter but a head and adds the adapters, with B zero; call it before anything lists parameters.
+    """Freezes every parameter but those that learn whole and adds the adapters, with B zero; call it before anything
+    lists parameters.
 
     Args:
         model: One stage, a LanguageModel, with torch layers.
@@ -95,7 +96,9 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
     """
     model.requires_grad_(False)
     is_first = not model.has_adapters
-    model.has_adapters, model.learned_whole = True, plan.learned_whole(section)
+    model.has_adapters, model.learned_whole = True, plan.learned_whole(section, adapter)
+    for module in learned_modules(model, section, adapter):
+        module.requires_grad_(True)
     builder = _Builder(section, adapter, model.config, collection)
     if model.pre_process:
         # Full recomputation and the pipeline follow what needs a gradient, starting at the input: with a frozen table
@@ -106,10 +109,19 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
             builder.adapt_table(model.embedding)
     for layer in model.decoder.layers:
         builder.inside(layer)
-    if model.post_process and model.learned_whole:
-        model.output_layer.requires_grad_(True)
-    elif model.post_process and "output" in adapter.parts:
+    if model.post_process and "output" in adapter.parts:
         builder.adapt_output(model)
+
+
+def learned_modules(model: Any, section: ModelSection, adapter: AdapterSection) -> list[nn.Module]:
+    """Returns the modules of a stage that learn whole; see `attach`."""
+    found: list[nn.Module] = []
+    # also the copy of the table on the last stage, where depths of multi-token prediction look up
+    if "embedding" in adapter.modules_to_save and hasattr(model, "embedding"):
+        found.append(model.embedding)
+    if model.post_process and plan.learns_output(section, adapter):
+        found.append(model.output_layer)
+    return found
 
 
 class _Builder:

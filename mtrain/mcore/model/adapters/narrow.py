@@ -8,7 +8,7 @@ of the same, rounded values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,15 +38,19 @@ def built_narrow(translated: TransformerConfig) -> Iterator[None]:
         translated.params_dtype = before
 
 
-def widen_all_but_matrices(model: nn.Module) -> None:
+def widen_all_but_matrices(model: nn.Module, learned: Iterable[nn.Module] = ()) -> None:
     """Converts everything but matrices to float32; matrices are converted by each product.
 
     Args:
         model: One stage, built inside of `built_narrow`, without adapters.
+        learned: Modules that learn whole, which are converted as well.
     """
+    whole = {inner for each in learned for inner in each.modules()}
     for module in model.modules():
         is_matrix = False
         match module:
+            case _ if module in whole:
+                pass
             case ColumnParallelLinear() | RowParallelLinear():
                 linear: Any = module
                 linear._forward_impl = _frozen_linear

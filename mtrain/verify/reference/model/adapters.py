@@ -55,8 +55,10 @@ def all_shapes(config: Config) -> dict[str, Shape]:
 
 
 def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
-    """Says whether a tensor is trained: in a model with adapters only these are."""
-    return adapter is None or "_adapter." in name
+    """Says whether a tensor is trained: in a model with adapters only these are, and tables that are saved whole."""
+    if adapter is None or "_adapter." in name:
+        return True
+    return {EMBEDDING: "embedding", OUTPUT: "output"}.get(name) in adapter.modules_to_save
 
 
 def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:

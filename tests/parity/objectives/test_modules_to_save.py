@@ -1,0 +1,133 @@
+"""Tables that learn whole next to adapters, against PEFT's `modules_to_save` in float64: three steps of AdamW."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import peft
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mtrain.config import Config
+from mtrain.hf.schema.families.dense import LLAMA
+from tests.parity.batches import GlobalBatch, three_steps
+from tests.parity.cases import Case, case
+from tests.parity.compare import TOLERANCE, relative, worst
+from tests.parity.objectives.heads import by_global_name, learned
+from tests.parity.ranks import Arrays, Run, train_each
+from tests.pool import Pool
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MODULES = ["embed_tokens", "lm_head"]
+RATE, DECAY, EPSILON, CLIP = 0.01, 0.1, 1e-3, 0.5
+CHANGES: dict[str, Any] = {
+    "optimizer__lr": RATE,
+    "optimizer__min_lr": RATE,
+    "optimizer__schedule": "constant",
+    "optimizer__warmup_steps": 0,
+    "optimizer__weight_decay": DECAY,
+    "optimizer__clip_grad": CLIP,
+    "adapter": {"rank": 3, "alpha": 5.0, "modules_to_save": MODULES},
+}
+
+
+class Exact(NamedTuple):
+    """Results of PEFT's model."""
+
+    parameters: Arrays
+    """All tensors before the first step, by our names."""
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Arrays]
+    """Gradients of what learns, by step, before clipping."""
+    after: Arrays
+    """What learns, after the last step."""
+
+
+def config_of(one: Case, is_tied: bool) -> Config:
+    return one.config(**CHANGES, model__tied_embeddings=is_tied)
+
+
+def _loss(model: Any, batch: GlobalBatch) -> Tensor:
+    tokens, labels = (torch.tensor(np.stack([getattr(each, kind) for each in batch])) for kind in ("tokens", "labels"))
+    mask = torch.tensor(np.stack([sample.mask for sample in batch])) > 0
+    return functional.cross_entropy(model(tokens).logits[mask], labels[mask])
+
+
+@cache
+def exact(is_tied: bool) -> Exact:
+    """Trains PEFT's model; a tied table stays one with its `ensure_weight_tying`."""
+    config = config_of(case(4, num_layers=2), is_tied)
+    assert config.adapter is not None
+    torch.manual_seed(11)
+    described = LLAMA.config(config.model, None)
+    model = LlamaForCausalLM(LlamaConfig(**described, pad_token_id=None, attn_implementation="eager")).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    base = {name: each.detach().clone() for name, each in model.named_parameters()}
+    settings = peft.LoraConfig(
+        r=config.adapter.rank,
+        lora_alpha=int(config.adapter.alpha),
+        target_modules=PROJECTIONS,
+        modules_to_save=list(MODULES),
+        ensure_weight_tying=is_tied,
+        task_type="CAUSAL_LM",
+    )
+    adapted = peft.get_peft_model(model, settings).double()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.1)
+    trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    start = {name: torch.from_numpy(each) for name, each in by_global_name(base, config).items()}
+    start |= {name: each.clone() for name, each in learned(trained, config).items()}
+    found = Exact({name: each.numpy() for name, each in start.items()}, [], [], [], {})
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=DECAY)
+    for batch in three_steps():
+        optimizer.zero_grad()
+        loss = _loss(adapted, batch)
+        loss.backward()
+        found.losses.append(loss.item())
+        gradients = learned({name: each.grad for name, each in trained.items() if each.grad is not None}, config)
+        found.gradients.append({name: each.clone().numpy() for name, each in gradients.items()})
+        found.norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)))
+        optimizer.step()
+    found.after.update({name: each.numpy() for name, each in learned(trained, config).items()})
+    return found
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["two tables", "tied"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        case(4, num_layers=2, pp=2, tp=2),
+        pytest.param(case(4, num_layers=2), marks=pytest.mark.nightly),
+        pytest.param(case(4, num_layers=2, cp=2, tp=2, sp=True), marks=pytest.mark.nightly),
+        pytest.param(case(4, num_layers=2, dp=2), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_tables_learn_whole_with_adapters_as_in_peft(pool: Pool, one: Case, is_tied: bool) -> None:
+    """Compares loss, gradient norm, every gradient and every updated weight; nothing else has changed."""
+    config, wanted = config_of(one, is_tied), exact(is_tied)
+    run = Run(config, wanted.parameters, three_steps())
+    outcome = pool.run(train_each, one.resolved(config), [run])[0][0]
+    for number, step in enumerate(outcome.steps):
+        assert relative(step.loss, wanted.losses[number]) < TOLERANCE
+        assert relative(step.grad_norm, wanted.norms[number]) < TOLERANCE
+        assert step.gradients is not None
+        assert step.gradients.keys() == wanted.gradients[number].keys()
+        assert worst(step.gradients, wanted.gradients[number], config) < TOLERANCE
+    assert outcome.parameters is not None
+    assert worst({name: outcome.parameters[name] for name in wanted.after}, wanted.after, config) < TOLERANCE
+    tables = {name for name in wanted.after if "_adapter." not in name}
+    assert tables == {"embedding.word_embeddings.weight"} | (set() if is_tied else {"output_layer.weight"})
+    for name, before in wanted.parameters.items():
+        is_same = np.array_equal(outcome.parameters[name][: len(before)], before.astype(np.float32))
+        assert is_same == (name not in wanted.after), name
