@@ -166,4 +166,6 @@ def learned(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     theirs = {
         name.replace(".default", "").replace(".modules_to_save", ""): each.detach() for name, each in tensors.items()
     }
-    return {each.key: theirs[each.name] for each in peft_schema.tensors(LLAMA, config.model, config.adapter)}
+    named = peft_schema.tensors(LLAMA, config.model, config.adapter)
+    # a tied table has two names in files, and one among the parameters
+    return {each.key: theirs[each.name] for each in named if each.name in theirs}
