@@ -1,7 +1,4 @@
-"""Rollouts for examples/grpo_loop.py: by vLLM where it is installed (run with 0.32), else by the engine that trains.
-
-vLLM runs in the trainer's own processes, tensor-parallel over all of them, given weights as tensors before it draws.
-"""
+"""Rollouts for examples/grpo_loop.py: by vLLM (0.32), which runs in the trainer's processes, else by the engine."""
 
 import contextlib
 import functools

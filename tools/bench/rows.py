@@ -96,6 +96,15 @@ ROWS = (
         _TINY_PRETRAIN,
     ),
     Row(
+        "training, Nemotron-H's kind (Mamba-2): tokens per cpu-s",
+        "plain transformers loop",
+        1.0,
+        1.15,
+        (*_PRETRAIN, "--mamba", "--no-trainer"),
+        rf"loop: {NUMBER} \(",
+        _TINY_PRETRAIN,
+    ),
+    Row(
         "training, tp2 a rank",
         "DistributedDataParallel",
         1.0,

@@ -1,7 +1,7 @@
 """Training steps against plain transformers and its Trainer: `python tools/bench/peers/pretrain.py`.
 
 - "mtrain": `mtrain.Engine`, forward_backward and optim_step, rows made from token ids included.
-- "loop": a usual training loop: LlamaForCausalLM (or Mixtral, or Qwen3.5) with SDPA, clipping, fused AdamW.
+- "loop": a usual training loop: LlamaForCausalLM (or Mixtral, Qwen3.5, Nemotron-H) with SDPA, clipping, fused AdamW.
 - "trainer": transformers.Trainer with the same model and optimizer; needs accelerate.
 
 All start from the same weights, see the same tokens with the same hyper-parameters and are compared step by step: a
@@ -63,6 +63,8 @@ class Shape(NamedTuple):
     """Number of experts; 0 is a dense model, as Llama; else as Mixtral, two experts per token."""
     hybrid: bool
     """Whether three of four layers are gated delta nets, as in Qwen3.5 (dense)."""
+    mamba: bool
+    """Whether layers are in turn Mamba-2, a network, Mamba-2 and attention, as in Nemotron-H (dense)."""
     seq: int
     rows: int
     """Number of rows in a step, over all ranks."""
@@ -77,6 +79,8 @@ def hf_model(shape: Shape) -> Any:
         LlamaForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
+        NemotronHConfig,
+        NemotronHForCausalLM,
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig,
     )
@@ -101,6 +105,11 @@ def hf_model(shape: Shape) -> Any:
         widths = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
         numbers = {"linear_num_key_heads": max(1, heads // 2), "linear_num_value_heads": heads}
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **widths, **numbers))
+    if shape.mamba:
+        kinds = ["linear_attention", "mlp", "linear_attention", "full_attention"]
+        blocks = [kinds[number % len(kinds)] for number in range(shape.layers)]
+        states = {"ssm_state_size": 64, "mamba_num_heads": 2 * heads, "mamba_head_dim": 64, "n_groups": 1}
+        return NemotronHForCausalLM(NemotronHConfig(**sizes, **states, head_dim=64, layers_block_type=blocks))
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
@@ -322,6 +331,7 @@ def main(
     vocab: Annotated[int, typer.Option(help="words")] = 8192,
     experts: Annotated[int, typer.Option(help="0: dense; else as Mixtral, two a token")] = 0,
     hybrid: Annotated[bool, typer.Option(help="gated delta nets in three of four layers, as Qwen3.5")] = False,
+    mamba: Annotated[bool, typer.Option(help="Mamba-2 in every second layer, as Nemotron-H")] = False,
     seq: Annotated[int, typer.Option(help="tokens of a row")] = 512,
     rows: Annotated[int, typer.Option(help="of a step")] = 4,
     micro: Annotated[int, typer.Option(help="rows of a forward pass, of a rank's share under tp2")] = 2,
@@ -338,9 +348,9 @@ def main(
 ) -> None:
     """Prints a line of JSON and a row of a Markdown table."""
     torch.set_num_threads(1)
-    if experts and hybrid:
-        raise typer.BadParameter("--hybrid is a dense model: give it without --experts")
-    shape = Shape(hidden, layers, ffn, vocab, experts, hybrid, seq, rows, micro)
+    if (experts > 0) + hybrid + mamba > 1:
+        raise typer.BadParameter("--experts, --hybrid and --mamba are three kinds of model: give one of them")
+    shape = Shape(hidden, layers, ffn, vocab, experts, hybrid, mamba, seq, rows, micro)
     # one folder for all ranks of torchrun
     folder = os.path.join(tempfile.gettempdir(), f"bench-pretrain-{os.environ.get('MASTER_PORT', os.getpid())}")
     if int(os.environ.get("RANK", "0")) == 0:
@@ -359,7 +369,7 @@ def main(
         found = measured(contenders, shape, steps, rounds)
     if engine_rank() == 0:
         typer.echo(json.dumps({"shape": shape._asdict(), "layout": layout, **found}))
-        kind = f"{experts} experts" if experts else "hybrid" if hybrid else "dense"
+        kind = f"{experts} experts" if experts else "hybrid" if hybrid else "mamba" if mamba else "dense"
         cells = [f"{name}: {each['median']:.3f} ({each['best']:.3f})" for name, each in found["speed_over"].items()]
         typer.echo(f"| {kind}, {layout}, {rows} x {seq} tokens a step | " + " | ".join(cells) + " |")
 
