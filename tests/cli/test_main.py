@@ -120,7 +120,14 @@ def test_completion_is_installed_where_the_shell_reads_it(tmp_path: Path) -> Non
 def test_options_of_a_verb_are_listed_in_sections() -> None:
     _, text = call("launch", "slurm", "--help")
     sections = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert sections == ["Arguments:", "Options:", "The job:", "Its ranks:", "In a container:", "A service instead of a run:"]
+    assert sections == [
+        "Arguments:",
+        "Options:",
+        "The job:",
+        "Its ranks:",
+        "In a container:",
+        "A service instead of a run:",
+    ]
     assert text.index("Its ranks:") < text.index("--ntasks-per-node") < text.index("In a container:")
 
 

@@ -33,6 +33,11 @@ _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
 """Projection -> text before the name of its pair: gate_up_proj is wrapped first, and down_proj around it."""
 _PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_REDIRECTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "qwen3_moe", "qwen3_next")
+"""Families in which PEFT takes modules of `_NETWORK` for the experts' parameters, whatever else has that name.
+
+Source: peft 0.21.2 and transformers 5.24, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`."""
+_NETWORK = ("gate_proj", "up_proj", "down_proj")
 _INTERLEAVED = ("gpt_oss",)
 """Families whose experts have alternating gate and up, where ours have all gates first."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
@@ -216,8 +221,14 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     names = [each.name for each in named if not each.matrix.num_experts and each.kind != _WHOLE]
     saved = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _WHOLE]
     modules = dict.fromkeys(_module_of(name) for name in names)
+    redirected = [name for name in modules if _is_redirected(family, name)]
+    if redirected and adapter.has_magnitudes:
+        raise DataError(
+            f"PEFT takes {redirected[0]} of {family.model_type} models for experts, and has DoRA for modules alone; "
+            "merge the adapter into the weights"
+        )
     # the last part of a name means that module in every layer; in a model of images, also in their layers
-    targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules})
+    targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules if name not in redirected})
     if family.tower is not None:
         targets = rf"(model\.language_model\.(.*\.)?)?({'|'.join(targets)})"
     config: dict[str, Any] = {
@@ -227,11 +238,12 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "r": adapter.rank,
         # declared as an int in PEFT; a float is accepted as well
         "lora_alpha": _whole(adapter.alpha),
-        "rank_pattern": {} if not adapter.rank_pattern else _pattern(named, adapter.rank_of),
+        "rank_pattern": {} if not adapter.rank_pattern else _pattern(family, named, adapter.rank_of),
         "alpha_pattern": {}
         if not adapter.alpha_pattern
-        else _pattern(named, lambda part: _whole(adapter.alpha_of(part))),
-        "lora_dropout": adapter.dropout,
+        else _pattern(family, named, lambda part: _whole(adapter.alpha_of(part))),
+        # PEFT refuses dropout where a parameter is adapted
+        "lora_dropout": 0.0 if redirected else adapter.dropout,
         "use_rslora": adapter.scaling == "rslora",
         "use_dora": adapter.has_magnitudes,
         "target_modules": targets,
@@ -244,9 +256,15 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     }
     if _is_tied(model, adapter):
         config["ensure_weight_tying"] = True
-    if "experts" in adapter.parts:
-        config["target_parameters"] = list(_PARAMETERS)
+    # a module's weight that is named as a parameter is not redirected
+    parameters = sorted({f"{'.'.join(name.split('.')[-2:])}.weight" for name in redirected})
+    if "experts" in adapter.parts or parameters:
+        config["target_parameters"] = [*(_PARAMETERS if "experts" in adapter.parts else ()), *parameters]
     return config
+
+
+def _is_redirected(family: Family, module: str) -> bool:
+    return family.model_type in _REDIRECTED and module.rpartition(".")[2] in _NETWORK
 
 
 def _is_tied(model: ModelSection, adapter: AdapterSection) -> bool:
@@ -259,7 +277,7 @@ def _whole(alpha: float) -> float | int:
     return alpha if alpha % 1 else int(alpha)
 
 
-def _pattern(named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> dict[str, float]:
+def _pattern(family: Family, named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> dict[str, float]:
     """Returns the end of the path of what is adapted -> value.
 
     PEFT takes the first match, and files are written in the order of names: no two of them may match one path.
@@ -268,7 +286,9 @@ def _pattern(named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> d
     for each in (each for each in named if each.kind == "lora_a"):
         last = path_in_model(each).rpartition(".")[2]
         alone = r"(?<!mlp\.experts\.)" if has_experts and last == "down_proj" else ""
-        found[rf"mlp\.experts\.{last}" if each.matrix.num_experts else f"{alone}{last}"] = value_of(each.matrix.part)
+        weight = r"(\.weight)?" if _is_redirected(family, path_in_model(each)) else ""
+        key = rf"mlp\.experts\.{last}" if each.matrix.num_experts else f"{alone}{last}{weight}"
+        found[key] = value_of(each.matrix.part)
     return found
 
 

@@ -63,6 +63,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "fused dense": ("phi3", LORA | {"targets": ["qkv_proj", "proj", "gate_up_proj", "fc2"]}, Layout(tp=2)),
     "fused dora": ("phi3", LORA | {"targets": ["qkv_proj", "gate_up_proj"], "kind": "dora"}, Layout(tp=2, sp=True)),
     "mamba": ("nemotron-h", LORA | {"targets": [*ALL, "in_proj"]}, Layout(tp=2, sp=True)),
+    "shared experts": (
+        "qwen3-next",
+        LORA | {"targets": ["qkv", "fc1", "fc2"], "rank_pattern": {"fc2": 2}},
+        Layout(tp=2, sp=True),
+    ),
+    "dense and shared": ("deepseek", LORA | {"targets": ["proj", "fc1", "fc2"]}, Layout()),
     "interleaved experts": ("gpt-oss", LORA | {"targets": ["experts"]}, Layout()),
 }
 """Name of a case -> folder, adapter, and the layout that saves."""
