@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.command_line import call, parsed
 from tests.paths import DOCS, ROOT
+from tests.serve.service import address_of
 from tests.warm import program_environment
 
 TEXT = (ROOT / "README.md").read_text()
@@ -27,6 +28,9 @@ def shown() -> dict[str, list[str]]:
 
 
 SHOWN = shown()
+
+
+PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def without_numbers(line: str) -> str:
@@ -115,9 +119,29 @@ def test_models_of_the_table_are_those_that_were_proved() -> None:
 
 
 def test_a_loss_of_five_lines_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (code,) = [each for each in PROGRAMS if "focal_loss" in each]
     names: dict[str, object] = {}
     exec(code, names)
     assert callable(names["focal_loss"])
     assert len([line for line in code.splitlines() if line]) == 5
     assert json.dumps(sorted(name for name in names if "loss" in name)) == '["focal_loss"]'
+
+
+@pytest.mark.waits  # for the SDK, which asks for results now and then
+def test_a_service_answers_the_sdk_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [each for each in PROGRAMS if "from tinker import" in each]
+    assert len([line for line in code.splitlines() if line]) == 10
+    ((program, *words),) = [shlex.split(each) for each in re.findall(r"`(mtrain serve configs.*?)`", TEXT)]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", program, *words, "--port", "0"]
+    printed: list[str] = []
+    with subprocess.Popen(command, env=program_environment()) as service:
+        try:
+            address = address_of(tmp_path / "runs" / "tiny" / "service.json")
+            exec(code.replace("http://127.0.0.1:8000", address), {"print": lambda value: printed.append(str(value))})
+        finally:
+            service.terminate()
+    assert service.returncode == 0
+    losses, answer = re.findall(r"  # (.+)$", code, re.MULTILINE)
+    assert printed == [*losses.split(), answer]
