@@ -38,9 +38,7 @@ ENVIRONMENT = {
 """Environment variables that the ranks and torchrun need; given values are kept."""
 _POLL_S = 0.05
 _LONGEST_WAIT_S = 5.0
-"""Seconds after a stop signal in which the main thread may do nothing and start no ranks."""
-_NOTHING_S = 0.02
-"""Seconds of a core that the main thread may take where it does nothing: those of a wait that is repeated."""
+"""Seconds after a stop signal, and after torchrun has loaded, in which ranks may still begin."""
 
 
 def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
@@ -66,7 +64,8 @@ def main() -> None:
     """Runs torchrun in this process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
-    threading.Thread(target=_let_through, args=[folder], name="signals", daemon=True).start()
+    waits = threading.Event()
+    threading.Thread(target=_let_through, args=[folder, waits], name="signals", daemon=True).start()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from torch.distributed import DistError
@@ -74,9 +73,13 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as run
+    from torch.distributed.run import parse_args, parse_min_max_nnodes
 
     reported = Path(os.environ.setdefault(REPORT_TO, str(Path(folder, "run_dir"))))
     try:
+        nodes = parse_args(sys.argv[1:]).nnodes  # type: ignore[no-untyped-call]  # torch has no annotation here
+        if parse_min_max_nnodes(nodes) != (1, 1):
+            waits.set()
         run()
     except SignalException as stop:
         text = f"torchrun was stopped by {stop.sigval.name}; REQUEUE in the run folder says whether the ranks saved"
@@ -121,22 +124,24 @@ def _exit_code(file: Path) -> int | None:
     return None if first is None else first.exit_code
 
 
-def _let_through(folder: str) -> None:
+def _let_through(folder: str, waits: threading.Event) -> None:
     """Unblocks stop signals in this thread, so that they reach the process; Python's handler runs in the main thread.
 
-    Ends the process where a signal came, no rank has begun, and the main thread does nothing: it waits for other nodes.
-    On a busy machine it may load for longer than any limit, but then it works.
+    Ends the process where a signal came, no rank has begun, and torchrun may wait for other nodes. On a busy machine it
+    may load for longer than any limit, and ranks of one node always begin.
 
     Args:
         folder: Folder of temporary files, deleted where this ends the process.
+        waits: Set once torchrun has loaded and meets other nodes.
     """
-    main = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-    idle_since_s, worked_s = time.monotonic(), time.clock_gettime(main)
+    limit_s = None
     while not _has_started_its_ranks(ranks := _ranks()):
         sent = signal.sigpending().intersection(STOP_SIGNALS)
-        if not sent or ranks or time.clock_gettime(main) - worked_s > _NOTHING_S:
-            idle_since_s, worked_s = time.monotonic(), time.clock_gettime(main)
-        elif time.monotonic() - idle_since_s > _LONGEST_WAIT_S:
+        if not sent or ranks or not waits.is_set():
+            limit_s = None
+        elif limit_s is None:
+            limit_s = time.monotonic() + _LONGEST_WAIT_S
+        elif time.monotonic() > limit_s:
             shutil.rmtree(folder, ignore_errors=True)
             name = signal.Signals(min(sent)).name
             print(f"torchrun was stopped by {name} before its ranks began", file=sys.stderr, flush=True)

@@ -209,16 +209,14 @@ class BranchedExpertsLayer(ExpertsLayer):
     Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextDecoderLayer`.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MoESubmodules,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **options: Any,
-    ) -> None:
-        """See `ExpertsLayer`."""
-        super().__init__(config, submodules, layer_number, pg_collection, **options)
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            arguments: Further arguments of `ExpertsLayer`.
+            options: The same by name.
+        """
+        super().__init__(config, *arguments, **options)
         for name in ("shared_input_norm", "shared_output_norm", "routed_input_norm", "routed_output_norm"):
             self.add_module(name, Norm(config, config.hidden_size, config.layernorm_epsilon))
 
