@@ -15,6 +15,7 @@ from hypothesis import settings
 from mtrain.base import signals
 from mtrain.base.imports import stand_in_for_triton
 from mtrain.base.log import show_lines
+from tests import warm
 from tests.browser import Browser, browser
 from tests.fault_table import Notice, measured
 from tests.messages import Messages
@@ -90,6 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 POOL = Pool()  # here, so that the fork server's preloads are settled before the first test starts it
 # `mtrain tokenize`, called by a test before any rank starts, would settle others: each rank would import everything
 vars(forkserver)["set_forkserver_preload"] = lambda modules: None
+warm.start_server_at_root()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ Tests of what happens during imports start a real interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -191,9 +192,25 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
+def start_server_at_root() -> None:
+    """Lets the fork server start in the repository's folder, wherever the test is that starts it.
+
+    It imports what is in its own folder, and leaves out in silence what it does not find: `tests`, with the filters of
+    warnings, in a test that has gone to another folder.
+    """
+    start = _SERVER.ensure_running
+
+    def at_root() -> None:
+        is_running = vars(_SERVER)["_forkserver_pid"] is not None
+        with contextlib.nullcontext() if is_running else contextlib.chdir(ROOT):
+            start()
+
+    vars(_SERVER)["ensure_running"] = at_root
+
+
 def server_address() -> str:
     """Returns the address of this process's fork server, which is started where it does not run yet."""
-    forkserver.ensure_running()
+    _SERVER.ensure_running()
     address: str = vars(_SERVER)["_forkserver_address"]
     return address
 
