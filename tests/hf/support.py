@@ -20,17 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 import transformers
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.load import load_config
+from mtrain.config.schema.adapter import DELTA_NET_PARTS, JOINED, LATENT_PARTS, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
+from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens
-from mtrain.hf.schema.registry import FAMILIES
+from mtrain.hf.schema.peft import tensors
+from mtrain.hf.schema.registry import FAMILIES, family_of_run
 from mtrain.plan import num_parameters
 from mtrain.plan.layout import Layout
 from mtrain.training.sampling.choice import SamplingParams
@@ -38,6 +42,7 @@ from mtrain.verify.hf import verify_hf
 from mtrain.verify.parity import Request, verify_parity
 from tests.hf import hf_ranks
 from tests.hf.folders import save
+from tests.mcore.adapters import peft_ranks
 from tests.paths import DOCS
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
@@ -127,8 +132,12 @@ optimizer: {lr: 1.0e-2, schedule: cosine, warmup_steps: 1, clip_grad: 0.1}
 data: {kind: mock, seq_length: 16}
 """
 _IMAGES = re.compile(r"vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|mm_projector|visual\.")
+_PARTS: tuple[Target, ...] = (
+    *(*JOINED, "q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "in_proj_zxbcdt"),
+    *("proj", "out_proj", "gate_proj", "up_proj", "fc2", "experts"),
+)
 PROMPTS, NUM_NEW = [[5, 9, 30, 7], [11], [40, 3, 3, 17, 21]], 4
-COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "worst")
+COLUMNS = ("convert", "logits", "generate", "plan", *LAYOUTS, *TRAININGS, "PEFT", "worst")
 
 
 def row_of(family: str, pool: Pool, columns: Collection[str] = COLUMNS) -> dict[str, str]:
@@ -156,6 +165,8 @@ def row_of(family: str, pool: Pool, columns: Collection[str] = COLUMNS) -> dict[
             found["worst"] = f"{max(value for value in deviations.values() if value is not None):.0e}"
         for column in (each for each in TRAININGS if each in columns):
             found[column] = _mark(_trains(configured(name, TRAININGS[column](config.model)), pool))
+        if "PEFT" in columns:
+            found["PEFT"] = f"{_peft_deviation(config, model, pool):.0e}"
     return found
 
 
@@ -250,6 +261,41 @@ def _trains(config: Config, pool: Pool) -> bool:
     return report.passed
 
 
+def _peft_deviation(config: Config, model: Any, pool: Pool) -> float:
+    """Returns the largest deviation of a logit, relative to the largest: a run with drawn adapters on two ranks,
+    PEFT on transformers' model with the exported adapter, and a run that starts from it."""
+    place = Path(config.run.dir)
+    targets = f"adapter.targets=[{', '.join(adapted_by_peft(config))}]"
+    given, again = (
+        configured(str(place.parent), targets, f"run.dir={place}_{name}", *more)
+        for name, more in (("adapted", ()), ("again", (f"adapter.path={place}_peft",)))
+    )
+    tokens = random_tokens(config.model.vocab_size)
+    ranks = pool.run(peft_ranks.saved, Layout(tp=2, sp=True), given, tokens.numpy())
+    ours = np.concatenate([rank.logits for rank in ranks], axis=-1)[..., : config.model.vocab_size]
+    export_adapter(Path(given.run.dir), place.with_name("run_peft"), None)
+    (back,) = pool.run(peft_ranks.started, Layout(), again, tokens.numpy())
+    with torch.no_grad():
+        plain = model(tokens).logits.numpy()
+        theirs = peft.PeftModel.from_pretrained(model, place.with_name("run_peft")).eval()(tokens).logits.numpy()
+    largest = float(np.abs(theirs).max())
+    assert np.abs(theirs - plain).max() > 1e-2 * largest, "the adapter does something"
+    return max(float(np.abs(found[..., : theirs.shape[-1]] - theirs).max()) / largest for found in (ours, back))
+
+
+def adapted_by_peft(config: Config) -> list[Target]:
+    """Returns the targets in layers for which PEFT has a form in the family of a run's model."""
+    family, found = family_of_run(config), []
+    for part in _PARTS:
+        try:
+            is_formed = bool([*tensors(family, config.model, LoraSection(targets=(part,)))])
+        except DataError:
+            continue
+        if is_formed:
+            found.append(part)
+    return found
+
+
 _TEXT = """# Models
 
 <!-- Written by `{command}`; a nightly test repeats it. Change the program, not this page. -->
@@ -267,6 +313,10 @@ What was proved of each family on CPU ranks, with small random models of transfo
 - **documents**, **packed**, **LoRA**: a step with documents kept apart in a row, with several samples packed into a
   row, or with adapters, is that of the reference in float64 on two layouts, every gradient and weight (`mtrain verify
   parity`).
+- **PEFT**: largest deviation of a logit, relative to the largest, between a run with adapters under tp2, `peft` on
+  transformers' model with the exported folder, and a run that starts from that folder. Adapted is every projection in
+  the layers, and the experts, for which PEFT has a form ([LoRA](lora.md)): not experts of Gemma 4 and Nemotron and
+  Mamba-2's `out_proj`, which are exported merged.
 
 A question mark: not measured yet.
 

@@ -198,7 +198,7 @@ def _pair(matrix: AdaptedMatrix, adapter: AdapterSection, module: str, ours: str
 
 def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, layer: int) -> Iterator[PeftTensor]:
     linear = matrix.linear.removeprefix("mlp.experts.")
-    module = f"{_ROOT}model.layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
+    module = f"{_ROOT}{family.base}layers.{layer}.mlp.experts.{_EXPERTS[matrix.linear]}"
     # PEFT puts the pairs of all experts side by side, as one pair of this rank
     count = adapter.rank_of(matrix.part) * matrix.num_experts
     for kind, shape in (("lora_a", (count, matrix.columns)), ("lora_b", (matrix.rows, count))):
