@@ -55,10 +55,10 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.targets={_given(adapter, 'fc1', 'fc2')}: every layer has experts and none a shared one; name "
             "experts, or remove it"
         )
-    if model.head is not None and "output" in adapter.parts:
+    if model.output.is_new and "output" in adapter.parts:
         yield (
-            f"adapter.targets=output: the head of {model.head} is in the place of the output layer, and learns whole; "
-            "remove it"
+            f"adapter.targets=output: the head of {model.output} is in the place of the output layer, and learns "
+            "whole; remove it"
         )
     elif model.tied_embeddings and "output" in adapter.parts:
         yield (
@@ -70,14 +70,14 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
 def _learned_whole(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     """Checks that the model has every module that learns whole."""
     saved = adapter.modules_to_save
-    if "head" in saved and model.num_labels is None:
+    if "head" in saved and not model.output.is_new:
         yield "adapter.modules_to_save=head needs model.num_labels; set it, or remove head"
     if "output" not in saved:
         return
-    if model.num_labels is not None:
+    if model.output.is_new:
         yield (
-            f"adapter.modules_to_save=output: the head of model.num_labels={model.num_labels} is in the place of the "
-            "output layer, and learns whole; remove it"
+            f"adapter.modules_to_save=output: the head of {model.output} is in the place of the output "
+            "layer, and learns whole; remove it"
         )
     elif model.tied_embeddings and "embedding" not in saved:
         yield (

@@ -131,7 +131,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
             chats = put_side_files(
                 folder, saved.entry.path, source.origin, source.tokenizer, added_by(model), but=_OF_MODELS
             )
-            ending = put_ending(folder, source.origin) if chats and model.head is None else None
+            ending = put_ending(folder, source.origin, model) if chats else None
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
         differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
         if differing:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, chosen_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
@@ -36,7 +37,7 @@ class Ending(NamedTuple):
     """Whether the original model did not name the end of a turn."""
 
 
-def put_ending(folder: Path, origin: Path | None) -> Ending | None:
+def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending | None:
     """Writes into an export which tokens end an answer under its chat template; files that say it already stay.
 
     generation_config.json gets the end of a turn before the ends that were there. Where the original did not name it,
@@ -45,14 +46,16 @@ def put_ending(folder: Path, origin: Path | None) -> Ending | None:
     Args:
         folder: Folder with the tokenizer and the chat templates that the run wrote conversations by.
         origin: Folder `ModelSource.origin`, whose generation_config.json is the basis of the new one.
+        model: Model of the export.
 
     Returns:
-        Tokens that end an answer; None where the folder has no tokenizer, or its template shows no end.
+        Tokens that end an answer; None where the model writes none, the folder has no tokenizer, or its template shows
+        no end.
 
     Raises:
         DataError: A file is damaged.
     """
-    if not (folder / HF_TOKENIZER_FILE).is_file():
+    if model.output.head_rows or not (folder / HF_TOKENIZER_FILE).is_file():
         return None
     tokenizer = load_tokenizer(folder)
     templates = chosen_templates("auto", tokenizer.path)

@@ -211,7 +211,7 @@ def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: 
 def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, OutgoingFile]) -> None:
     origin = target.origin
     chats = put_side_files(folder, target.path, origin, target.tokenizer, added_by(target.model))
-    ending = put_ending(folder, origin) if chats and target.model.head is None else None
+    ending = put_ending(folder, origin, target.model) if chats else None
     dtype = next(one.dtype for shard in files.values() for one in shard.tensors if one.key == EMBEDDINGS)
     described = target.described
     config = _config(target, None if described is None else read_json(described / CONFIG_NAME), dtype)

@@ -85,7 +85,7 @@ class Objective:
         """
         terms = {MAIN_TERM: section, **section.side_terms}
         # the coefficients of all depths add up to mtp_coefficient, whatever their number
-        ahead, has_head = (0, False) if model is None else (len(model.layers_ahead), model.head is not None)
+        ahead, has_head = (0, False) if model is None else (len(model.layers_ahead), model.output.head_rows > 0)
         share = section.mtp_coefficient / max(ahead, 1)
         depths = [depth_term(depth) for depth in range(1, ahead + 1)]
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}

@@ -50,14 +50,14 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
 def learned_whole(model: ModelSection, adapter: AdapterSection) -> frozenset[str]:
     """Returns the global names of tensors that are trained as a whole next to adapters: a head, which begins at
     random, and the tables that `adapter.modules_to_save` names."""
-    found = set() if model.head is None else {HEAD}
+    found = {HEAD} if model.output.is_new else set()
     return frozenset(found | {_NAMES[table] for table in _learned_tables(model, adapter)})
 
 
 def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
     """Says whether the matrix of the last product is trained as a whole: a head, a table of its own or a tied one."""
     table = "embedding" if model.output.is_tied else "output"
-    return model.head is not None or table in adapter.modules_to_save
+    return model.output.is_new or table in adapter.modules_to_save
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:

@@ -121,7 +121,7 @@ def tables_on_stage(model: ModelSection, layout: Layout, pp_rank: int) -> set[st
 
 def head_elements(model: ModelSection) -> int:
     """Counts the elements of the head on the last stage, which every rank of TP holds whole."""
-    return 0 if model.head is None else model.head.rows * model.hidden_size
+    return model.output.head_rows * model.hidden_size
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:

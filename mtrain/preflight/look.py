@@ -51,7 +51,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
             from mtrain.training.changed import going_on  # loads numpy, which a new run does not need
 
             config = going_on(folder, config)
-    if not _is_usual(config.loss) or config.model.head is not None:
+    if not _is_usual(config.loss):
         with findings.looking():
             from mtrain.loss.objective import objective_of  # torch
 
@@ -94,7 +94,7 @@ class Start:
         Random tokens are opened only where the configuration asks for more than tokens, which could be refused."""
         config = self.config
         if isinstance(config.data, MockSection):
-            return config.sequences_per_sample > 1 or config.model.head is not None
+            return config.sequences_per_sample > 1 or config.model.output.head_rows > 0
         if not isinstance(config.data, SftSection):
             return True
         from mtrain.data.formats.record_files import record_files

@@ -192,10 +192,10 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
             "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
             "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
         )
-    if model.head is not None:
+    if model.output.is_new:
         raise ConfigError(
-            f"adapters_off gives the model that a finetuning began from, but the head of {model.head} learns whole, so "
-            "that it is gone; score with an engine before its first optim_step"
+            f"adapters_off gives the model that a finetuning began from, but the head of {model.output} learns whole, "
+            "so that it is gone; score with an engine before its first optim_step"
         )
     if adapter.modules_to_save:
         raise ConfigError(

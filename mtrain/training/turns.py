@@ -139,7 +139,7 @@ class Turns:
         """
         self._built()
         adapter, base = self.config.adapter, self._base
-        if adapter is None or base is None or self.config.model.head is not None:
+        if adapter is None or base is None or self.config.model.output.is_new:
             raise ConfigError(
                 "several adapters need a frozen model, but the configuration "
                 + ("trains all of it" if adapter is None else "has a head, which learns whole")

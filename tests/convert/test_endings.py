@@ -19,6 +19,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
+from mtrain.config.schema.model import ModelSection
 from mtrain.convert.endings import put_ending
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates, put_templates
@@ -26,6 +27,7 @@ from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.hf.schema.files import declared_ends
 from mtrain.tokenizer import load_tokenizer
 
+MODEL = ModelSection(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=8, vocab_size=12)
 WORDS = ["<unk>", "user", "assistant", "system", "a", "b", "c", "<eos>", "<end>", "<eom>", "\n", "###"]
 EOS, END, EOM = (WORDS.index(word) for word in ("<eos>", "<end>", "<eom>"))
 ASK = "{% if add_generation_prompt %}assistant {% endif %}"
@@ -97,7 +99,7 @@ def exported(folder: Path, out: Path, template: str) -> Path:
     if template == "tools apart":
         files["additional_chat_templates/tool_use.jinja"] = TEMPLATES[template].replace("<end>", "<eom>")
     put_templates(files, out)
-    ending = put_ending(out, folder)
+    ending = put_ending(out, folder, MODEL)
     assert ending is not None
     config = json.loads((out / "config.json").read_text())
     if ending.is_new:

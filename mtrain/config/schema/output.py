@@ -14,6 +14,8 @@ class TokenOutput:
     """Number of outputs a token, without padding: the vocabulary."""
     is_tied: bool
     """Whether the output layer shares the table of the embeddings."""
+    head_rows: ClassVar[int] = 0
+    is_new: ClassVar[bool] = False
 
     @property
     def has_table(self) -> bool:
@@ -30,6 +32,13 @@ class HeadOutput:
     """Number of rows of the matrix, which is that of labels."""
     is_tied: ClassVar[bool] = False
     has_table: ClassVar[bool] = False
+    is_new: ClassVar[bool] = True
+    """Whether a language model has no such weights: they begin at random, and learn whole next to adapters."""
+
+    @property
+    def head_rows(self) -> int:
+        """Returns the number of rows that every rank of TP holds whole; 0 where the model predicts tokens."""
+        return self.rows
 
     def __str__(self) -> str:
         """Returns the key that asks for the head, for messages."""
@@ -37,4 +46,4 @@ class HeadOutput:
 
 
 AnyOutput: TypeAlias = TokenOutput | HeadOutput
-"""Output of a model; code that depends on it matches on these classes, or asks `ModelSection.head`."""
+"""Output of a model; code that depends on it matches on these classes, or asks them."""

@@ -128,7 +128,7 @@ def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -
 def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
     """Returns the section's modules for what a file saves whole."""
     named = saved_modules(config)
-    if model.num_labels is not None:
+    if model.output.is_new:
         named -= {"head"}  # learns whole without being named
     # PEFT's file of a tied table that stays tied may have either name
     return sorted(

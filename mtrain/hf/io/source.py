@@ -90,7 +90,7 @@ def source_for(path: Path, model: ModelSection) -> HfSource:
             model.
     """
     # a head stands in the place of the output layer
-    source = open_source(path, needs_output=model.head is None, depths=model.mtp_depths)
+    source = open_source(path, needs_output=not model.output.is_new, depths=model.mtp_depths)
     # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
     added = added_by(model)
     described = with_tokens(source.model, path, added)

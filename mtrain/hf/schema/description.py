@@ -183,7 +183,7 @@ def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[st
         free = {"capacity_factor": described.experts.capacity_factor}
         model = model.model_copy(update={"experts": model.experts.model_copy(update=free)})
     found = differences(described, model)
-    if described.head is None:  # a head may be put on any model
+    if not described.output.is_new:  # a head may be put on any model
         found = [each for each in found if each[0] != "num_labels"]
     if model.mtp_depths > described.mtp_depths == 0:
         found.append((_DEPTHS, 0, model.mtp_depths))

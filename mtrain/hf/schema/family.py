@@ -230,7 +230,7 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
     shared = model.num_attention_heads // model.query_groups
     sizes = {
         "V": model.vocab_size,
-        "n": 0 if model.head is None else model.head.rows,
+        "n": model.output.head_rows,
         "h": model.hidden_size,
         "f": model.ffn_hidden_size,
         "H": model.num_attention_heads,
@@ -257,13 +257,11 @@ def stacks_layers(model: ModelSection) -> bool:
 
 def _copies(model: ModelSection, base: str, outside: str) -> dict[str, str]:
     """Returns the tables of the vocabulary that some folders hold twice: copy -> original."""
-    if model.head is not None:
-        return {}
     embeddings = f"{base}embed_tokens.weight"
     head = f"{outside}lm_head.weight"
-    output = embeddings if model.tied_embeddings else head
+    output = embeddings if model.output.is_tied else head
     # programs that save every entry of a state dict write a tied table under both names
-    copies = {head: embeddings} if model.tied_embeddings else {}
+    copies = {head: embeddings} if model.output.is_tied else {}
     for layer, _ in enumerate(model.layers_ahead, start=model.num_layers):
         # DeepSeek's files repeat both tables in the layer of each depth
         copies[f"{base}layers.{layer}.embed_tokens.weight"] = embeddings

@@ -233,7 +233,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         targets = rf"(model\.language_model\.(.*\.)?)?({'|'.join(targets)})"
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.num_labels is None else "SEQ_CLS",
+        "task_type": "SEQ_CLS" if model.output.head_rows else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapter.rank,
         # declared as an int in PEFT; a float is accepted as well
@@ -376,7 +376,7 @@ def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: 
     ours = set(adapter.modules_to_save) - {"head"}
     if _is_tied(model, adapter):  # either name is the one table
         ours, theirs = ours - {"output"}, {"embedding" if each == "output" else each for each in theirs}
-    if model.num_labels is not None:
+    if model.output.is_new:
         theirs -= {"head"}  # PEFT saves modules of two names, score and classifier, in every such model
     if ours != theirs:
         given = ", ".join(adapter.modules_to_save) or "empty"

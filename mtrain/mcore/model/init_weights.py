@@ -129,7 +129,7 @@ def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, s
 
 def _may_lack(name: str, model: ModelSection) -> bool:
     """Says whether files of a language model lack the parameter."""
-    is_head = model.head is not None and name == "output_layer.weight"
+    is_head = model.output.is_new and name == "output_layer.weight"
     return is_head or name.endswith((LORA_A, _EMBEDDING_B))
 
 

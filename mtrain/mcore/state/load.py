@@ -292,13 +292,13 @@ def read_weights(
 
 def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
     """Says whether the model has a head and the weights are a language model's; reports it on the first rank."""
-    if model.head is None:
+    if not model.output.is_new:
         return False
     there = saved.tensors.get(key)  # a tied table has no tensor of its own
-    if there is not None and (there.shape[0] == model.head.rows or there.shape[0] < model.vocab_size):
+    if there is not None and (there.shape[0] == model.output.rows or there.shape[0] < model.vocab_size):
         return False
     if dist.get_rank() == 0:
-        _log.warning("%s has no head: that of %s begins at random", saved.folder, model.head)
+        _log.warning("%s has no head: that of %s begins at random", saved.folder, model.output)
     return True
 
 

@@ -237,7 +237,7 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
     """
     check_entry(entry, config.model)
     saved = CheckpointTensors(entry.path)
-    table = _table(config) if config.model.head is None else None
+    table = _table(config)
     if table is None:
         return
     naming = Naming(saved, main=True)
@@ -259,7 +259,7 @@ def check_megatron_weights(folder: Path, config: Config) -> None:
     """
     check_run_config(folder, config.model)
     saved = CheckpointTensors(folder)
-    table = _table(config) if config.model.head is None else None
+    table = _table(config)
     if table is None:
         return
     theirs = keys_by_our_names(saved)
@@ -280,7 +280,9 @@ def shards_of(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
 
 
 def _table(config: Config) -> Table | None:
-    """Returns the table of the model's parameters; None where no family describes it."""
+    """Returns the table of the model's parameters; None where no family describes it, or files lack its output."""
+    if config.model.output.is_new:
+        return None
     try:
         return family_of_run(config).table(config.model)
     except DataError:

@@ -274,9 +274,12 @@ def label_log_probs(
 
 
 @torch.no_grad()
-def head_values(logits: Logits, model: ModelSection, groups: Groups) -> Tensor:
-    """Returns the number that a head of one label computes per token, [batch, seq] float32; no collective over TP."""
-    return vocab_parallel(logits.main.whole(), model, groups).logsumexp()
+def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
+    """Returns what each token adds to the score of its sequence, [batch, seq] float32: the log-probability of its
+    label, or the number that a head of one label computes, without a collective over TP."""
+    if config.model.output.head_rows:
+        return vocab_parallel(logits.main.whole(), config.model, groups).logsumexp()
+    return label_log_probs(logits, batch, config, groups)[0]
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
@@ -324,8 +327,8 @@ def vocab_parallel(local: Tensor, model: ModelSection, groups: Groups) -> VocabP
         model: Architecture with the real size of the vocabulary.
         groups: Process groups, among them the group that holds the other columns.
     """
-    if model.head is not None:  # every rank has it whole
-        return VocabParallelLogits(local, None, 0, model.head.rows)
+    if rows := model.output.head_rows:
+        return VocabParallelLogits(local, None, 0, rows)
     # the padded vocabulary is split evenly, so every rank has as many columns
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.data.batch import Microbatch, PlacedMember
 from mtrain.loss.pair import MAIN_TERM
@@ -26,12 +25,12 @@ from mtrain.loss.preference.member import ROLES
 from mtrain.loss.preference.scores import PreferenceLoss, ScoredSequences, agreed_fault, preference_marks
 from mtrain.loss.sequences import PackedSequences, sum_by_sequence
 from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
-from mtrain.mcore.distributed.groups import Groups, to_device
+from mtrain.mcore.distributed.groups import to_device
 from mtrain.mcore.engine.loss_reduction import TermTotals
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.schedule import evaluating, run_forward
 from mtrain.mcore.model.output_layer import Logits
-from mtrain.training.output.loss import head_values, label_log_probs
+from mtrain.training.output.loss import score_summands
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def sequence_scores(
     numbers = itertools.count()
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        sums = _sums(_values(logits, batch, config, groups), batch)
+        sums = _sums(score_summands(logits, batch, config, groups), batch)
         number = next(numbers)
         # otherwise every tensor-parallel rank would add the same numbers
         if groups.counts_loss:
@@ -174,13 +173,6 @@ def sequence_scores(
     found = _read(table.cpu())
     _check_members(found)
     return found
-
-
-def _values(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
-    """Returns what each token adds to the score of its sequence, [batch, seq]."""
-    if config.model.head is not None:
-        return head_values(logits, config.model, groups)
-    return label_log_probs(logits, batch, config, groups)[0]
 
 
 def _present(batch: Microbatch) -> list[PlacedMember]:

@@ -73,11 +73,8 @@ def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | Non
         progress(f"the first {request.first} of {len(rollouts)} rollouts are compared; --first N takes more")
     rollouts = rollouts[: request.first]
     model = model_at(request.model, request.overrides)
-    if model.config.model.num_labels is not None:
-        raise ConfigError(
-            f"model.num_labels={model.config.model.num_labels} is a head, which draws no tokens; verify the rollouts "
-            "of a policy"
-        )
+    if (head := model.config.model.head) is not None:
+        raise ConfigError(f"{head} is a head, which draws no tokens; verify the rollouts of a policy")
     device, max_ranks = device_for(model.config.train, request.max_ranks)
     pool = pool or Pool(device, PRELOADED, TIMEOUT_S, model.config.train.deterministic)
     return _RolloutCheck(replace(request, max_ranks=max_ranks), model, rollouts, pool, progress).report()

@@ -25,7 +25,7 @@ def untied(model: ModelSection, layer: int) -> bool:
 
 def has_head(model: ModelSection, layer: int) -> bool:
     """Says whether a head replaces the output layer."""
-    return model.head is not None
+    return model.output.head_rows > 0
 
 
 def has_qkv_bias(model: ModelSection, layer: int) -> bool:

@@ -46,9 +46,10 @@ class Labels(Entry):
         return {"num_labels": len(labels) if labels else value_of(config, "num_labels", int, 2)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        if model.head is None:
+        labels = model.output.head_rows
+        if not labels:
             return {"architectures": [f"{self.prefix}{_TOKENS}"]} if _has_head(config) else {}
-        names = {str(number): f"LABEL_{number}" for number in range(model.head.rows)}
+        names = {str(number): f"LABEL_{number}" for number in range(labels)}
         return {
             "architectures": [f"{self.prefix}{_HEAD}"],
             "id2label": names,
