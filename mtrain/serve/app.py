@@ -26,7 +26,7 @@ from mtrain.serve import bodies
 from mtrain.serve.asked import BaseModel, asked_of
 from mtrain.serve.checkpoints import FILE, Checkpoints, Run
 from mtrain.serve.desk import Desk, FullError, Request, Sessions
-from mtrain.serve.http import bytes_of, fault, read_body
+from mtrain.serve.http import bytes_of, fault, read_body, read_in_thread
 from mtrain.serve.protocol import read_batch
 from mtrain.serve.store import Lora, Place, Store
 from mtrain.serve.work import (
@@ -225,8 +225,7 @@ class App:
 
     async def forward_backward(self, request: HttpRequest) -> Response:
         """Adds the gradient of a batch, or computes its outputs alone."""
-        body = await bytes_of(request)
-        sent = await run_in_threadpool(read_batch, body)
+        sent = await read_in_thread(request, read_batch)
         return self._ordered(sent, sent.model_id, sent.seq_id)
 
     async def optim_step(self, request: HttpRequest) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ _BODY_TIMEOUT_S = 60.0
 """Time that a body may take to arrive."""
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
 def fault(status: int, message: str) -> Response:
@@ -42,6 +44,22 @@ async def bytes_of(request: HttpRequest) -> bytes:
     Raises:
         HTTPException: It is too large, too slow, or compressed in a way that is not understood.
     """
+    body, encoding = await _arrived(request)
+    return body if encoding == "identity" else await run_in_threadpool(_decompressed, body)
+
+
+async def read_in_thread(request: HttpRequest, read: Callable[[bytes], T]) -> T:
+    """Reads a body with `read`, decompressed, in a thread: both at once, since the engine may wait for it.
+
+    Raises:
+        HTTPException: It is too large, too slow, or compressed in a way that is not understood.
+    """
+    body, encoding = await _arrived(request)
+    return await run_in_threadpool(lambda: read(body if encoding == "identity" else _decompressed(body)))
+
+
+async def _arrived(request: HttpRequest) -> tuple[bytes, str]:
+    """Returns the body as it was sent, and how it is compressed."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
         raise HTTPException(415, f"content-encoding={encoding[:40]!r} is not understood; send zstd or none")
@@ -55,8 +73,7 @@ async def bytes_of(request: HttpRequest) -> bytes:
                     raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes; send smaller batches")
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s") from None
-    body = b"".join(parts)
-    return body if encoding == "identity" else await run_in_threadpool(_decompressed, body)
+    return b"".join(parts), encoding
 
 
 def _decompressed(body: bytes) -> bytes:

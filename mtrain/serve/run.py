@@ -105,7 +105,8 @@ def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeo
                 stopped = stop.received
                 request = None if stopped else desk.take(idle_s)
                 agreed = [_Stop(stopped) if stopped else None if request is None else request.operation]
-            dist.broadcast_object_list(agreed, src=0)
+            if dist.get_world_size() > 1:  # a rank alone would wait for threads of gloo, which the clients keep waiting
+                dist.broadcast_object_list(agreed, src=0)
             operation = agreed[0]
             if isinstance(operation, _Stop):
                 return operation.received

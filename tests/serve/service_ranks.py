@@ -7,10 +7,16 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.serve.run import serve
+from mtrain.serve.app import App
+from mtrain.serve.asked import BaseModel
+from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.run import _work, serve
 from mtrain.serve.store import Lora, Store
 from mtrain.serve.work import CreateModel, Done, KeepSampler, Served, Unload, Worker
 from tests.training.engine_ranks import free
@@ -39,6 +45,22 @@ def shapes(groups: Groups, config: Config, folder: str) -> list[int]:
         ):
             assert isinstance(worker.run(operation), Done)
             found.append(len(worker._shapes))
+        worker.close()
+    return found
+
+
+def broadcasts(groups: Groups, config: Config, folder: str) -> int:
+    """Counts the broadcasts by which ranks agree on each of three calls, and on the end."""
+    with free(groups), mock.patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as sent:
+        worker, desk, sessions = Worker(Served(config), Store(Path(folder))), Desk(), Sessions(600)
+        app = None
+        if groups.rank == 0:
+            app = App(BaseModel("base", 32, frozenset()), desk, sessions, Store(Path(folder)), None)
+            last = [desk.submit(Unload((), ())) for _ in range(3)][-1]
+            assert desk.listen(last, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        before = sent.call_count
+        assert _work(worker, desk, sessions, app, 60) is signal.SIGTERM
+        found = sent.call_count - before
         worker.close()
     return found
 

@@ -190,6 +190,15 @@ def test_adapters_of_a_shape_that_nobody_uses_are_freed(pool: Pool, tmp_path: Pa
     assert found == [0, 1, 2, 2, 1, 0]
 
 
+@pytest.mark.parametrize(("one", "num_broadcasts"), [(LAYOUTS[0], 0), (LAYOUTS[2], 4)], ids=["one", "dp2"])
+def test_ranks_agree_on_a_call_by_one_broadcast_and_one_rank_by_none(
+    pool: Pool, tmp_path: Path, one: Case, num_broadcasts: int
+) -> None:
+    config = one.config()
+    found = pool.run(service_ranks.broadcasts, one.resolved(config), config, str(tmp_path))
+    assert found == [num_broadcasts] * len(found)
+
+
 def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_path: Path) -> None:
     """A loss of the client's own goes there and back; chunks that arrive in any order give the same bits."""
     one = LAYOUTS[0]
