@@ -1,4 +1,5 @@
-"""Measures what every family of Hugging Face can do here: `python -m tests.hf.support` writes docs/models.md.
+"""Measures what every family of Hugging Face can do here: `python -m tests.hf.support` writes docs/models.md, and its
+short form in README.md.
 
 `python -m tests.hf.support llama qwen3` prints the rows of some families. `--columns packed,LoRA` measures these cells
 alone, of all families or of the named ones, and writes them into the page, whose other cells stay. Each cell is an
@@ -43,7 +44,7 @@ from mtrain.verify.parity import Request, verify_parity
 from tests.hf import hf_ranks
 from tests.hf.folders import save
 from tests.mcore.adapters import peft_ranks
-from tests.paths import DOCS
+from tests.paths import DOCS, ROOT
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 
@@ -124,6 +125,8 @@ TRAININGS: dict[str, Callable[[ModelSection], str]] = {
 }
 """Column -> key of a run whose steps are compared with the float64 reference, on layouts of two axes."""
 TOLERANCE = 1e-4
+BOUNDS = {"logits": 1e-5, "PEFT": 1e-5, "worst": TOLERANCE}
+"""Column with a deviation -> what it must be below."""
 RUN = """
 run: {dir: RUN}
 model: {hf: HF}
@@ -341,6 +344,66 @@ def page(rows: Mapping[str, Mapping[str, str]], version: str, date: str) -> str:
     return _TEXT.format(command=COMMAND, tolerance=TOLERANCE, version=version, date=date) + "\n".join(lines) + "\n"
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Llama 3": ("llama",),
+    "Mistral, Qwen2.5, Qwen3, Phi-4, SmolLM3, OLMo-2, OLMo-3": (
+        *("mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3"),
+    ),
+    "Gemma 3, Gemma 4 31B and 26B-A4B, Mistral Small, Ministral 3 (text; images travel)": (
+        *("gemma3_text", "gemma3", "gemma4_text", "gemma4", "mistral3", "ministral3", "mistral3/ministral3"),
+    ),
+    "Mixtral, Qwen2-MoE, Qwen3-MoE, GPT-OSS, MiniMax-M2, GLM-4.5 to 4.7": (
+        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "minimax_m2", "glm4_moe"),
+    ),
+    "DeepSeek-V3, Kimi-K2 and K2.5, GLM-4.7-Flash (latent attention)": (
+        *("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite"),
+    ),
+    "Qwen3-Next, Qwen3.5 and 3.6 (gated delta nets; images travel)": (
+        *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+    ),
+    "Nemotron-H, Nemotron 3 Nano (Mamba-2)": ("nemotron_h",),
+}
+"""Row of README -> its families."""
+SHORT: dict[str, tuple[str, ...]] = {
+    "pretrain, SFT": tuple(each for each in COLUMNS if each not in ("generate", "LoRA", "PEFT")),
+    "LoRA, PEFT": ("LoRA", "PEFT"),
+}
+"""Column of README -> the columns of the page that it stands for."""
+WITH_OBJECTIVES = ("llama",)
+"""Families of the models in tests/parity/objectives."""
+README = ROOT / "README.md"
+_SHORT_TABLE = re.compile(r"(?<=\n## Models\n\n)(\|.*\n)+")
+
+
+def short_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """Makes the table of README, in Markdown: a group has what all its families have.
+
+    Args:
+        rows: Family -> column -> what the page says.
+    """
+    lines = [f"| | {' | '.join(SHORT)} | preference, RL |", "|---" * (2 + len(SHORT)) + "|"]
+    for name, families in GROUPS.items():
+        cells = [
+            "✓"
+            if all(_is_proved(column, rows[family].get(column, "?")) for column in columns for family in families)
+            else "-"
+            for columns in SHORT.values()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} | {'✓' if {*families} <= {*WITH_OBJECTIVES} else '○'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _is_proved(column: str, said: str) -> bool:
+    """Says whether a cell of the page shows that the family can do this, or has no such axis."""
+    return float(said) < BOUNDS[column] if column in BOUNDS and said != "?" else said in ("✓", "-")
+
+
+def write_pages(rows: Mapping[str, Mapping[str, str]], version: str, date: str) -> None:
+    """Writes the page, and its short form into README."""
+    PAGE.write_text(page(rows, version, date))
+    README.write_text(_SHORT_TABLE.sub(lambda _: short_table(rows), README.read_text()))
+
+
 def rows_of_page() -> dict[str, dict[str, str]]:
     """Reads the table of the page."""
     lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
@@ -373,9 +436,9 @@ def main() -> None:
         rows[family] = rows.get(family, {}) | measured
         print(family, measured, flush=True)
         if given.columns:  # at once, as a long measurement may be cut
-            PAGE.write_text(page(rows, version, date))
+            write_pages(rows, version, date)
     if not given.columns and not given.families:
-        PAGE.write_text(page(rows, version, date))
+        write_pages(rows, version, date)
 
 
 if __name__ == "__main__":
