@@ -49,8 +49,8 @@ class RowForm:
     """Whether documents do not see each other. Samples of one row never do; a sample without edges is one document."""
     with_padding: bool = False
     """Whether batches say which positions hold no text."""
-    mtp_depths: int = 0
-    """How many further tokens are predicted. Each depth is a term of its own, aggregated as the main one."""
+    num_predictions: int = 1
+    """How many tokens a position predicts. Each further one is a term of its own, aggregated as the main one."""
     with_sources: bool = False
     """Whether losses are reported by source."""
     window: int | None = None
@@ -69,7 +69,7 @@ class RowForm:
             is_packed=config.data.packing is not None,
             isolates_documents=config.data.isolate_documents,
             with_padding=config.model.experts is not None,
-            mtp_depths=config.model.mtp_depths,
+            num_predictions=config.model.num_predictions,
             with_sources=bool(config.data.source_names),
             window=config.model.sliding_window,
             extras=tuple(extras),
@@ -93,7 +93,7 @@ class RowForm:
             dtypes["is_padding",] = torch.bool
         if self.with_sources:
             dtypes["sources",] = torch.int64
-        for depth in map(str, range(self.mtp_depths)):
+        for depth in map(str, range(self.num_predictions - 1)):
             dtypes |= {("mtp", depth, "tokens"): torch.int64, ("mtp", depth, "labels"): torch.int64}
             if self.with_padding:
                 dtypes["mtp", depth, "is_padding"] = torch.bool
@@ -143,7 +143,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     # rank
     further = {
         depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in laid]
-        for depth in range(1, form.mtp_depths + 1)
+        for depth in range(1, form.num_predictions)
     }
     by_term = {name: _aggregated(laid, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
     # a depth has a mask, and so lengths, of its own: it has fewer tokens

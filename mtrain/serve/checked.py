@@ -25,7 +25,7 @@ def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
     Raises:
         ConfigError: It is none that answers with text, or a part of it would be trained.
     """
-    if model.output.head_rows or model.mtp_depths:
+    if model.output.head_rows or model.layers_ahead:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
     if adapter is not None and adapter.modules_to_save:
         raise ConfigError(

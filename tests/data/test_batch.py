@@ -12,7 +12,7 @@ TERMS = ("main", "tokens")
 """Names of terms, of which one equals the name of a field."""
 FIELDS = RowForm(
     *(4, {}, True, True, True),
-    mtp_depths=2,
+    num_predictions=3,
     with_sources=True,
     extras=("advantages", "weights", "routed_experts"),
 ).dtypes(TERMS)

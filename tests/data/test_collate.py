@@ -61,7 +61,7 @@ def test_a_sample_without_text_has_one_position_of_padding_that_carries_its_shar
 
 
 def test_tokens_ahead_stay_in_their_sample() -> None:
-    (targets,) = collate([[sample(10, 3), sample(20, 2)]], replace(FORM, mtp_depths=1), None).mtp
+    (targets,) = collate([[sample(10, 3), sample(20, 2)]], replace(FORM, num_predictions=2), None).mtp
     assert listed(targets.tokens)[0] == [11, 12, 0, 21, 0, 0, 0, 0]
     assert listed(targets.labels)[0] == [12, 13, 0, 22, 0, 0, 0, 0]
     assert listed(targets.is_padding)[0] == [False, False, True, False] + [True] * 4

@@ -156,8 +156,8 @@ class Depths(MegatronModule):
         super().__init__(config=config)
         # numbered on after the model's own layers; TransformerLayer itself adds the number of those on earlier stages
         first = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
-        numbers = range(first, first + model.mtp_depths)
-        self.layers = nn.ModuleList(Depth(model, config, backend, groups, (number, vp_stage)) for number in numbers)
+        numbered = enumerate(model.layers_ahead, start=first)
+        self.layers = nn.ModuleList(Depth(model, config, backend, groups, (number, vp_stage)) for number, _ in numbered)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None

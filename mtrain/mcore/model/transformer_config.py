@@ -113,7 +113,7 @@ def _architecture(model: ModelSection) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "init_method_std": model.init_std,
-        "mtp_num_layers": model.mtp_depths or None,
+        "mtp_num_layers": len(model.layers_ahead) or None,
     }
 
 
@@ -146,7 +146,7 @@ def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | No
     contents = [["decoder"] * count for count in layers]
     contents[0].insert(0, "embedding")
     # depths read the last layer's output and the logits' table: they come between it and the loss
-    contents[-1] += ["mtp"] * model.mtp_depths + ["loss"]
+    contents[-1] += ["mtp" for _ in model.layers_ahead] + ["loss"]
     return contents
 
 

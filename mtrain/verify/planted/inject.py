@@ -142,7 +142,7 @@ LAYOUT_FAULTS = (
         "depths-divided-by-main",
         "divides the losses of further tokens by the loss tokens of the main term, as Megatron-Core does",
         None,
-        lambda config: config.model.mtp_depths > 0,
+        lambda config: config.model.num_predictions > 1,
         "model.mtp_depths > 0",
     ),
     Fault(

@@ -206,7 +206,7 @@ _OTHER = {"include": "exclude", "exclude": "include"}
 def _looks_over_edges(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
     sound = collate(rows, form, first_of_step)
     over = collate(rows, replace(form, isolates_documents=False), first_of_step)
-    depths = [depth_term(depth) for depth in range(1, form.mtp_depths + 1)]
+    depths = [depth_term(depth) for depth in range(1, form.num_predictions)]
     weights = sound.weights | {name: over.weights[name] for name in depths}
     shares = sound.denominator_weights | {name: over.denominator_weights[name] for name in depths}
     return replace(sound, mtp=over.mtp, weights=weights, denominator_weights=shares)

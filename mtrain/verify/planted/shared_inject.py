@@ -99,7 +99,7 @@ SHARED_FAULTS = (
         "tokens-ahead-across-documents",
         "predicts further tokens over the edge of a document",
         None,
-        lambda config: config.model.mtp_depths > 0 and config.data.isolate_documents,
+        lambda config: config.model.num_predictions > 1 and config.data.isolate_documents,
         "model.mtp_depths > 0, and data.isolate_documents=true or data.packing",
     ),
     Fault(

@@ -34,7 +34,7 @@ def test_depths_are_aggregated_as_the_main_term_over_their_own_tokens() -> None:
     starts = np.array([0, 0, 0, 3, 3, 3], np.int32)
     row = Sample(np.arange(6), np.arange(1, 7), np.array([1.0, 0, 0, 1, 1, 0]), 3.0, document_starts=starts)
     terms = loss_terms(LossSection(aggregation="seq-mean-token-mean"))
-    form = RowForm(6, terms, isolates_documents=True, with_padding=True, mtp_depths=2)
+    form = RowForm(6, terms, isolates_documents=True, with_padding=True, num_predictions=3)
     batch = collate([[row], []], form, Place(0, 0))
     weights, shares = batch.weights, batch.denominator_weights
     assert weights["main"].tolist() == [[1, 0, 0, 1, 1, 0], [0] * 6]

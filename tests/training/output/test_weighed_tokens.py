@@ -23,7 +23,9 @@ SECTION = LossSection.model_validate(
 
 def microbatch(mtp_depths: int = 2) -> Microbatch:
     samples = three_steps()[0][:4]
-    return collate([[sample] for sample in samples], RowForm(SEQ, loss_terms(SECTION), mtp_depths=mtp_depths), None)
+    return collate(
+        [[sample] for sample in samples], RowForm(SEQ, loss_terms(SECTION), num_predictions=1 + mtp_depths), None
+    )
 
 
 def test_main_terms_share_one_distribution_and_every_depth_has_its_own() -> None:
