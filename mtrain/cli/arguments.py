@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from mtrain.base.spelling import meant
+from mtrain.cli.examples import EXAMPLES
 
 if TYPE_CHECKING:
     from mtrain.config import Config
@@ -33,6 +36,21 @@ TextInputs = Annotated[
 ]
 GlobOption = Annotated[str, typer.Option(help="Which files of a folder are read.")]
 TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
+
+
+class Verbs(TyperGroup):
+    """Command group that offers, in place of an unknown verb, only the one that is meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Resolves the verb; `args` follows the options of the group and is never empty."""
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            inner = [each for each in EXAMPLES if each.endswith(f" {name}")]
+            known = [f"mtrain {each}" for each in inner] or [
+                repr(near) for near in [meant(name, self.commands)] if near
+            ]
+            ctx.fail(f"No such command {name!r}." + (f" Did you mean {' or '.join(known)}?" if known else ""))
+        return super().resolve_command(ctx, args)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -19,6 +19,7 @@ import typer
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.ground import require_ground
+from mtrain.cli.arguments import Verbs
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mtrain.convert.proof import Proof
 
 convert_app = typer.Typer(
+    cls=Verbs,
     help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",
     no_args_is_help=True,
     add_completion=False,

@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
 import mtrain
 from mtrain.base.log import show_lines
-from mtrain.cli.arguments import SectionedCommand
+from mtrain.cli.arguments import SectionedCommand, Verbs
 from mtrain.cli.examples import EXAMPLES
 
 
@@ -61,7 +60,7 @@ VERBS = {
 """Verbs by the groups of the help page."""
 
 
-class _Program(TyperGroup):
+class _Program(Verbs):
     """Command group that imports only the verb that is called, and lists verbs in groups."""
 
     def __init__(self, **attributes: Any) -> None:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtrain.cli.arguments import Verbs
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config.foreign.translation import Translation
 
 from_app = typer.Typer(
+    cls=Verbs,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Translates configurations of other programs; says what could not be carried over.",

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain.base.ground import require_ground
-from mtrain.cli.arguments import ConfigArguments, ModelArgument, loaded_config
+from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config
 from mtrain.cli.messages import one_message, prefixed_traceback
 
 if TYPE_CHECKING:
     from mtrain.config import Config
     from mtrain.verify.core.result import Report
 
-verify_app = typer.Typer(help="Checks the promise on your own configuration.", no_args_is_help=True)
+verify_app = typer.Typer(cls=Verbs, help="Checks the promise on your own configuration.", no_args_is_help=True)
 
 
 class RolloutDtype(enum.StrEnum):

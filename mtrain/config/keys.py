@@ -108,7 +108,7 @@ def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Ite
         )
         for each in inner:
             of_kind = (_kind(each),) if len(inner) > 1 and "kind" in each.model_fields else ()
-            yield from _keys_of(each, f"{prefix}{name}{_separator(info.annotation)}", of_kind or kinds)
+            yield from _keys_of(each, f"{prefix}{name}{separator(info.annotation)}", of_kind or kinds)
 
 
 def texts_of(section: type[Section]) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _separator(annotation: Any) -> str:
+def separator(annotation: Any) -> str:
     """Returns what stands between a section's name and a key of it."""
     origins = {get_origin(each) for each in _alternatives(annotation)}
     if tuple in origins:

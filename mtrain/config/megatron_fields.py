@@ -5,12 +5,12 @@ fields are read from the source of the installed package, since importing it wou
 """
 
 import ast
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from mtrain.base.ground import source_of
+from mtrain.base.spelling import meant
 
 TYPED_KNOBS = {
     "num_layers": "model.num_layers",
@@ -418,12 +418,8 @@ def is_default(name: str, value: Any) -> bool:
 
 
 def _nearest(name: str) -> str:
-    candidates = difflib.get_close_matches(name, sorted(field_defaults().keys()), n=1)
-    if not candidates:
-        return "remove it"
-    if candidates[0] in TYPED_KNOBS:
-        return f"did you mean {TYPED_KNOBS[candidates[0]]}?"
-    return f"did you mean megatron.{candidates[0]}?"
+    near = meant(name, field_defaults())
+    return "remove it" if near is None else f"did you mean {TYPED_KNOBS.get(near, f'megatron.{near}')}?"
 
 
 _CLASSES = {

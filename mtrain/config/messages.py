@@ -1,13 +1,15 @@
 """Findings of pydantic in words: dotted key, what was given, what is needed, what to change."""
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
-from mtrain.config.foreign.keys import OURS
+from mtrain.base.spelling import meant, plain
+from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS
+from mtrain.config.keys import separator
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
@@ -49,12 +51,19 @@ def dotted(location: Location) -> str:
 
 
 def readable(detail: ErrorDetails) -> Iterator[str]:
-    """Yields one line for each fault that a finding of pydantic names."""
+    """Yields one line for each fault that a finding of pydantic names and no other finding does."""
     key = dotted(without_kinds(detail["loc"]))
     error = detail.get("ctx", {}).get("error")
     match detail["type"]:
         case "extra_forbidden":
             yield _unknown_key(detail["loc"])
+        case "invalid_key":
+            place = dotted(without_kinds(detail["loc"])[:-1]) or "the configuration"
+            yield f"{place}: a key is a text, but {_shown(detail['input'])} was given as one; change it"
+        case "missing" if isinstance(detail["loc"][-1], int):
+            if detail["loc"][-1] == len(detail["input"]):
+                place = dotted(without_kinds(detail["loc"])[:-1])
+                yield f"{place}: more values are needed than {_shown(detail['input'])} has; change it"
         case "missing":
             yield f"{key}: no value is given; set {_required(detail['loc']) or 'it'}"
         case "value_error" if isinstance(error, BrokenRulesError):
@@ -66,6 +75,11 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
             yield f"{key}.kind: one of {kinds} is needed, but {given!r} was given; change it"
         case "model_type" | "model_attributes_type" | "union_tag_not_found":
             yield f"{key}: a section with keys is needed, but {_shown(detail['input'])} was given; change it"
+        case "tuple_type" | "dict_type":
+            needed = "a list" if detail["type"] == "tuple_type" else "a mapping of keys to values"
+            yield f"{key}: {needed} is needed, but {_shown(detail['input'])} was given; change it"
+        case "too_short" if detail["input"] and not detail["ctx"]["actual_length"]:
+            return  # all of its elements are wrong, and each has its own finding
         case _:
             message = detail["msg"][:1].lower() + detail["msg"][1:]
             yield f"{key}: {message}, but {_shown(detail['input'])} was given; change it"
@@ -101,14 +115,25 @@ def _unknown_key(location: Location) -> str:
             f"{dotted((*place, name))}: this is not a key of {dotted((*place, 'kind'))}={kind}, but of "
             f"{' and '.join(kinds)}; remove it or change the kind"
         )
-    return f"{dotted((*place, name))}: there is no such key; {_nearest(place, section, str(name))}"
+    first, dot, rest = str(name).partition(".")
+    if dot and any(first in each.model_fields for each in sections_at(place)):
+        return (
+            f"{dotted((*place, name))}: in a file, this dot is part of the name and begins no section; write "
+            f"{first}: {{{rest}: ...}}"
+        )
+    keys = list(section.model_fields) if section else []
+    return f"{dotted((*place, name))}: there is no such key; {_hint(place, keys, str(name))}"
 
 
 def unknown_key(name: str) -> str:
     """Explains a dotted key that no configuration has, and names the one that may be meant."""
-    *parents, last = name.split(".")
-    section = next(iter(sections_at(tuple(parents))), None)
-    return f"{name}: there is no such key; {_nearest(tuple(parents), section, last)}"
+    *place, last = name.split(".")
+    if not place and (near := meant(last, _places())):
+        hint = _did_you_mean(_places()[near])
+    else:
+        keys = dict.fromkeys(key for section in sections_at(tuple(place)) for key in section.model_fields)
+        hint = _hint(tuple(place), list(keys), last)
+    return f"{name}: there is no such key; {hint}"
 
 
 def _kinds_with(place: Location, name: str) -> list[str]:
@@ -116,22 +141,49 @@ def _kinds_with(place: Location, name: str) -> list[str]:
     return [kind for each in sections_at(place) if name in each.model_fields for kind in kinds_of(each)]
 
 
-def _nearest(place: Location, section: type[Section] | None, name: str) -> str:
-    """Suggests the key that other programs call so, else the nearest key of the same section, else of any section, else
-    lists the section's keys."""
-    keys = list(section.model_fields) if section else []
-    if ours := OURS.get(name):
-        return f"it is {ours} here"
-    if near := difflib.get_close_matches(name, keys, n=1):
-        return f"did you mean {dotted((*place, near[0]))}?"
-    elsewhere = {key: dotted((top, key)) for top in Config.model_fields for key in _keys_of(top)}
-    if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8):
-        return f"did you mean {elsewhere[near[0]]}?"
+def _hint(place: Location, keys: list[str], name: str) -> str:
+    """Says which key is meant, if a name leaves no doubt, else which ones the section has.
+
+    The same name comes first, in this section and then in others; then the name that other programs have for a key,
+    then a slip of the finger in this section. A key with another meaning is never named.
+    """
+    known = plain(name)
+    if here := next((key for key in keys if plain(key) == known), None):
+        return _did_you_mean([dotted((*place, here))])
+    own = [dotted((*place, key)) for key in keys if known in SYNONYMS.get(key, ())]
+    if known in _places():
+        return _did_you_mean([*own, *_places()[known]])
+    if own:
+        return f"it is {own[0]} here"
+    if known in FOLLOWING:
+        return f"it follows from {FOLLOWING[known]}; remove it"
+    if known in OURS:
+        return f"it is {OURS[known]} here"
+    if near := meant(name, keys):
+        return _did_you_mean([dotted((*place, near))])
     return f"{dotted(place) or 'a configuration'} has {', '.join(keys)}"
 
 
-def _keys_of(top: str) -> list[str]:
-    return [key for section in sections_at((top,)) for key in section.model_fields]
+def _did_you_mean(keys: list[str]) -> str:
+    *others, last = keys
+    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+
+
+@cache
+def _places() -> Mapping[str, list[str]]:
+    """Returns the dotted keys that end with each name."""
+    found: dict[str, list[str]] = {}
+
+    def add(section: type[Section], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            keys = found.setdefault(name, [])
+            if prefix + name not in keys:  # kinds of a section share keys
+                keys.append(prefix + name)
+            for each in sections_in(field.annotation):
+                add(each, prefix + name + separator(field.annotation))
+
+    add(Config, "")
+    return found
 
 
 def sections_at(place: Location) -> tuple[type[Section], ...]:

@@ -136,6 +136,14 @@ def test_a_verb_that_is_not_there_names_the_nearest() -> None:
     assert (code, "No such command 'chec'. Did you mean 'check'" in text) == (2, True)
 
 
+def test_a_verb_of_a_verb_is_named_in_full_and_another_one_never() -> None:
+    """No letters make `report` of `export`."""
+    code, text = call("export")
+    assert (code, "Did you mean mtrain convert export?" in text) == (2, True)
+    assert "Did you mean" not in call("compile")[1]
+    assert "Did you mean 'parity'?" in call("verify", "paritty")[1]
+
+
 def test_check_prints_the_plan_in_plain_lines(config_path: Path) -> None:
     overrides = ["layout.tp=2", "layout.sp=true", "layout.pp=2", "layout.vpp=2", "train.micro_batch_size=2"]
     unneeded = ("torch", "rich", "mtrain.hf.schema.registry", "mtrain.plan.search.search")

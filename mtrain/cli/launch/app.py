@@ -7,12 +7,12 @@ import typer
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.ground import require_ground
-from mtrain.cli.arguments import ConfigArguments, SectionedCommand, split_arguments
+from mtrain.cli.arguments import ConfigArguments, SectionedCommand, Verbs, split_arguments
 from mtrain.cli.launch.kubernetes import kubernetes, torchrun
 from mtrain.cli.launch.slurm import slurm
 from mtrain.cli.messages import one_message
 
-launch_app = typer.Typer(help="Starts the ranks of a run.", no_args_is_help=True)
+launch_app = typer.Typer(cls=Verbs, help="Starts the ranks of a run.", no_args_is_help=True)
 
 
 launch_app.command(cls=SectionedCommand)(slurm)

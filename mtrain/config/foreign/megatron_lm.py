@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import meant
 from mtrain.config.foreign.megatron_arguments import (
     BALANCE,
     DELTA_NET,
@@ -71,8 +71,8 @@ def _known(name: str) -> str:
     every = TRANSLATED | REFUSED | WITHOUT_EFFECT
     if name in every:
         return name
-    near = difflib.get_close_matches(name.replace("_", "-"), sorted(every), n=1)
-    hint = f"did you mean --{near[0]}?" if near else "remove it"
+    near = meant(name, every)
+    hint = f"did you mean --{near}?" if near else "remove it"
     raise ConfigError(f"--{name} is no argument of Megatron-LM (August 2026); {hint}")
 
 

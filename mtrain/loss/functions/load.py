@@ -1,6 +1,5 @@
 """Finds a loss function by the name that the configuration gives."""
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -9,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import meant
 from mtrain.config.extras import columns
 from mtrain.config.schema.loss import LOSS_FUNCTIONS
 from mtrain.loss.diagnostics import Reported
@@ -114,12 +114,10 @@ def _import(module_name: str, path: str) -> ModuleType:
 
 
 def _nearest(name: str, module: ModuleType) -> str:
-    """Returns a hint for the user: functions of the module with a similar name, or all of them."""
+    """Returns a hint for the user: the function of the module that is meant, or all of them."""
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4)
-    return (
-        f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(functions)) or 'no functions'}"
-    )
+    near = meant(name, functions)
+    return f"did you mean {near}?" if near else f"it has {', '.join(sorted(functions)) or 'no functions'}"
 
 
 def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:

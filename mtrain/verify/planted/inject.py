@@ -5,10 +5,10 @@ Each has occurred in a real trainer. The reference never has one. `--inject NAME
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import meant
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan import padded_vocab_size
@@ -226,8 +226,8 @@ def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Faul
     """
     fault = next((each for each in faults if each.name == name), None)
     if fault is None:
-        near = difflib.get_close_matches(name, [each.name for each in faults], n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}?" if near else "see --list-injections"
+        near = meant(name, [each.name for each in faults])
+        hint = f"did you mean {near}?" if near else "see --list-injections"
         raise ConfigError(f"--inject {name}: there is no such fault; {hint}")
     if fault.axis is not None and fault.axis not in axes:
         raise ConfigError(
