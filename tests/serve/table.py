@@ -18,12 +18,28 @@ from mtrain.serve.work import Served
 from tests.parity.cases import Case
 from tests.parity.compare import relative
 from tests.parity.expert_models import MIXTRAL
+from tests.paths import ROOT
 from tests.pool import Pool
 from tests.serve.oracle import LOSSES, Oracle
 from tests.serve.service import datum, running, sequences, session
 from tests.serve.test_clients import ADAM, LAYOUTS, LENGTHS, VOCAB, inputs_of, named, saved, worst
 
 PROMPT = [3, 4, 5]
+PAGE = ROOT / "docs" / "serve.md"
+
+
+def column(one: Case) -> str:
+    """Returns the heading of a layout's column."""
+    return {"one": "one rank", "dp2-ep2": "dp2-ep2, experts"}.get(named(one), named(one))
+
+
+def printed() -> dict[str, dict[str, float]]:
+    """Returns the page's table: the deviation of each call, by heading."""
+    text = PAGE.read_text()
+    heading, _, *rows = text[text.index("| call | one rank |") :].partition("\n\n")[0].splitlines()
+    names = [each.strip() for each in heading.split("|")[2:-1]]
+    cells = [[each.strip() for each in row.split("|")[1:-1]] for row in rows]
+    return {name: {row[0]: float(row[place]) for row in cells} for place, name in enumerate(names, 1)}
 
 
 def apart(found: Sequence[Any], exact: Sequence[Tensor]) -> float:
@@ -129,7 +145,7 @@ def main() -> None:
     columns = {}
     for one in LAYOUTS:
         with TemporaryDirectory() as folder:
-            columns[named(one)] = measured(pool, one, Path(folder) / "base")
+            columns[column(one)] = measured(pool, one, Path(folder) / "base")
     print(f"| call | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|")
     for call in next(iter(columns.values())):
         print(f"| {call} | {' | '.join(f'{each[call]:.1e}' for each in columns.values())} |")
