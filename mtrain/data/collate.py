@@ -63,17 +63,18 @@ class RowForm:
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
         """Returns the form of the rows of a run whose loss functions read these extras."""
+        shape = routes_shape(config.model)
         return cls(
             width=config.row_width,
             terms=loss_terms(config.loss),
             is_packed=config.data.packing is not None,
             isolates_documents=config.data.isolate_documents,
-            with_padding=config.model.experts is not None,
+            with_padding=bool(shape),
             num_predictions=config.model.num_predictions,
             with_sources=bool(config.data.source_names),
             window=config.model.sliding_window,
             extras=tuple(extras),
-            routes_shape=routes_shape(config.model),
+            routes_shape=shape,
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:

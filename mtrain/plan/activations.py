@@ -221,7 +221,7 @@ class Activations:
         """Estimates the gradients between the projections of a feed-forward part, and of its weight before float32
         accumulation."""
         model, adapter = self.config.model, self.config.adapter
-        wide = max(_feed_forward_width(model, self.layout, layer) for layer in set(kinds(model)))
+        wide = max(part.inner_elements(model, self.layout) for part in present(model))
         hidden_twice = 2 * hidden_local(model, self.layout)
         if adapter is None:
             return (self.tokens * (wide + hidden_twice) + wide * model.hidden_size) * element_bytes(self.config.train)
@@ -369,14 +369,6 @@ def _recomputed_modules(train: TrainSection) -> tuple[str, ...]:
             assert_never(train.recompute)
 
 
-def _feed_forward_width(model: ModelSection, layout: Layout, layer: int) -> int:
-    """Returns the elements a token between the projections, on one rank."""
-    if model.has_experts(layer) and model.experts is not None:
-        experts = model.experts
-        return (experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size) // layout.tp
-    return model.ffn_hidden_size // layout.tp if model.has_dense(layer) else 0
-
-
 _BEHIND_INPUT_NORM = frozenset((*GROUPS["qkv"], "qkv_proj", *GROUPS["in_proj"], "in_proj_qkvz", "in_proj_ba"))
 _BEHIND_INPUT_NORM -= {"q_b_proj", "kv_b_proj"}  # these read latents
 _BEHIND_OUTPUT_NORM = frozenset((*GROUPS["fc1"], "gate_up_proj", "experts"))
@@ -413,9 +405,8 @@ def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices
     found = 0
     for each in matrices:
         assert each.linear != EMBEDDING, "no part of a layer"
-        copies = model.experts.top_k if each.num_experts and model.experts is not None else 1
         is_local = layout.sp and (each.is_row_parallel or bool(each.num_experts))
-        found += copies * adapter.rank_of(each.part) // (layout.tp if is_local else 1)
+        found += each.num_chosen * adapter.rank_of(each.part) // (layout.tp if is_local else 1)
     if adapter.has_magnitudes:
         outputs = {each.linear: _outputs(model, layout, each) for each in matrices}
         found += 2 * sum(outputs.values())

@@ -123,10 +123,9 @@ def flops_of_step(
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
     """Counts the multiply-adds of one forward pass through all pairs of low rank."""
-    top_k = 1 if model.experts is None else model.experts.top_k
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
-    of_tokens = sum(each.multiplied(adapter, top_k) for each in layers)
-    of_tables = {each.linear: each.multiplied(adapter, top_k) for each in tables(model, adapter)}
+    of_tokens = sum(each.multiplied(adapter) for each in layers)
+    of_tables = {each.linear: each.multiplied(adapter) for each in tables(model, adapter)}
     of_tokens += of_tables.get(EMBEDDING, 0)
     return work.tokens * of_tokens + work.outputs * of_tables.get(OUTPUT, 0)
 

@@ -93,6 +93,8 @@ class AdaptedMatrix:
     """Whether every rank of TP holds all of it."""
     num_experts: int = 0
     """Number of matrices of this size in one layer, one an expert; 0 for one matrix that is no expert's."""
+    num_chosen: int = 1
+    """Number of matrices of this size by which one token is multiplied."""
 
     def parameters(self, adapter: AdapterSection) -> Parameters:
         """Counts the parameters of the pair and of the magnitudes."""
@@ -107,12 +109,11 @@ class AdaptedMatrix:
             return Parameters(divided=of_a, replicated=of_b + magnitudes)
         return Parameters(divided=of_b + magnitudes, replicated=of_a)
 
-    def multiplied(self, adapter: AdapterSection, top_k: int) -> int:
-        """Counts the elements of the pair by which one token is multiplied; `top_k` experts see it."""
-        copies = top_k if self.num_experts else 1
+    def multiplied(self, adapter: AdapterSection) -> int:
+        """Counts the elements of the pair by which one token is multiplied."""
         rank = adapter.rank_of(self.part)
         looked_up = rank * self.columns if self.linear == EMBEDDING else 0
-        return copies * rank * (self.rows + self.columns) - looked_up
+        return self.num_chosen * rank * (self.rows + self.columns) - looked_up
 
 
 SMALL_HEAD_DIM = 8
@@ -217,6 +218,10 @@ class LayerPart(Feature, ABC):
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the elements a token and rank that the backward pass needs."""
+        return 0
+
+    def inner_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the elements a token and rank between the projections of a feed-forward part."""
         return 0
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:

@@ -40,6 +40,9 @@ class DenseFeedForward(LayerPart):
         """Counts the elements between the projections."""
         return _kept_widths(model) * model.ffn_hidden_size // layout.tp
 
+    def inner_elements(self, model: ModelSection, layout: Layout) -> int:
+        return model.ffn_hidden_size // layout.tp
+
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         return _adapted(model, "mlp", model.ffn_hidden_size)
 
@@ -82,12 +85,15 @@ class ExpertFeedForward(LayerPart):
 
     def matrix_elements(self, model: ModelSection) -> int:
         experts = _section(model)
-        width = experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-        return model.hidden_size * (_num_matrices(model) * width + experts.num_experts) + _gate_elements(model)
+        columns = _num_matrices(model) * _width(experts) + experts.num_experts
+        return model.hidden_size * columns + _gate_elements(model)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts inputs and outputs of experts, a copy for each expert of a token; a balanced load is assumed."""
         return sum(self._kept(model, layout))
+
+    def inner_elements(self, model: ModelSection, layout: Layout) -> int:
+        return _width(_section(model)) // layout.tp
 
     def axes(self, model: ModelSection) -> dict[str, int]:
         """Names E the experts, e the feed-forward width of one, t that of all shared experts."""
@@ -97,10 +103,17 @@ class ExpertFeedForward(LayerPart):
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Yields the matrices of all experts, whose gate and up share their A, as in PEFT's form for experts."""
         experts, hidden = _section(model), model.hidden_size
-        inner, count = experts.ffn_hidden_size, experts.num_experts
-        outer = 2 * inner if model.is_gated else inner
-        yield AdaptedMatrix("mlp.experts.linear_fc1", "experts", outer, hidden, num_experts=count)
-        yield AdaptedMatrix("mlp.experts.linear_fc2", "experts", hidden, inner, num_experts=count)
+        inner = experts.ffn_hidden_size
+        sizes = {"fc1": (2 * inner if model.is_gated else inner, hidden), "fc2": (hidden, inner)}
+        for name, (rows, columns) in sizes.items():
+            yield AdaptedMatrix(
+                f"mlp.experts.linear_{name}",
+                "experts",
+                rows,
+                columns,
+                num_experts=experts.num_experts,
+                num_chosen=experts.top_k,
+            )
         if experts.shared_ffn_hidden_size:
             yield from _adapted(model, "mlp.shared_experts", experts.shared_ffn_hidden_size)
 
@@ -187,6 +200,11 @@ def router_parameters(model: ModelSection) -> Parameters:
     """Counts the parameters of a router: a row for each expert."""
     experts = _section(model)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
+
+
+def _width(experts: ExpertsSection) -> int:
+    """Returns the elements of a token between the projections of all its experts."""
+    return experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
 
 
 def _gate_elements(model: ModelSection) -> int:

@@ -51,12 +51,11 @@ def cases_of(config: Sections) -> tuple[Case, ...]:
 def _features(config: Sections, layer: int) -> tuple[str, ...]:
     model, train, layout = config.model, config.train, config.layout
     window = window_of(model, layer)
-    has_experts = model.experts is not None and model.experts.has_experts(layer)
     told = {
         "latent attention": model.attention(layer) == "latent",
         f"window {window}": window is not None,
         "sinks": model.attention_sinks,
-        "experts": has_experts,
+        "experts": model.has_experts(layer),
         "documents": config.data.isolate_documents,
         f"adapters ({'' if config.adapter is None else config.adapter.kind})": config.adapter is not None,
         f"cp{layout.cp} {layout.cp_comm}": layout.cp > 1,

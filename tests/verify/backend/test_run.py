@@ -212,6 +212,15 @@ def test_few_layers_show_all_kinds() -> None:
     assert few_layers(config(model__sliding_window=4096), 96).model.sliding_window == 32
 
 
+def test_only_layers_with_experts_are_named_so() -> None:
+    user = load_config(
+        [ROOT / "configs" / "model" / "nemotron3_nano_30b_a3b.yaml", ROOT / "configs" / "run" / "pretrain.yaml"]
+    )
+    assert user.model.layer_pattern is not None
+    named = {user.model.layer_pattern[case.layer]: case.name for case in cases_of(user)}
+    assert {kind for kind, name in named.items() if "experts" in name} == {"E"}
+
+
 @pytest.mark.parametrize("run", ["pretrain", "finetune"])
 @pytest.mark.parametrize("model", sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml")))
 def test_layers_of_every_shipped_model_can_be_compared(model: str, run: str) -> None:
