@@ -6,7 +6,9 @@ extra of k numbers a token travels as k arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import re
+from collections.abc import Iterable, Sequence
 
 TEMPERATURE = "temperature"
 """Name of the extra with the temperature that a sample's tokens were drawn at."""
@@ -15,18 +17,19 @@ ROUTED_EXPERTS = "routed_experts"
 chooses."""
 
 
-def key_and_width(extra: str) -> tuple[str, int | None]:
-    """Splits an entry of data.extras into the key of records and its numbers a token; None where it is one number.
+def key_and_sizes(extra: str) -> tuple[str, tuple[int, ...]]:
+    """Splits an entry of data.extras into the key of records and the sizes of what it has of a token: () for one
+    number, one size for a list, two (layers x experts) for routed_experts.
 
     Raises:
-        ValueError: The text after the colon is no whole number of at least 1.
+        ValueError: What follows the colon are no whole numbers of at least 1, or too many.
     """
-    key, colon, width = extra.partition(":")
-    if not colon:
-        return key, None
-    if not (width.isascii() and width.isdigit() and int(width) > 0):
+    key, colon, text = extra.partition(":")
+    sizes = text.split("x") if colon else []
+    most = 2 if key == ROUTED_EXPERTS else 1
+    if len(sizes) > most or not all(re.fullmatch("0*[1-9][0-9]*", size) for size in sizes):
         raise ValueError(extra)
-    return key, int(width)
+    return key, tuple(map(int, sizes))
 
 
 def column(key: str, number: int) -> str:
@@ -37,6 +40,20 @@ def column(key: str, number: int) -> str:
 def columns(key: str, width: int | None) -> list[str]:
     """Returns the names under which an extra travels."""
     return [key] if width is None else [column(key, number) for number in range(width)]
+
+
+def columns_of(extra: str) -> list[str]:
+    """Returns the names under which an entry of data.extras travels: `routed_experts:2x8` as routed_experts[0][0] to
+    routed_experts[1][7]."""
+    key, sizes = key_and_sizes(extra)
+    return [key + "".join(f"[{number}]" for number in place) for place in itertools.product(*map(range, sizes))]
+
+
+def route_columns(names: Sequence[str]) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the places of routed experts among columns, and their [layers, top_k]; nothing where there are none."""
+    places = [place for place, name in enumerate(names) if name.startswith(f"{ROUTED_EXPERTS}[")]
+    last = re.findall(r"\[(\d+)]", names[places[-1]]) if places else []
+    return places, tuple(int(number) + 1 for number in last)
 
 
 def as_configured(names: Iterable[str]) -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Literal, assert_never
 
 from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
+from mtrain.config.extras import ROUTED_EXPERTS, key_and_sizes
 from mtrain.config.known_issues import sizes_of_attention
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection
 from mtrain.config.schema.layout import LayoutSection
@@ -351,6 +352,30 @@ def heads(config: Sections) -> Iterator[str]:
         yield f"data.too_long=split would judge parts of a sequence under {key}; set it to end, start or drop"
     if isinstance(config.data, FilesSection) and not isinstance(config.data, SftSection):
         yield f"{key} judges sequences of records, but data.kind={config.data.kind} has none; set data.kind=sft"
+
+
+def replayed_routes(model: ModelSection, data: AnyData) -> Iterator[str]:
+    """Checks that experts in records are those of the model's layers, and that they can be taken."""
+    sizes = dict(map(key_and_sizes, data.extras)).get(ROUTED_EXPERTS)
+    if sizes is None:
+        return
+    key, experts = f"data.extras names {ROUTED_EXPERTS}", model.experts
+    if experts is None:
+        yield f"{key}, but the model has no experts (model.experts); remove it"
+        return
+    if sizes != (model.num_layers, experts.top_k):
+        given = ":".join([ROUTED_EXPERTS, *["x".join(map(str, sizes))] * bool(sizes)])
+        yield (
+            f"data.extras names {given}, but model.num_layers={model.num_layers} (dense ones too) and "
+            f"model.experts.top_k={experts.top_k}; write {ROUTED_EXPERTS}:{model.num_layers}x{experts.top_k}"
+        )
+    if experts.capacity_factor is not None:
+        yield (
+            f"{key}, but model.experts.capacity_factor={experts.capacity_factor} drops tokens, so that a choice cannot "
+            "be replayed; set capacity_factor=null, or remove it"
+        )
+    if model.head is not None:
+        yield f"{key}, but records with a label for {model.head} have no extras; remove it"
 
 
 def _functions_of(compares: Literal["pairs", "answers"]) -> list[str]:

@@ -65,8 +65,8 @@ class StepEntry:
     num_samples: int
     """Samples of the global batch, over all ranks."""
     digest: int
-    """Sum of the samples' digests modulo 2^64, each of tokens, labels, mask and weight; independent of who read them
-    and in what order."""
+    """Sum of the samples' digests modulo 2^64, each of tokens, labels, mask, weight and routed experts; independent of
+    who read them and in what order."""
     sources: tuple[SourceEntry, ...]
     skipped: bool = False
     """Whether the step was read, but no update came of it."""
@@ -137,7 +137,8 @@ def _num_loss_tokens(sample: Sample) -> int:
 
 def _digest(sample: Sample) -> int:
     digest = hashlib.blake2b(np.float64(sample.weight).tobytes(), digest_size=8)
-    for part in (sample.tokens, sample.labels, sample.mask):
+    routes = () if sample.routed_experts is None else (sample.routed_experts,)
+    for part in (sample.tokens, sample.labels, sample.mask, *routes):
         digest.update(np.ascontiguousarray(part).tobytes())
     return int.from_bytes(digest.digest(), "little")
 

@@ -6,8 +6,9 @@ They have the form that vLLM and SGLang return: [tokens, layers, top_k] integers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from mtrain.config.schema.model import ModelSection
 
 Routes = NDArray[np.int32]
 """[tokens, layers, top_k]: the experts of each token and layer; -1 where the router chooses."""
+_TOKENS_AT_A_TIME = 2**12
+"""Tokens that are checked together; a cache may be larger than memory."""
 MAKERS = "vLLM (enable_return_routed_experts), SGLang (return_routed_experts) and Engine.generate make them so"
 
 
@@ -45,12 +48,33 @@ def checked_routes(given: Any, num_tokens: int, model: ModelSection, name: str) 
         ConfigError: The model cannot replay a choice.
         ValueError: The value is no choice of this model's experts.
     """
-    section = replaying(model, f"{name} has {ROUTED_EXPERTS}")
-    layers = np.array([model.has_experts(layer) for layer in range(model.num_layers)])
+    replaying(model, f"{name} has {ROUTED_EXPERTS}")
+    values, width = shaped_routes(given, num_tokens, routes_shape(model), name), math.prod(routes_shape(model))
+    fault = route_fault(values.reshape(-1, width), range(width), model)
+    if fault is not None:
+        raise ValueError(f"{name}: {ROUTED_EXPERTS} of token {fault.token} {fault.why}")
+    found = unknown_routes(num_tokens - 1, model)
+    layers = _layers_with_experts(model)
+    # what stands in a dense layer means nothing: vLLM writes 0
+    found[:, layers] = values[:, layers]
+    return found
+
+
+def shaped_routes(given: Any, num_tokens: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    """Checks that there are integers of each token that is read; returns these, [num_tokens - 1, layers, top_k].
+
+    Args:
+        given: Lists, an array or a tensor.
+        num_tokens: Number of tokens of the sequence, the last of which is only predicted.
+        shape: [layers, top_k].
+        name: Name of the sequence in messages.
+
+    Raises:
+        ValueError: The value has another shape, or other numbers.
+    """
     values = _integers(given, f"{name}: {ROUTED_EXPERTS}")
-    shape = routes_shape(model)
     if values.size == 0 and num_tokens == 1:
-        return unknown_routes(0, model)
+        return np.empty((0, *shape), np.int32)
     if values.shape not in ((num_tokens - 1, *shape), (num_tokens, *shape)):
         raise ValueError(
             f"{name} has {num_tokens} tokens, but {ROUTED_EXPERTS} of shape {list(values.shape)}; give [tokens, "
@@ -58,17 +82,38 @@ def checked_routes(given: Any, num_tokens: int, model: ModelSection, name: str) 
             f"each: the last is not used), all layers of the model, dense ones too (model.num_layers), and "
             f"model.experts.top_k; {MAKERS}"
         )
-    found = unknown_routes(num_tokens - 1, model)
-    # what stands in a dense layer means nothing: vLLM writes 0
-    found[:, layers] = values[: num_tokens - 1, layers]
-    for is_bad, why in _faults(values[: num_tokens - 1], layers, section):
-        if is_bad.any():
-            token, layer = map(int, np.argwhere(is_bad)[0])
-            raise ValueError(
-                f"{name}: {ROUTED_EXPERTS} of token {token} in layer {layer} are {values[token, layer].tolist()}, but "
-                f"{why}"
-            )
-    return found
+    return values[: num_tokens - 1]
+
+
+class RouteFault(NamedTuple):
+    """The first token whose experts the model does not have."""
+
+    token: int
+    why: str
+
+
+def route_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSection) -> RouteFault | None:
+    """Says what is wrong with numbers as experts of a model; returns None where nothing is.
+
+    Args:
+        numbers: [tokens, columns].
+        places: Columns of the experts of a token, by layer.
+        model: Architecture with the experts.
+    """
+    assert model.experts is not None, "routes are of a model with experts"
+    layers = _layers_with_experts(model)
+    for start in range(0, len(numbers), _TOKENS_AT_A_TIME):
+        part = numbers[start : start + _TOKENS_AT_A_TIME, places].reshape(-1, *routes_shape(model))
+        for is_bad, why in _faults(part, layers, model.experts):
+            if is_bad.any():
+                token, layer = map(int, np.argwhere(is_bad)[0])
+                named = part[token, layer].astype(int).tolist()
+                return RouteFault(start + token, f"in layer {layer} are {named}, but {why}")
+    return None
+
+
+def _layers_with_experts(model: ModelSection) -> NDArray[np.bool_]:
+    return np.array([model.has_experts(layer) for layer in range(model.num_layers)])
 
 
 def replaying(model: ModelSection, what: str) -> ExpertsSection:

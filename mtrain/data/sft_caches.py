@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 
 from mtrain.base.errors import DataError, NumericError
-from mtrain.config.extras import TEMPERATURE
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, route_columns
 from mtrain.config.schema.data import SftSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
@@ -20,6 +21,7 @@ from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
 from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.numbers import top_k_fault
+from mtrain.data.routes import route_fault
 from mtrain.data.samples.sample import SampleEncoder
 from mtrain.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
@@ -42,27 +44,25 @@ class SftCaches:
         self,
         section: SftSection,
         tokenizer: Tokenizer,
-        vocab_size: int,
+        model: ModelSection,
         compares: Literal["pairs", "answers"] | None = None,
-        head: HeadOutput | None = None,
         columns: Sequence[str] | None = None,
     ) -> None:
         """
         Args:
             section: The section `data.*` of the configuration.
             tokenizer: Tokenizer that `data.tokenizer` names.
-            vocab_size: Size of the model's vocabulary.
+            model: Architecture of the model, with its vocabulary, its experts and its head.
             compares: Form of the records where answers are compared; None where they are not.
-            head: Head that judges sequences; None without one.
             columns: Names of the columns of extras where they are the labels of records; None takes those of `section`.
 
         Raises:
             DataError: The chat template cannot be read.
             MachineError: No folder can hold the cache.
         """
-        self._section, self._vocab_size, self._columns = section, vocab_size, columns or section.extra_columns
+        self._section, self._model, self._columns = section, model, columns or section.extra_columns
         self._added = tokenizer.added
-        self._of_records = (compares, head, bool(columns))
+        self._of_records = (compares, model.head, bool(columns))
         # left out where they are empty, so that entries of versions without these keys are found
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *empty})
@@ -93,10 +93,12 @@ class SftCaches:
         cache = token_cache(job, self._fingerprint, options)
         _check_bad(cache, path, section)
         _check_extras(cache, self._columns)
-        _check_top_k(cache, self._columns, self._vocab_size)
-        if cache.highest_id >= self._vocab_size:
+        vocab_size = self._model.vocab_size
+        _check_top_k(cache, self._columns, vocab_size)
+        _check_routes(cache, self._columns, self._model)
+        if cache.highest_id >= vocab_size:
             raise DataError(
-                f"{path} holds token {cache.highest_id}, but model.vocab_size is {self._vocab_size}; take the model's "
+                f"{path} holds token {cache.highest_id}, but model.vocab_size is {vocab_size}; take the model's "
                 "own tokenizer or raise model.vocab_size"
             )
         return cache
@@ -178,6 +180,19 @@ def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> No
     if fault is not None:
         place, number = _place_of_token(cache, fault.row)
         raise DataError(f"{place}: has, at token {number}, {fault.why}")
+
+
+def _check_routes(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
+    """Refuses experts that the model does not have.
+
+    Raises:
+        DataError: A number is no expert, or an expert stands twice.
+    """
+    places, _ = route_columns(names)
+    fault = route_fault(cache.extras, places, model) if places else None
+    if fault is not None:
+        place, number = _place_of_token(cache, fault.token)
+        raise DataError(f"{place}: {ROUTED_EXPERTS} of token {number} {fault.why}")
 
 
 def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:

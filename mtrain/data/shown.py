@@ -16,6 +16,7 @@ import numpy as np
 from mtrain.config import Config
 from mtrain.config.derived import compared, data_phases, phase_number
 from mtrain.config.schema.data import AnyData
+from mtrain.config.schema.model import ModelSection
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import Sample
 from mtrain.data.samples.sft import SftDataset
@@ -54,6 +55,8 @@ class ShownSample:
     weight: float
     """Weight of the whole sequence, as the data give it."""
     tokens: tuple[ShownToken, ...]
+    num_routed: int | None = None
+    """Number of tokens whose experts the record names; None where the data name none."""
 
     @property
     def num_trained(self) -> int:
@@ -108,7 +111,8 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
         denominators.append(math.fsum(terms.denominator_weights))
         if slot < count:
             tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
-            samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens))
+            routed = _num_routed(sample, config.model)
+            samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens, routed))
     total = math.fsum(denominators)
     return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), _phase(config.data, step))
 
@@ -118,6 +122,13 @@ def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> flo
     all."""
     role = None if sample.member is None else sample.member.role
     return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
+
+
+def _num_routed(sample: Sample, model: ModelSection) -> int | None:
+    if sample.routed_experts is None:
+        return None
+    layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
+    return int((sample.routed_experts[:, layers] >= 0).any(axis=(1, 2)).sum())
 
 
 def _phase(data: AnyData, step: int) -> str:
@@ -177,7 +188,8 @@ def headline(sample: ShownSample) -> str:
     weights = sorted({token.weight for token in sample.tokens if token.weight > 0})
     spread = f"{weights[0]:.6g}" if len(weights) == 1 else f"{weights[0]:.6g} to {weights[-1]:.6g}" if weights else "0"
     counts = f"{len(sample.tokens)} tokens, {sample.num_trained} trained, each weighs {spread}"
-    return f"slot {sample.slot}: {sample.place}: {counts}; sequence weight {sample.weight:g}"
+    replayed = "" if sample.num_routed is None else f"; experts of {sample.num_routed} tokens are replayed"
+    return f"slot {sample.slot}: {sample.place}: {counts}; sequence weight {sample.weight:g}{replayed}"
 
 
 def _marked(tokens: Sequence[ShownToken]) -> Iterator[str]:

@@ -193,8 +193,7 @@ class Sources:
         if isinstance(config.data, SftSection):
             assert self.tokenizer is not None  # a rule of the section
             compares = compared(config.loss, config.data)
-            given = (compares, head, label_columns(config.loss))
-            self._caches = SftCaches(config.data, self.tokenizer, config.model.vocab_size, *given)
+            self._caches = SftCaches(config.data, self.tokenizer, config.model, compares, label_columns(config.loss))
         elif config.sequences_per_sample > 1:
             raise ConfigError(
                 f"loss.function={config.loss.function} compares answers, but data.kind={config.data.kind} has none; "

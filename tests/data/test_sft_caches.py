@@ -129,8 +129,9 @@ def test_data_that_lack_the_bos_of_version_0_1_0_are_other_data(
 def test_tokens_beyond_the_model_are_refused(configured: Callable[..., Config]) -> None:
     config = configured(GOOD)
     assert config.data.kind == "sft"
+    model = config.model.model_copy(update={"vocab_size": 13})
     with refuses(DataError, "model.vocab_size"):
-        SftCaches(config.data, load_tokenizer(str(config.data.tokenizer)), 13).open(config.data.train[0].path)
+        SftCaches(config.data, load_tokenizer(str(config.data.tokenizer)), model).open(config.data.train[0].path)
 
 
 def test_what_is_lost_of_a_file_is_said_once_however_many_sets_name_it(configured: Callable[..., Config]) -> None:

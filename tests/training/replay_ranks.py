@@ -112,6 +112,25 @@ def train(groups: Groups, config: Config, batches: Sequence[Batch]) -> Trained:
         return Trained(log_probs, routes, loss, scores, before, steps, _weights(engine))
 
 
+class Steps(NamedTuple):
+    """Steps with the loss of the configuration, and the weights around them."""
+
+    before: Arrays | None
+    """Global tensors by name on rank 0, else None; so is `after`."""
+    steps: list[StepResult]
+    after: Arrays | None
+
+
+def steps_of(groups: Groups, config: Config, batches: Sequence[Batch]) -> Steps:
+    """Makes one step for each batch."""
+    with free(groups), Engine(config) as engine:
+        before, steps = _weights(engine), []
+        for batch in batches:
+            engine.forward_backward(batch)
+            steps.append(engine.optim_step())
+        return Steps(before, steps, _weights(engine))
+
+
 def _weights(engine: Engine) -> Arrays | None:
     model = engine._built().model
     model.optimizer.gather_parameters()

@@ -14,13 +14,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from mtrain import Datum
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.data.datum import sample_of
+from mtrain.data.loader import StepLoader
 from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
 from mtrain.verify.core.worker import own_objective
 from mtrain.verify.parity import refuse_without_reference
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.messages import refuses
+from tests.parity.cases import case
+from tests.parity.compare import TOLERANCE, relative, without_padding, worst
+from tests.parity.expert_models import DEEPSEEK
+from tests.parity.replay import drawn_routes
 from tests.pool import Pool
+from tests.reference import exact_steps
+from tests.training import replay_ranks
 from tests.training.extras_ranks import steps_of_config
 from tests.training.one_process import train_fresh
 
@@ -170,3 +179,79 @@ def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
     for refuse in (own_objective, refuse_without_reference):
         with refuses(ConfigError, "old_logprobs"):
             refuse(small(folder))
+
+
+EXPERTS: dict[str, Any] = {
+    **DEEPSEEK,
+    "model__num_layers": 2,
+    "data__extras": [*NAMES, "routed_experts:2x4"],
+    "optimizer__epsilon": 1e-3,  # as in tests/parity/cases.py
+}
+
+
+def routed(folder: Path, layout: dict[str, Any], **changes: Any) -> Config:
+    """Returns a run on rollouts of a model with experts, which name them; writes its file."""
+    name = "-".join(f"{key}{value}" for key, value in layout.items())
+    given = {**EXPERTS, **{f"layout__{key}": value for key, value in layout.items() if key != "dp"}}
+    given |= {"run__dir": str(folder / name), "data__train": [{"path": str(folder / "routed.jsonl")}]}
+    found = small(folder, **given, **changes)
+    rng, records = np.random.default_rng(8), rollouts()
+    for number, each in enumerate(records):
+        routes = drawn_routes(rng, len(each["input_ids"]) - number % 2, found.model)
+        routes[: len(routes) // 3] = -1  # as of a prompt of which nobody knows the experts
+        each["routed_experts"] = routes.tolist()
+    (folder / "routed.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return found
+
+
+def as_datum(record: dict[str, Any]) -> Datum:
+    extras = {name: record[name] for name in NAMES}
+    return Datum(record["input_ids"], record["loss_mask"], extras=extras, routed_experts=record["routed_experts"])
+
+
+def batches_of(config: Config, records: list[dict[str, Any]]) -> list[list[Datum]]:
+    """Returns the records of each step in the order in which the run has them."""
+    loader, data = StepLoader(config, 0, 1), {tuple(each["input_ids"][:-1]): as_datum(each) for each in records}
+    steps = [loader.samples(step) for step in range(config.train.num_steps)]
+    return [
+        [data[tuple(sample.tokens.tolist())] for slot in range(8) if (sample := step.sample(slot)) is not None]
+        for step in steps
+    ]
+
+
+PACKED: dict[str, Any] = {"data__packing": {}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ({"tp": 2, "sp": True, "ep": 2}, PACKED),
+        ({"cp": 2, "ep": 2}, PACKED),
+        pytest.param({"dp": 2, "ep": 2}, {}, marks=pytest.mark.nightly),
+        pytest.param({"pp": 2}, PACKED, marks=pytest.mark.nightly),
+        pytest.param({"cp": 2, "cp_comm": "ulysses"}, {}, marks=pytest.mark.nightly),
+    ],
+    ids=["tp2sp ep2 packed", "cp2 ep2 packed", "dp2 ep2", "pp2 packed", "ulysses"],
+)
+def test_experts_of_a_file_are_replayed(
+    pool: Pool, folder: Path, layout: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """Three steps are those of an `Engine` that is given data with experts, to the bit, and those of the oracle."""
+    cut = routed(folder, layout, **changes, train__num_steps=3)
+    of_ranks = case(**layout).resolved(cut)
+    pool.run(train_fresh, of_ranks, cut, seed=cut.train.seed)
+    lines = map(json.loads, (Path(cut.run.dir) / "metrics.jsonl").read_text().splitlines())
+    records = [line for line in lines if line["kind"] == "step"]
+    batches = batches_of(cut, [*map(json.loads, (folder / "routed.jsonl").read_text().splitlines())])
+    found = pool.run(replay_ranks.steps_of, of_ranks, cut, batches, seed=cut.train.seed)[0]
+    assert [each["loss"] for each in records] == [each.loss for each in found.steps]
+    assert [each["grad_norm"] for each in records] == [each.grad_norm for each in found.steps]
+    samples = [[sample_of(datum, "sample", cut) for datum in batch] for batch in batches]
+    before = without_padding(found.before, VOCAB)
+    rates = [learning_rate(step, cut.optimizer, cut.train.num_steps) for step in range(3)]
+    exact = exact_steps(cut, before, rates, samples)
+    for record, wanted in zip(records, exact, strict=True):
+        assert relative(record["objective"], wanted.loss) < TOLERANCE
+        assert relative(record["grad_norm"], wanted.grad_norm) < TOLERANCE
+    weights = {name: value.numpy() for name, value in exact[-1].parameters.items()}
+    assert worst(found.after, weights, cut) < TOLERANCE

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mtrain.config.extras import columns, key_and_width
+from mtrain.config.extras import columns_of, key_and_sizes
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
 
@@ -103,13 +103,14 @@ class DataSection(Section):
     extras: tuple[str, ...] = ()
     """Keys of a record whose values loss functions read in addition to the weights, such as [advantages, old_logprobs]
     (docs/policy-losses.md); sft only. Each is one number for the sample, or a list of one number a token; `topk_ids:8`
-    is a key `topk_ids` with a list of 8 numbers a token (docs/objective.md)."""
+    is a key `topk_ids` with a list of 8 numbers a token (docs/objective.md), `routed_experts:48x8` the experts that a
+    rollout chose in 48 layers, 8 in each, which routers then take (docs/rl.md)."""
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
         """Returns the names under which extras travel, one number a token each: `topk_ids:2` is topk_ids[0] and
         topk_ids[1]."""
-        return tuple(name for extra in self.extras for name in columns(*key_and_width(extra)))
+        return tuple(name for extra in self.extras for name in columns_of(extra))
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -122,7 +123,7 @@ class DataSection(Section):
         if self.extras and self.kind != "sft":
             return f"extras={list(self.extras)} are keys of records, but kind={self.kind} has none; set kind to sft"
         try:
-            names = [key_and_width(extra)[0] for extra in self.extras]
+            names = [key_and_sizes(extra)[0] for extra in self.extras]
         except ValueError as error:
             return (
                 f"extras names {error.args[0]!r}, but needs the count of numbers per token after the colon, as "

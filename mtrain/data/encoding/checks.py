@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.config.extras import ROUTED_EXPERTS
+from mtrain.data.routes import MAKERS, shaped_routes
 
 _MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
 """Keys of what is no text, in data for models that read it."""
@@ -69,7 +71,7 @@ def check_weight(weight: object, name: str = "'weight'") -> float:
     return float(weight)
 
 
-def token_extras(record: dict[str, Any], widths: Mapping[str, int | None], num_tokens: int) -> NDArray[np.float32]:
+def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], num_tokens: int) -> NDArray[np.float32]:
     """Returns [num_tokens, columns]: one number a token in each column; a number of the whole sample stands at each
     token.
 
@@ -77,22 +79,38 @@ def token_extras(record: dict[str, Any], widths: Mapping[str, int | None], num_t
 
     Args:
         record: Record that has the extras under their names.
-        widths: Key -> numbers a token, each a column; None where a token has one number. At least one key.
+        sizes: Key -> sizes of what it has of each token, each number a column; () where a token has one number. At
+            least one key.
         num_tokens: Number of tokens in the sample. A list has as many numbers, or one less: without the first token,
-            which nothing predicts.
+            which nothing predicts; of routed experts, without the last one, which is not read.
 
     Raises:
         DataError: An extra is missing, is no number or list of numbers, or has another length.
     """
-    found = []
-    for name, width in widths.items():
-        if name not in record:
-            raise DataError(f"has no {name!r}, which data.extras names; give one number, or one per token")
-        if width is None:
+    found: list[NDArray[np.float32]] = []
+    for name, shape in sizes.items():
+        # an engine that was not asked for routes gives null
+        if name not in record or (name == ROUTED_EXPERTS and record[name] is None):
+            what = f"[tokens, layers, k]; {MAKERS}" if name == ROUTED_EXPERTS else "one number, or one per token"
+            raise DataError(f"has no {name!r}, which data.extras names; give {what}")
+        if name == ROUTED_EXPERTS:
+            found.extend(_routes(record[name], num_tokens, shape))
+        elif not shape:
             found.append(_token_extra(record[name], name, num_tokens))
         else:
-            found += [_token_extra(each, name, num_tokens) for each in _columns(record[name], name, width)]
+            found += [_token_extra(each, name, num_tokens) for each in _columns(record[name], name, shape[0])]
     return np.stack(found, axis=1)
+
+
+def _routes(given: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Returns [columns, num_tokens]: the experts of each token; -1 for the last one, whose own are not used."""
+    try:
+        values = shaped_routes(given, num_tokens, shape, "the record")
+    except ValueError as fault:
+        raise DataError(str(fault)) from None
+    rows = np.full((num_tokens, math.prod(shape)), -1, np.float32)
+    rows[: num_tokens - 1] = values.reshape(num_tokens - 1, -1)
+    return rows.T
 
 
 def _columns(given: object, name: str, width: int) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
-from mtrain.config.extras import key_and_width
+from mtrain.config.extras import key_and_sizes
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.output import HeadOutput
 from mtrain.data.chat.conversation import untrained
@@ -175,11 +175,11 @@ class RecordEncoder:
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes one record as one sequence, with its extras."""
         record = self.renamed(record)
-        widths = dict(key_and_width(extra) for extra in self._section.extras)
-        if not widths:
+        sizes = dict(key_and_sizes(extra) for extra in self._section.extras)
+        if not sizes:
             return self._encode(record)
-        found = self._encode({key: value for key, value in record.items() if key not in widths})
-        return replace(found, extras=token_extras(record, widths, len(found.ids)))
+        found = self._encode({key: value for key, value in record.items() if key not in sizes})
+        return replace(found, extras=token_extras(record, sizes, len(found.ids)))
 
     def _encode(self, record: dict[str, Any]) -> TokenizedSample:
         match self._section.format:

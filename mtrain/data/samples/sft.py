@@ -13,14 +13,17 @@ packing. A sample in which nothing is left to learn is an empty sequence (loss.e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.config.extras import route_columns
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
+from mtrain.data.routes import Routes
 from mtrain.data.samples.sample import Sample, TokenizedSample, shifted, with_label
 from mtrain.data.samples.too_long import Pieces, RowLimit, TooLong, pieces_of, why_nothing
 
@@ -37,16 +40,24 @@ def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Seque
         extras: Names of the columns of `found.extras`.
     """
     columns: dict[str, NDArray[np.float32] | float] = {}
+    routes: Routes | None = None
     if extras:
         assert found.extras is not None, "the cache was made for them"
-        columns = {name: found.extras[start + 1 : end, column] for column, name in enumerate(extras)}
-    return shifted(
+        places, shape = route_columns(extras)
+        others = {*range(len(extras))} - {*places}
+        columns = {extras[place]: found.extras[start + 1 : end, place] for place in sorted(others)}
+        if places:
+            # experts are of the token that is read, other extras of the one that is predicted; one alone is padding
+            rows = found.extras[start : end - 1, places] if end - start > 1 else np.full((1, len(places)), -1)
+            routes = rows.reshape(-1, *shape).astype(np.int32)
+    sample = shifted(
         found.ids[start:end].astype(np.int64),
         # position t predicts token t + 1, so the weight of the first token is not used
         found.loss_weights[start + 1 : end].astype(np.float64),
         weight=found.weight,
         extras=columns,
     )
+    return sample if routes is None else replace(sample, routed_experts=routes)
 
 
 class SftDataset:

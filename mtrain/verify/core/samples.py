@@ -141,7 +141,7 @@ def _record(text: Text, model: ModelSection) -> TokenizedSample:
     if not text.extras:
         return found
     extras = {name: each.tolist() for name, each in text.extras.items()}
-    return replace(found, extras=token_extras(extras, dict.fromkeys(extras), len(text.ids)))
+    return replace(found, extras=token_extras(extras, dict.fromkeys(extras, ()), len(text.ids)))
 
 
 def _of_documents(text: Text) -> Sample:

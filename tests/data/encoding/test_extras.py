@@ -17,6 +17,7 @@ from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
 from mtrain.data.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
+from mtrain.data.shown import headline
 from tests.fault_table import Notice
 from tests.messages import refuses
 
@@ -43,7 +44,8 @@ def configured(tmp_path: Path, word_tokenizer: Path, make_config: Callable[..., 
         path = tmp_path / "rollouts.jsonl"
         path.write_text("".join(json.dumps(each) + "\n" for each in records))
         source = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer), "extras": extras}
-        return make_config({**source, "cache_dir": str(tmp_path / "cache"), **data})
+        sections = {name: data.pop(name) for name in ("model", "loss") if name in data}
+        return make_config({**source, "cache_dir": str(tmp_path / "cache"), **data}, **sections)
 
     return make
 
@@ -223,3 +225,130 @@ def test_several_numbers_have_to_be_so_many(configured: Callable[..., Config]) -
     lacking = Datum([5, 6], extras={"topk_logprobs": [[-1.0, -2.0]]})
     with refuses(DataError, "topk_logprobs"):
         sample_of(lacking, "0", configured([TEACHER], TOP_K), ["a", *(f"topk_logprobs[{each}]" for each in range(3))])
+
+
+LAYERS, TOP_K_EXPERTS = 2, 4
+ROUTES = [[[0] * 4, [5, 1, 7, 2]], [[0] * 4, [3, 0, 6, 4]], [[0] * 4, [-1] * 4]]
+"""Experts of each token that is read; 0 in a dense layer, as vLLM writes there."""
+ROUTED = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "routed_experts": ROUTES}
+
+
+@pytest.fixture
+def routed(configured: Callable[..., Config]) -> Callable[..., Config]:
+    """Returns a function that builds a configuration of a model whose second layer has eight experts."""
+
+    def make(records: list[Any], **data: Any) -> Config:
+        experts = {"num_experts": 8, "top_k": TOP_K_EXPERTS, "ffn_hidden_size": 8, "first_dense_layers": 1}
+        extras = ("routed_experts:2x4",)
+        return configured(records, extras, model={"num_layers": LAYERS, "experts": experts}, **data)
+
+    return make
+
+
+def routes_of(config: Config, count: int) -> list[Any]:
+    samples = StepLoader(config, 0, 1).samples(0)
+    found = [samples.sample(slot) for slot in range(count)]
+    assert all(each is not None and not each.extras for each in found)
+    return sorted(
+        each.routed_experts.tolist() for each in found if each is not None and each.routed_experts is not None
+    )
+
+
+def test_experts_stand_with_the_tokens_that_are_read(routed: Callable[..., Config], tmp_path: Path) -> None:
+    """A row for each token but the last, or for each; of lines and of parquet; built, then found in the cache."""
+    whole = ROUTED | {"input_ids": [9, 6, 7, 8], "routed_experts": [*ROUTES[::-1], [[9] * 4] * 2]}
+    records, wanted = [ROUTED, whole], sorted([ROUTES, ROUTES[::-1]])
+    for _ in range(2):
+        assert routes_of(routed(records), 2) == wanted
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "rollouts.parquet")
+    assert routes_of(routed([], train=[{"path": str(tmp_path / "rollouts.parquet")}]), 2) == wanted
+    (batch,) = StepLoader(routed([ROUTED]), 0, 1, extras=("routed_experts",)).batches(0)[:1]
+    assert batch.routed_experts is not None
+    assert batch.routed_experts[0, :3].tolist() == ROUTES
+
+
+def test_what_is_cut_off_a_record_takes_its_experts_along(routed: Callable[..., Config]) -> None:
+    routes = [[[0] * 4, [token % 4, (token + 1) % 4, 4 + token // 4, 7]] for token in range(11)]
+    whole = {"input_ids": list(range(2, 14)), "loss_mask": [1] * 12, "routed_experts": routes}
+    for too_long, starts in {"start": [6], "end": [0], "split": [0, 5, 10]}.items():
+        wanted = sorted(routes[start : start + 5] for start in starts)
+        assert routes_of(routed([whole], seq_length=5, too_long=too_long), len(starts)) == wanted
+
+
+def changed(token: int, experts: list[int]) -> list[Any]:
+    return [[dense, experts if number == token else own] for number, (dense, own) in enumerate(ROUTES)]
+
+
+BAD_ROUTES: list[tuple[Any, list[str]]] = [
+    (None, ["line 2: has no 'routed_experts'"]),
+    (ROUTES[:1], ["has 4 tokens", "shape [1, 2, 4]", "[3, 2, 4]"]),
+    (np.swapaxes(ROUTES, 1, 2).tolist(), ["shape [3, 4, 2]", "[3, 2, 4]"]),
+    ([[*dense, *own] for dense, own in ROUTES], ["shape [3, 8]"]),
+    (changed(1, [1, 2, 3]), ["rows of equal lengths"]),
+    (changed(1, [1, 2, 3, 0.5]), ["dtype float64"]),  # type: ignore[list-item]
+    (changed(1, [0, 1, 2, 8]), ["token 1 in layer 1", "[0, 1, 2, 8]", "0 to 7"]),
+    (changed(2, [0, 1, 2, -2]), ["token 2 in layer 1", "0 to 7"]),
+    (changed(0, [0, -1, 2, 3]), ["token 0 in layer 1", "must be 4 experts"]),
+    (changed(1, [3, 1, 2, 3]), ["token 1 in layer 1", "different experts"]),
+    (changed(1, [0, 1, 2, 10**12]), ["token 1 in layer 1", "0 to 7"]),
+]
+
+
+@pytest.mark.fault(
+    "input",
+    "rollouts whose routed_experts are of another shape, or are no experts of the model",
+    happens="refused before the first step, with file, line, token and layer",
+    exit_code=3,
+)
+@pytest.mark.parametrize(("routes", "facts"), BAD_ROUTES, ids=[facts[-1] for _, facts in BAD_ROUTES])
+def test_experts_that_cannot_be_are_refused(
+    routed: Callable[..., Config], routes: Any, facts: list[str], notice: Notice
+) -> None:
+    with notice, refuses(DataError, "line 2", "routed_experts", *facts) as raised:
+        StepLoader(routed([ROUTED, ROUTED | {"routed_experts": routes}]), 0, 1)
+    assert raised.value.exit_code == notice.exit_code
+
+
+def test_a_record_without_experts_is_refused(routed: Callable[..., Config]) -> None:
+    plain = {key: value for key, value in ROUTED.items() if key != "routed_experts"}
+    with refuses(DataError, "line 2", "'routed_experts'", "data.extras", "[tokens, layers, k]"):
+        StepLoader(routed([ROUTED, plain]), 0, 1)
+
+
+MOE: dict[str, Any] = {"num_experts": 8, "top_k": TOP_K_EXPERTS, "ffn_hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("extra", "model", "message"),
+    [
+        ("routed_experts:2x4", {}, "routed_experts, but the model has no experts"),
+        (
+            "routed_experts",
+            {"experts": MOE},
+            r"names routed_experts, but model.num_layers=1 .*write routed_experts:1x4",
+        ),
+        ("routed_experts:4x1", {"experts": MOE}, "names routed_experts:4x1, but .*write routed_experts:1x4"),
+        ("routed_experts:1x4x2", {"experts": MOE}, "needs the count of numbers"),
+        ("topk_ids:1x4", {"experts": MOE}, "needs the count of numbers"),
+        ("routed_experts:1x4", {"experts": MOE | {"capacity_factor": 1.0}}, "capacity_factor=1.0 drops tokens"),
+        ("routed_experts:1x4", {"experts": MOE, "num_labels": 2}, "records with a label"),
+    ],
+)
+def test_a_model_that_has_no_such_experts_is_refused(
+    configured: Callable[..., Config], extra: str, model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        configured([ROUTED], (extra,), model=model, loss={"allow_layout_dependent": True})
+
+
+def test_a_batch_and_a_ledger_show_experts(routed: Callable[..., Config]) -> None:
+    """Counts the tokens whose experts are named, none of them by what stands in a dense layer."""
+    digests = set()
+    for routes in (ROUTES, [[[0] * 4, [-1] * 4]] * 3):
+        loader = StepLoader(routed([ROUTED | {"routed_experts": routes}]), 0, 1)
+        count = sum(own[0] >= 0 for _, own in routes)
+        assert headline(loader.shown(1, 1).samples[0]).endswith(f"; experts of {count} tokens are replayed")
+        with loader.iterate(0) as steps:
+            next(iter(steps))
+        digests.add(loader.next_entry(1).digest)
+    assert len(digests) == 2

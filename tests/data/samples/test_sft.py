@@ -16,6 +16,7 @@ from mtrain.data.samples.too_long import RowLimit, TooLong
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
 from mtrain.tokenizer import load_tokenizer
+from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.messages import refuses
 
@@ -33,7 +34,7 @@ def conversations(
     source = {"kind": "sft", "seq_length": seq_length, "tokenizer": str(tokenizer), "train": [{"path": str(path)}]}
     more = {"chat_template": "plain", **more}
     model = load_tokenizer(tokenizer)
-    cache = SftCaches(SftSection.model_validate({**source, **more}), model, 1000).open(str(path))
+    cache = SftCaches(SftSection.model_validate({**source, **more}), model, config().model).open(str(path))
     part = range(len(cache)) if numbers is None else numbers
     return SftDataset(cache, part, RowLimit(seq_length, too_long))
 
