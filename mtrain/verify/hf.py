@@ -20,7 +20,9 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError, DataError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
+from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, transformers_steps
 from mtrain.loss.pair import MAIN_TERM
 from mtrain.mcore.distributed.groups import Groups
@@ -71,11 +73,6 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         MachineError: The device that was asked for does not exist.
     """
     refuse_without_reference(config)
-    if any(added_by(config.model)):
-        raise ConfigError(
-            f"verify hf compares with transformers, which reads {config.model.hf} without the rows of "
-            "model.add_tokens; leave model.add_tokens and model.add_special_tokens out for the check"
-        )
     device, max_ranks = device_for(config.train, request.max_ranks)
     exact, changes = comparable(config)
     trials = _trials(exact, request, max_ranks)
@@ -192,7 +189,7 @@ def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) ->
     began = time.monotonic()
     values = []
     steps = [each.step for each in inputs]
-    model, padding_row = open_trainable(Path(config.model.hf))
+    model, padding_row = open_trainable(Path(config.model.hf), added_by(config.model), _dtypes(config.model))
     for number, found in enumerate(transformers_steps(model, config.optimizer, steps)):
         denominator = steps[number].denominator
         mean = found.numerator / denominator if denominator else 0.0
@@ -209,6 +206,13 @@ def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) ->
     )
     progress(note)
     return result, (note,)
+
+
+def _dtypes(model: ModelSection) -> list[torch.dtype]:
+    """Returns the dtypes in which the folder of a run holds the tables of tokens: a new row is rounded to it."""
+    assert model.hf is not None, "the command line names it"
+    held = FolderTensors(source_for(Path(model.hf), model)).tensors
+    return [held[key].dtype for key in ("embedding.word_embeddings.weight", "output_layer.weight") if key in held]
 
 
 class _Runs:

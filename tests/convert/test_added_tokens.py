@@ -21,6 +21,10 @@ from mtrain.convert.exporting import export_hf
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer, tokenizer_of
+from mtrain.verify.core.samples import SamplePlan
+from mtrain.verify.core.texts import texts_of
+from mtrain.verify.hf import comparable, verify_hf
+from mtrain.verify.parity import Request
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.training.one_process import train_fresh
@@ -117,6 +121,21 @@ def test_runs_on_all_layouts_are_those_of_a_folder_that_transformers_resized(poo
     ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("out", "out of theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_are_those_of_a_model_that_transformers_resizes(pool: Pool, folder: Path, dtype: str) -> None:
+    """`verify hf`, whose other side adds the tokens by itself, with its tokenizer and `resize_token_embeddings`."""
+    if dtype != "float32":  # a mean is rounded as the rows around it are
+        shutil.copytree(folder / "hf", folder / dtype, dirs_exist_ok=True)
+        AutoModelForCausalLM.from_pretrained(str(folder / "hf"), dtype=dtype).save_pretrained(folder / dtype)
+    name = "hf" if dtype == "float32" else dtype
+    config = config_of(folder, "verified", "hf", model={"hf": str(folder / name), **KEYS, "vocab_multiple": 8})
+    report = verify_hf(config, Request("tp2,pp2", 2, 2, None, "test"), print, pool)
+    assert report.passed, [each for layout in report.layouts for each in layout.deviations]
+    assert len(report.layouts) == 2
+    texts = texts_of(comparable(config)[0], SamplePlan(2, 0, config.model.vocab_size)).steps
+    assert any(VOCABULARY in text.ids for step in texts for text in step), "<search> does not occur"
 
 
 def test_a_run_goes_on_and_its_export_is_whole(pool: Pool, folder: Path) -> None:

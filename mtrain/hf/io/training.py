@@ -18,6 +18,7 @@ from mtrain.base.errors import MachineError
 from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of
+from mtrain.tokenizer import NO_TOKENS, AddedTokens
 
 
 @torch.no_grad()
@@ -109,7 +110,7 @@ class TrainableModel(NamedTuple):
     where there is none."""
 
 
-def open_trainable(folder: Path) -> TrainableModel:
+def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequence[torch.dtype] = ()) -> TrainableModel:
     """Opens the model of a folder so that all of its rows are trained.
 
     A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, where nothing is padded; its row then has a
@@ -117,11 +118,36 @@ def open_trainable(folder: Path) -> TrainableModel:
 
     Args:
         folder: Path of a folder with config.json and safetensors.
+        added: Tokens that get rows of their own, by transformers' tokenizer and `resize_token_embeddings`.
+        dtypes: Dtype that the embedding has in the folder, and that of the output layer if it is a table of its own;
+            asked for where tokens are added.
     """
     model = open_model(folder)
+    if any(added):
+        _add_rows(model, folder, added, dtypes)
     table = model.get_input_embeddings()
     row, table.padding_idx = getattr(table, "padding_idx", None), None
     return TrainableModel(model, row)
+
+
+@torch.no_grad()
+def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[torch.dtype]) -> None:
+    """Gives added tokens the mean of the rows before them, around which transformers draws them.
+
+    Rows that the folder has and that belong to no token are taken first, so that the tables may keep their size.
+    """
+    import transformers  # as in open_model
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    for texts, special in ((added.plain, False), (added.special, True)):
+        tokenizer.add_tokens(list(texts), special_tokens=special)
+    ids = tokenizer.convert_tokens_to_ids([*added.plain, *added.special])
+    first, end = min(*ids, num_rows), max(ids) + 1  # a tokenizer may have tokens without a row
+    model.resize_token_embeddings(max(num_rows, end), mean_resizing=False)
+    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    for table, dtype in zip(tables[: 1 if tables[0] is tables[1] else 2], dtypes, strict=True):
+        table[first:end] = table[:first].double().mean(0).to(dtype).to(table.dtype)
 
 
 def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
