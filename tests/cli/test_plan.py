@@ -67,6 +67,24 @@ def test_what_a_run_needs_and_nobody_gave_is_left_out_by_name(tmp_path: Path) ->
     assert (code, "on 16 ranks" in text) == (0, True), text
 
 
+SIZED = sorted((CONFIGS / "model").glob("*.yaml"))
+BY_DAY = ("gemma4_31b", "phi4_14b", "qwen3.5_9b")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(each, id=each.stem, marks=[] if each.stem in BY_DAY else pytest.mark.nightly) for each in SIZED],
+)
+def test_every_model_has_a_plan_that_passes_check(file: Path, tmp_path: Path) -> None:
+    """Each published size fits 512 GPUs somehow, and check says the same of the layout that plan chose."""
+    run, planned = CONFIGS / "run" / "pretrain.yaml", tmp_path / "planned.yaml"
+    code, text = call("plan", file, run, "train.global_batch_size=512", "--gpus", 512, "--top", 1, "--write", planned)
+    assert (code, "1  tp" in text) == (0, True), text
+    code, text = call("check", planned, "--without-files")
+    assert (code, "on 512 ranks" in text) == (0, True), text
+    assert re.search(r"fits: the heaviest rank needs [\d.]+ of 72.0 GiB", text)
+
+
 CHOSEN = re.compile(r"layout\.\w+|train\.(micro_batch_size|recompute\w*)")
 """Keys that a plan may choose: everything else is the user's."""
 LACKING = {"run.dir": "runs/x", "train.num_steps": 7000, "optimizer.lr": 0.5, "data.kind": "mock"}
