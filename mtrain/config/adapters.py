@@ -1,10 +1,13 @@
-"""Rules on what an adapter can be combined with."""
+"""Rules on what an adapter can be combined with, and the targets that all-linear means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from mtrain.config.schema.adapter import GROUPS, JOINED, AdapterSection
+from pydantic import ValidationError
+
+from mtrain.config.schema.adapter import ALL_LINEAR, DELTA_NET_PARTS, GROUPS, JOINED, AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 
@@ -13,6 +16,71 @@ _INTO_MAMBA = "in_proj_zxbcdt"
 _OF_STATES = {*GROUPS["in_proj"], "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba"}
 _FEED_FORWARD = {*GROUPS["fc1"], "fc2", "gate_up_proj"}
 _GATED = {"gate_proj", "gate_up_proj"}
+
+
+def all_linear_in(content: Any) -> list[Any] | None:
+    """Returns the other targets next to all-linear in the sections of a configuration; None where it is not a target.
+
+    Args:
+        content: Sections by name, not validated yet.
+    """
+    adapter = content.get("adapter") if isinstance(content, Mapping) else None
+    if not isinstance(adapter, Mapping):
+        return None
+    targets = adapter.get("targets", ALL_LINEAR)
+    named = [targets] if isinstance(targets, str) else targets
+    is_there = isinstance(named, list | tuple) and ALL_LINEAR in named
+    return [each for each in named if each != ALL_LINEAR] if is_there else None
+
+
+def with_linear_targets(content: Any) -> Any:
+    """Returns the sections of a configuration with the targets of the model in place of all-linear.
+
+    Args:
+        content: Sections by name, not validated yet.
+    """
+    others = all_linear_in(content)
+    if others is None:
+        return content
+    try:
+        model = ModelSection.model_validate(content.get("model"))
+    except ValidationError:  # reported with everything else that is wrong
+        return content
+    return {**content, "adapter": {**content["adapter"], "targets": [*_linear_targets(model, others), *others]}}
+
+
+def _linear_targets(model: ModelSection, named: Collection[Any]) -> Iterator[str]:
+    """Yields the targets that are linear layers in PEFT's sense and can go to it, without parts of those in `named`."""
+    kinds = {model.attention(layer) for layer in range(model.num_layers)}
+    found = ["qkv", "proj"] if kinds - {"delta_net", "mamba", "none"} else []
+    found += ["in_proj"] if kinds & {"delta_net", "mamba"} else []
+    # PEFT refuses that of Mamba-2, whose kernels read the weight
+    found += ["out_proj"] if "delta_net" in kinds else []
+    found += ["fc1", "fc2"] if _has_networks(model) else []
+    taken = {part for target, parts in JOINED.items() if target in named for part in parts}
+    for target in found:
+        parts = GROUPS.get(target, (target,))
+        if taken.isdisjoint(parts):
+            yield target
+        else:
+            yield from (part for part in DELTA_NET_PARTS if part in parts and part not in taken)
+
+
+def notes(config: Sections) -> list[str]:
+    """Returns a note on what all-linear leaves out; empty where it was not asked for, or leaves nothing out."""
+    model, adapter = config.model, config.adapter
+    if adapter is None or "targets" in adapter.model_fields_set:
+        return []
+    left = ["out_proj of Mamba-2, which PEFT refuses (name it as well, and export merged)"] * (
+        model.mamba is not None and "out_proj" not in adapter.parts
+    )
+    if model.experts is not None:
+        unnamed = "routers and the gate of shared experts" if model.experts.shared_gate else "routers"
+        left += ["routed experts (name experts as well)"] * ("experts" not in adapter.parts)
+        left.append(f"{unnamed}, which have no target")
+    if not left:
+        return []
+    return [f"adapter.targets=all-linear means {', '.join(adapter.targets)} here, and leaves out {'; '.join(left)}"]
 
 
 def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:

@@ -21,6 +21,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
 from mtrain.base.steady_files import retried
 from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, Location, NotYamlError, YamlTextError, read_yaml, yaml_text
+from mtrain.config.adapters import all_linear_in
 from mtrain.config.messages import dotted, joined, kinds_of, readable, sections_at, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
@@ -70,6 +71,10 @@ class Given:
             from mtrain.hf.schema.description import with_architecture  # all families, which other runs do without
 
             content = with_architecture(content)
+        if all_linear_in(content) is not None:
+            from mtrain.hf.schema.peft import with_fused_targets  # likewise
+
+            content = with_fused_targets(content)
         try:
             return Config.model_validate(content)
         except ValidationError as error:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mtrain import plan
-from mtrain.config import Config, known_issues
+from mtrain.config import Config, adapters, known_issues
 from mtrain.config.derived import data_phases
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.layout import Layout, most_microbatches
@@ -22,7 +22,7 @@ def plan_lines(config: Config, world_size: int) -> list[str]:
         ConfigError: The configuration does not run on `world_size` ranks, or its exports cannot be made.
     """
     summary = _Summary(config, Layout.from_config(config, world_size))
-    notes = list(known_issues.notes(config))
+    notes = [*known_issues.notes(config), *adapters.notes(config)]
     if config.checkpoint.export_hf_every_steps:
         from mtrain.hf.schema.registry import refuse_unexportable  # all families, which other runs do without
 
@@ -62,10 +62,11 @@ class _Summary(NamedTuple):
             parameters += (
                 f"; frozen, with {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
             )
-        adapters = {}
+        of_adapter = {}
         if config.adapter is not None:
             most = max(plan.memory_per_rank(config, layout, pp_rank).adapter_bytes for pp_rank in range(layout.pp))
-            adapters["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: weights, gradients and the optimizer's state"
+            state = "weights, gradients and the optimizer's state"
+            of_adapter["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: {state}"
         passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
         return {
             "layout": f"{layout} on {layout.world_size} ranks",
@@ -76,7 +77,7 @@ class _Summary(NamedTuple):
             if train.num_steps
             else f"those of {train.num_epochs:g} epochs, not counted without files",
             "parameters": parameters,
-            **adapters,
+            **of_adapter,
             "FLOPs per token": f"{flops:.4e}",
             "FLOPs per step": f"{at_most}{flops * tokens:.4e}",
             **{f"data, phase {number}": str(each) for number, each in enumerate(data_phases(config.data), start=1)},

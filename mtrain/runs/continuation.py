@@ -24,7 +24,7 @@ from mtrain.runs.changes import Change, changes, flat_keys
 class Kept:
     """Rule for a key that keeps the earlier start's value where this start does not set it."""
 
-    before: str
+    before: Any
     """Value that the program used before it had the key, for an earlier configuration that lacks it."""
     applies: Callable[[Config], bool]
     """Function that says whether the key has an effect, so that it is worth a line."""
@@ -33,6 +33,8 @@ class Kept:
 KEPT = {
     "optimizer.schedule_convention": Kept("one_ahead", lambda config: True),
     "data.chat_template": Kept("plain", lambda config: config.data.kind == "sft"),
+    # all-linear, which counts as not set
+    "adapter.targets": Kept(("qkv", "proj", "fc1", "fc2"), lambda config: config.adapter is not None),
 }
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
@@ -100,15 +102,17 @@ def kept_lines(given: Config, kept: Config) -> Iterator[str]:
             continue
         value = getattr(getattr(kept, section), name)
         if value != getattr(getattr(given, section), name):
-            yield f"{key}={value} stays, as this run began with it"
+            shown = value if isinstance(value, str) else ", ".join(value)
+            yield f"{key}={shown} stays, as this run began with it"
 
 
 def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
     for key, kept in KEPT.items():
         section, name = key.split(".")
         own = getattr(config, section)
-        if name in type(own).model_fields and name not in own.model_fields_set:
+        if own is not None and name in type(own).model_fields and name not in own.model_fields_set:
             value = earlier.get(key, kept.before)
+            value = tuple(value) if isinstance(value, list) else value
             config = config.model_copy(update={section: own.model_copy(update={name: value})})
     return config
 

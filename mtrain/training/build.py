@@ -11,7 +11,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
-from mtrain.config import Config, known_issues
+from mtrain.config import Config, adapters, known_issues
 from mtrain.config.schema.sections import Sections
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
@@ -130,9 +130,9 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """
     objective = objective_of(config)
     if groups.rank == 0:
-        of_objective = objective.notes(config.loss)
+        of_config = (*known_issues.notes(config), *adapters.notes(config), *objective.notes(config.loss))
         of_machine = (*_notes_on_packages(), *_notes_on_layers(config, groups))
-        for note in (*known_issues.notes(config), *notes_on_folder(config.model.hf), *of_objective, *of_machine):
+        for note in (*of_config, *notes_on_folder(config.model.hf), *of_machine):
             _log.info(f"note: {note}")
     # opened before the model is built: bad data end the run while that is still cheap
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras

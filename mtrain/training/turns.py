@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AnyAdapter
+from mtrain.hf.schema.peft import with_fused_targets
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
@@ -267,7 +268,8 @@ class Turns:
             ConfigError: A rule is broken.
         """
         try:
-            found = Config.model_validate({**self.config.model_dump(), "adapter": dict(section)}).adapter
+            given = {**self.config.model_dump(), "adapter": dict(section)}
+            found = Config.model_validate(with_fused_targets(given)).adapter
         except ValidationError as fault:
             broken = [(".".join(map(str, each["loc"])), each["msg"]) for each in fault.errors()]
             texts = [(where, reason.removeprefix("Value error, ")) for where, reason in broken]

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
+from mtrain.config.load import config_yaml, load_config
 from tests.config.samples import config, content
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -125,10 +126,51 @@ def test_targets_have_the_names_of_other_programs() -> None:
 
     assert parts("linear_qkv") == parts("qkv") >= {"q_proj", "k_proj", "v_proj"}
     assert parts("o_proj", "linear_fc1", "down_proj") == {"proj", "gate_proj", "up_proj", "fc2"}
-    assert parts("all-linear") == parts("qkv", "proj", "fc1", "fc2")
-    assert config(adapter={"targets": "all-linear"}).adapter == config(adapter={}).adapter
     assert parts("kv_a_proj_with_mqa", "linear_q_up_proj", **MLA) == {"kv_a_proj", "q_b_proj"}
     assert parts("embed_tokens", "lm_head") == {"embedding", "output"}
     saved = config(adapter={"modules_to_save": ["model.embed_tokens", "embed_tokens", "lm_head"]}).adapter
     assert saved is not None
     assert saved.modules_to_save == ("embedding", "output")
+
+
+DELTA_NET: dict[str, Any] = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 8}
+ATTENTION = ("qkv", "proj")
+DENSE = (*ATTENTION, "fc1", "fc2")
+LINEAR: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "dense": ({}, DENSE),
+    "latent": (MLA, DENSE),
+    "experts alone": ({"model__experts": EXPERTS}, ATTENTION),
+    "shared experts": ({"model__experts": EXPERTS | {"shared_ffn_hidden_size": 16}}, DENSE),
+    "delta net": ({"model__delta_net": DELTA_NET}, (*ATTENTION, "in_proj", "out_proj", "fc1", "fc2")),
+}
+"""Model -> targets of all-linear."""
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_all_linear_means_the_layers_that_a_model_has(name: str) -> None:
+    """`tests/hf/schema/test_all_linear.py` compares with PEFT."""
+    changes, wanted = LINEAR[name]
+
+    def targets(*given: str) -> tuple[str, ...]:
+        section = config(adapter={"targets": list(given)}, **changes).adapter
+        assert section is not None
+        return section.targets
+
+    assert targets("all-linear") == wanted
+    alone, left_out = config(adapter={"targets": "all-linear"}, **changes), config(adapter={}, **changes)
+    assert alone == left_out
+    assert load_config(yaml.safe_load(config_yaml(alone))) == alone, "config.yaml holds the targets themselves"
+    assert set(targets("all-linear", "lm_head")) == {*wanted, "output"}
+    if name == "dense":
+        assert set(targets("all-linear", "qkv_proj")) == {"proj", "fc1", "fc2", "qkv_proj"}
+    if name == "delta net":
+        joined = targets("in_proj_qkvz", "all-linear")
+        assert set(joined) == {*wanted, "in_proj_qkvz", "in_proj_b", "in_proj_a"} - {"in_proj"}
+    if name == "shared experts":
+        assert set(targets("all-linear", "experts")) == {*wanted, "experts"}
+
+
+def test_a_pattern_of_all_linear_names_what_the_model_has() -> None:
+    assert config(adapter={"rank_pattern": {"down_proj": 2}}).adapter is not None
+    with refuses(ConfigError, "rank_pattern=out_proj"):
+        load_config(content(adapter={"rank_pattern": {"out_proj": 2}}))

@@ -64,6 +64,25 @@ def test_a_finetuning_of_an_old_version_keeps_its_form_of_chat_and_says_so() -> 
     assert given.ignore_keys == ("id",)
 
 
+@pytest.mark.parametrize("asked", [{}, {"targets": "all-linear"}], ids=["unset", "all-linear"])
+def test_a_finetuning_of_an_old_version_keeps_its_targets_and_says_so(asked: dict[str, Any]) -> None:
+    """all-linear was [qkv, proj, fc1, fc2] on every model once."""
+    old = ["qkv", "proj", "fc1", "fc2"]
+    hybrid = {"model__delta_net": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 8}}
+    given = config(adapter=asked, **hybrid)
+    kept = continued(given, config_yaml(config(adapter={"targets": old}, **hybrid)), FOLDER, 3)
+    assert given.adapter is not None
+    assert kept.adapter is not None
+    assert given.adapter.targets == ("qkv", "proj", "in_proj", "out_proj", "fc1", "fc2")
+    assert kept.adapter.targets == tuple(old)
+    assert list(kept_lines(given, kept)) == ["adapter.targets=qkv, proj, fc1, fc2 stays, as this run began with it"]
+    assert continued(given, config_yaml(given), FOLDER, 3) == given, "a new run goes on with its own"
+    with refuses(RunFolderError, "adapter.targets"):
+        named = config(adapter={"targets": ["qkv", "in_proj"]}, **hybrid)
+        continued(named, config_yaml(config(adapter={"targets": old}, **hybrid)), FOLDER, 3)
+    assert continued(config(), config_yaml(config()), FOLDER, 3).adapter is None
+
+
 def test_it_keeps_them_at_every_later_start() -> None:
     first = continued(config(), of_old_version(), FOLDER, 3)
     second = continued(config(), config_yaml(first), FOLDER, 6)

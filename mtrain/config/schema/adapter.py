@@ -39,6 +39,9 @@ Target = Literal[
     "embedding",
     "output",
 ]
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+"""Value of PEFT's target_modules that means every linear layer but the output layer; `Config` puts the targets in its
+place that the model has (`mtrain/config/adapters.py`)."""
 LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 """Projections of latent attention: down to the latents of queries, and of keys and values, and up from them."""
 DELTA_NET_PARTS: tuple[Target, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -60,7 +63,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
     "in_proj": (*DELTA_NET_PARTS, "in_proj_zxbcdt"),
     "fc1": ("gate_proj", "up_proj"),
+    ALL_LINEAR: (
+        *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, "proj"),
+        *(*DELTA_NET_PARTS, "in_proj_zxbcdt", "out_proj", "gate_proj", "up_proj", "fc2"),
+    ),
 }
+"""Targets that name several parts, of which a model may have some -> the parts."""
 SYNONYMS: Mapping[str, Target] = {
     "linear_qkv": "qkv",
     "linear_q_proj": "q_proj",
@@ -88,8 +96,6 @@ SAVED_SYNONYMS: Mapping[str, Saved] = {
     "classifier": "head",
 }
 """Names of modules in PEFT and Megatron-Bridge -> ours, of what can learn whole."""
-ALL_LINEAR = "all-linear"
-"""Value of PEFT's target_modules that means every linear layer but the output layer."""
 
 
 Number = TypeVar("Number", int, float)
@@ -115,9 +121,9 @@ class AdapterSection(Section):
     another layout or micro-batch size."""
     scaling: Literal["standard", "rslora"] = "standard"
     """Rule of the scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
-    targets: tuple[Target, ...] = ("qkv", "proj", "fc1", "fc2")
-    """Modules that get adapters, or all-linear, the default: docs/lora.md says what each name means in PEFT and in
-    Megatron-Bridge."""
+    targets: tuple[Literal[Target, "all-linear"], ...] = (ALL_LINEAR,)
+    """Modules that get adapters. all-linear, the default: every linear layer of the model but the output layer, alone
+    or with further names, such as experts; docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
     rank_pattern: dict[Target, Annotated[int, bounds.WIDTH, Field(gt=0)]] = Field({})
     """Ranks of single targets, in all layers, in the place of rank."""
     alpha_pattern: dict[Target, Annotated[float, Field(gt=0)]] = Field({})
@@ -141,8 +147,8 @@ class AdapterSection(Section):
     @classmethod
     def other_programs_names_are_understood(cls, value: object) -> object:
         """Replaces names of PEFT and Megatron-Bridge by ours; a text that is no name stays, to be refused."""
-        if value in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)):
-            return ("qkv", "proj", "fc1", "fc2")
+        if value == ALL_LINEAR:
+            return (ALL_LINEAR,)
         if not isinstance(value, list | tuple):
             return value
         named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]

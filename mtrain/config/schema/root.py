@@ -1,9 +1,9 @@
 """The whole configuration of a run."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 
 from mtrain.config import adapters, consent, derived, known_issues, rules
 from mtrain.config.schema.section import rule
@@ -17,6 +17,17 @@ class Config(Sections):
     @classmethod
     def the_warmup_is_counted_in_steps(cls, content: Any) -> Any:
         return derived.with_warmup_steps(content)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def all_linear_is_of_the_model(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Puts the targets of the model in place of all-linear, which count as not set: a run goes on with those of its
+        first start."""
+        resolved = adapters.with_linear_targets(content)
+        config = handler(resolved)
+        if resolved is not content and config.adapter is not None:
+            config.adapter.model_fields_set.discard("targets")
+        return config
 
     @rule
     def what_is_allowed_to_change_can_change(self) -> str | None:

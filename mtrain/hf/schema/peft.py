@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
-from mtrain.config.schema.adapter import JOINED, SAVED_SYNONYMS, AdapterSection
+from mtrain.config.adapters import all_linear_in
+from mtrain.config.schema.adapter import ALL_LINEAR, JOINED, SAVED_SYNONYMS, AdapterSection
+from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
+from mtrain.hf.schema.registry import family_of, template_at
 from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
 from mtrain.plan.adapters import HEAD, in_layer, learned_whole, model_parts, tables
 from mtrain.plan.features.feature import AdaptedMatrix
@@ -84,6 +87,31 @@ class PeftTensor(NamedTuple):
     """Whether rows of gate and up alternate in PEFT."""
     order: Arrangement | JoinedArrangement | None = None
     """Order of the rows in PEFT, where it is another one."""
+
+
+def with_fused_targets(content: Any) -> Any:
+    """Returns the sections of a configuration that name, next to all-linear, the projections that are one module in the
+    family of the run's weights.
+
+    Args:
+        content: Sections by name, not validated yet.
+
+    Raises:
+        DataError: The weights are of no family that is known.
+    """
+    others = all_linear_in(content)
+    if others is None:
+        return content
+
+    def path(section: str, key: str) -> str | None:
+        keys = content.get(section)
+        found = keys.get(key) if isinstance(keys, Mapping) else None
+        return found if isinstance(found, str) and can_be_a_path(found) else None
+
+    template = template_at(path("model", "hf"), path("checkpoint", "initialize_from"))
+    names = [] if template is None else [part.name for rule in family_of(template).rules for part in rule.parts]
+    fused = [target for target in JOINED if any(name.endswith(f".{target}.weight") for name in names)]
+    return {**content, "adapter": {**content["adapter"], "targets": [ALL_LINEAR, *fused, *others]}}
 
 
 def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:

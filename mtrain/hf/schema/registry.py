@@ -253,7 +253,16 @@ def family_of_run(config: Config) -> Family:
 
 
 def _template(config: Config) -> dict[str, Any] | None:
-    start = config.checkpoint.initialize_from
-    places = [Path(config.model.hf)] if config.model.hf is not None else []
+    return template_at(config.model.hf, config.checkpoint.initialize_from)
+
+
+def template_at(hf: str | None, start: str | None) -> dict[str, Any] | None:
+    """Returns the config.json that came with a run's weights; None where there is none.
+
+    Args:
+        hf: Value of model.hf.
+        start: Value of checkpoint.initialize_from.
+    """
+    places = [Path(hf)] if hf is not None else []
     places += [Path(start) / ORIGIN] if start is not None else []
     return next((read_json(place / CONFIG_NAME) for place in places if (place / CONFIG_NAME).is_file()), None)

@@ -94,7 +94,11 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
     [
         ("tp2spcp2mbs4,pp2vpp2mbs2", {"train__recompute": "full", "adapter__base_dtype": "bf16"}),
         ("tp2mbs8", {"loss__chunk_tokens": 20}),
-        pytest.param("dp2mbs4", {"train__overlap_param_gather": True}, marks=pytest.mark.nightly),
+        pytest.param(
+            "dp2mbs4",
+            {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("cp2mbs8,pp2mbs4,tp2spmbs8", {}, marks=pytest.mark.nightly),
     ],
 )
