@@ -1,10 +1,11 @@
 """Ranks on this machine: real processes that open a process group, call one function and end.
 
-On CPUs a fork server imports megatron-core once, and every call forks fresh ranks on gloo from it, in 20 ms each. So no
-call sees the state of another, and a rank that raises or hangs only affects its own call. (Reused ranks leak: the hooks
-of megatron-core's DDP tie each model to its process groups in a cycle through autograd that Python cannot collect, with
-6 threads and 12 open files per group.) On GPUs ranks are spawned, one per GPU on NCCL, because a process that has used
-CUDA cannot be forked.
+A fork server imports megatron-core once, and every call forks fresh ranks from it, in 20 ms each: on CPUs over gloo, on
+GPUs one per GPU over NCCL. So no call sees the state of another, and a rank that raises or hangs only affects its own
+call. (Reused ranks leak: the hooks of megatron-core's DDP tie each model to its process groups in a cycle through
+autograd that Python cannot collect, with 6 threads and 12 open files per group.) A process that has asked CUDA's driver
+for anything cannot be forked: where a package does so when it is imported, ranks on GPUs are spawned, which takes as
+long as all imports, 15 s and more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -74,9 +76,8 @@ class Pool:
             is_deterministic: Value of `train.deterministic`.
         """
         self.device, self._timeout_s, self._is_deterministic = device, timeout_s, is_deterministic
-        self._context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-        if device == "cpu":
-            self._context.set_forkserver_preload([*_PRELOADED, *preloaded])
+        self._forking: Any = multiprocessing.get_context("forkserver")
+        self._forking.set_forkserver_preload([*_PRELOADED, *preloaded])
 
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
         """Calls `function(groups, *arguments)` on each rank of the layout, and returns the results by rank.
@@ -97,6 +98,19 @@ class Pool:
             for rank in range(layout.world_size):
                 ranks.start(self._context, job, rank)
             return ranks.results(self._timeout_s)
+
+    @cached_property
+    def _context(self) -> Any:
+        """Way in which ranks start; on GPUs forks are tried first, with one that uses CUDA."""
+        if self.device == "cpu":
+            return self._forking
+        # by default torch looks for GPUs through CUDA's driver, which cannot be forked then; ranks inherit this
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        tried = self._forking.Process(target=_use_cuda, daemon=True)
+        with interrupts_blocked():
+            tried.start()
+        tried.join()
+        return self._forking if tried.exitcode == 0 else multiprocessing.get_context("spawn")
 
 
 class _Job(NamedTuple):
@@ -167,6 +181,15 @@ class _Ranks:
         if not succeeded:
             raise RankFailedError(f"rank {rank}: {value}")
         return value
+
+
+def _use_cuda() -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:  # the second where torch is built without CUDA
+        raise SystemExit(1) from error
 
 
 def _serve(pipe: Connection, job: _Job, rank: int) -> None:

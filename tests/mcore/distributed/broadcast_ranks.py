@@ -98,18 +98,6 @@ def _facts(counts: WeighedTokens, rows: list[Microbatch]) -> list[list[Any]]:
     ]
 
 
-def splits_of_nccl(groups: Groups) -> tuple[int, str]:
-    """Returns how often a group of hosts was made by splitting the communicator of a world bound to a GPU, which every
-    rank would have to take part in, and what the world is bound to afterwards."""
-    world = dist.group.WORLD
-    assert world is not None
-    world.bound_device_id = torch.device("cuda", 0)
-    with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
-        open_host_group(groups.tp, TIMEOUT)
-    bound, world.bound_device_id = world.bound_device_id, None
-    return split.call_count, str(bound)
-
-
 def from_a_rank_that_leaves(groups: Groups) -> None:
     """Ends the rank that reads before it has sent anything."""
     hosts = replace(groups, tp_host=open_host_group(groups.tp, TIMEOUT))

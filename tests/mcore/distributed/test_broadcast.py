@@ -33,10 +33,6 @@ def test_hosts_need_nothing_of_their_devices(pool: Pool) -> None:
     assert packed[0][2] != ranks[2][0].expected[0][2]
 
 
-def test_a_group_of_hosts_asks_nothing_of_the_ranks_outside(pool: Pool) -> None:
-    assert pool.run(broadcast_ranks.splits_of_nccl, Layout(tp=2, dp=2)) == [(0, "cuda:0")] * 4
-
-
 def test_a_host_that_waits_for_a_lost_one_says_so(pool: Pool) -> None:
     with pytest.raises(RankLostError, match="rank 1 lost the connection to another rank") as error:
         pool.run(broadcast_ranks.from_a_rank_that_leaves, Layout(tp=2))

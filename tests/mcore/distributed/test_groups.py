@@ -1,12 +1,15 @@
 """Process groups match the layout's arithmetic."""
 
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from mtrain.mcore.distributed.groups import Groups
+import mtrain.mcore.distributed.groups as groups_module
+from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.plan.layout import Layout
 from tests.pool import Pool
 
@@ -38,6 +41,31 @@ def look_around(groups: Groups) -> Seen:
     }
     place = (groups.tp_rank, groups.cp_rank, groups.dp_rank, groups.pp_rank)
     return Seen(groups.rank, place, members, groups.counts_loss, groups.counts_planned)
+
+
+def connections_at_once(groups: Groups) -> tuple[list[bool], bool]:
+    """Says of every group that a layout opens on a world bound to a GPU whether it would be connected at once, and whether
+    the world is bound afterwards."""
+    world, at_once = dist.group.WORLD, list[bool]()
+    assert world is not None
+    new_group, place = dist.new_group, torch.device("cuda", 0)
+
+    def noted(*given: Any, **options: Any) -> Any:
+        at_once.append(world.bound_device_id is not None)
+        world.bound_device_id = None  # there is no NCCL here
+        return new_group(*given, **options)
+
+    parallel_state.destroy_model_parallel()
+    world.bound_device_id = place
+    with (
+        mock.patch.object(dist, "new_group", noted),
+        # `meta` stands for a GPU, for which hosts have a group of their own
+        mock.patch.object(groups_module, "seed_generators"),
+        opened_groups(groups.layout, torch.device("meta"), 1, 60) as again,
+    ):
+        assert again.tp_host is not again.tp
+        bound, world.bound_device_id = world.bound_device_id, None
+    return at_once, bound == place
 
 
 def neighbours(layout: Layout, rank: int, axes: set[str]) -> list[int]:
@@ -84,3 +112,10 @@ def test_dropout_draws_differ_between_places_and_agree_where_activations_do(pool
     assert all(len(found) == 1 for found in by_place.values())
     assert len({number for _, number, _ in draws}) == len(by_place) == 4
     assert len({number for _, _, number in draws}) == 8
+
+
+def test_groups_on_gpus_are_connected_when_they_are_used(pool: Pool) -> None:
+    for at_once, is_bound in pool.run(connections_at_once, Layout(tp=2, dp=2)):
+        assert len(at_once) > 10, "megatron-core's, and those of hosts"
+        assert not any(at_once)
+        assert is_bound

@@ -48,3 +48,12 @@ def die_once_there(groups: Groups, path: str) -> None:
     if groups.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     torch.distributed.barrier()
+
+
+def uses_it() -> None:
+    """Ends well, as what uses CUDA where a fork can."""
+
+
+def cannot_use_it() -> None:
+    """Ends as what uses CUDA where a fork cannot."""
+    raise SystemExit(1)

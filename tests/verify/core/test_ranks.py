@@ -1,12 +1,16 @@
 """The pool of ranks: order of results, and how failures arrive."""
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from mtrain.base.errors import NumericError
 from mtrain.plan.layout import Layout
+from mtrain.verify.core import ranks
 from mtrain.verify.core.ranks import Pool, RankFailedError
-from tests.verify.core.rank_functions import coordinates, fail, tensor
+from tests.verify.core.rank_functions import cannot_use_it, coordinates, fail, tensor, uses_it
 
 TWO = Layout(dp=2)
 
@@ -34,3 +38,12 @@ def test_other_failures_name_the_rank(pool: Pool, how: str, said: str) -> None:
     with pytest.raises(RankFailedError, match=said):
         pool.run(fail, TWO, how)
     assert pool.run(coordinates, Layout()) == [(0, 0, 0, 0)], "the next call has fresh ranks"
+
+
+@pytest.mark.parametrize(("use", "start"), [(uses_it, "forkserver"), (cannot_use_it, "spawn")])
+def test_ranks_on_gpus_are_forked_where_a_fork_can_use_cuda(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[], None], start: str
+) -> None:
+    monkeypatch.setattr(ranks, "_use_cuda", use)
+    assert Pool("cuda")._context.get_start_method() == start
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "else torch asks the driver, and no fork can"
