@@ -16,6 +16,7 @@ fi
 
 work=.quickstart
 started=$SECONDS
+export CUDA_VISIBLE_DEVICES= # CPUs train a model this small in minutes; two ranks would need two GPUs
 step() { printf '\n== %s\n' "$*"; }
 mtrain() { "$python" -W ignore -m mtrain "$@"; }
 

@@ -1,5 +1,6 @@
 """Arguments that several verbs take: the configuration of a run, a model, text files; their sections on a help page."""
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -66,6 +67,8 @@ def loaded_config(
 ) -> "Config":
     """Loads the configuration that a command line names; on the first rank it reports old names of keys.
 
+    Under train.device=cpu GPUs are hidden from this process and those that it starts.
+
     Args:
         arguments: Files and overrides, as in `ConfigArguments`.
         last_overrides: Values that a verb sets itself; they take precedence over the user's.
@@ -86,6 +89,8 @@ def loaded_config(
     if rank == 0:
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr, flush=True)
+    if config.train.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU that it sees; read when CUDA starts
     if counts_epochs and config.train.num_epochs is not None:
         from mtrain.data.epochs import with_num_steps  # numpy, which most configurations do without
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.arguments import split_arguments
+from mtrain.cli.arguments import loaded_config, split_arguments
 from mtrain.cli.examples import EXAMPLES
 from mtrain.cli.main import VERBS
 from tests.cli.command_line import blocking, call
@@ -237,6 +237,15 @@ def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name
     odd = tmp_path / "a=b.yaml"
     odd.touch()
     assert split_arguments([str(odd), "layout.tp=2", "c.yaml"]) == ([odd, Path("c.yaml")], ["layout.tp=2"])
+
+
+@pytest.mark.parametrize(("device", "seen"), [("cpu", ""), ("auto", "0,1")])
+def test_a_run_on_cpus_hides_the_gpus_of_its_machine(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, seen: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    loaded_config([str(config_path), f"train.device={device}"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_an_override_may_be_longer_than_a_file_name_can_be(config_path: Path) -> None:

@@ -68,8 +68,8 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
         # cpu.py emulates only where no GPU is seen; megatron-core would allocate on the GPU and meet CPU tensors
         if torch.cuda.is_available():
             raise MachineError(
-                "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty), because "
-                "megatron-core takes the GPU it sees"
+                "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty) before the "
+                "program starts, as the commands of mtrain do, because megatron-core takes the GPU it sees"
             )
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -94,7 +94,7 @@ def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int
     if local_rank >= num_gpus:
         raise MachineError(
             f"local rank {local_rank} needs a GPU of its own, but torch sees {num_gpus}; start fewer ranks on this "
-            "machine"
+            "machine, or compute on its CPUs with train.device=cpu"
         )
     return local_rank
 

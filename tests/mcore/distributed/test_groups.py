@@ -44,8 +44,8 @@ def look_around(groups: Groups) -> Seen:
 
 
 def connections_at_once(groups: Groups) -> tuple[list[bool], bool]:
-    """Says of every group that a layout opens on a world bound to a GPU whether it would be connected at once, and whether
-    the world is bound afterwards."""
+    """Says of every group that a layout opens on a world bound to a GPU whether it would be connected at once, and
+    whether the world is bound afterwards."""
     world, at_once = dist.group.WORLD, list[bool]()
     assert world is not None
     new_group, place = dist.new_group, torch.device("cuda", 0)
