@@ -28,7 +28,7 @@ from mtrain.mcore.engine.optimizer import Optimizer, Update
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.router_balance import Factors, RouterBalance
 from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
-from mtrain.mcore.model.adapters.adapter import Adapter
+from mtrain.mcore.model.adapters.adapter import Adapter, is_adapter_key
 from mtrain.mcore.model.adapters.linear import LinearAdapter
 from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
@@ -80,12 +80,20 @@ def _without_scale(section: Any) -> dict[str, Any]:
     return {"alpha_pattern": {part: section.alpha_of(part) / section.scale_of(part) for part in section.parts}}
 
 
+def _whole_times_tp(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+    for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+        if parameter.requires_grad and not is_adapter_key(name):
+            parameter.main_grad.mul_(groups.layout.tp)
+    return finalize_gradients(chunks, sums, groups, *others)
+
+
 ADAPTER_PLANTS: dict[str, Collaborators] = {
     "adapter-gradient-times-tp": Collaborators(change_model=_all_become(_SummedAgain)),
     "adapter-gradient-not-reduced": Collaborators(change_model=_not_marked),
     "adapter-scale-dropped": Collaborators(config=configured("adapter", _without_scale)),
     "magnitude-by-tp-rank": Collaborators(change_model=_all_become(_NormsOfRank)),
     "frozen-weights-decayed": Collaborators(optimizer=_FrozenDecayed),
+    "saved-module-times-tp": Collaborators(step=step_of(finalize=_whole_times_tp)),
 }
 
 

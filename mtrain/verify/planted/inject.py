@@ -205,6 +205,13 @@ ADAPTER_FAULTS = (
         lambda config: config.adapter is not None,
         "adapter",
     ),
+    Fault(
+        "saved-module-times-tp",
+        "adds up the gradients of what learns whole tp times over the tensor-parallel ranks",
+        "tp",
+        lambda config: config.adapter is not None and bool(config.adapter.modules_to_save),
+        "adapter.modules_to_save",
+    ),
 )
 
 FAULTS = (*LAYOUT_FAULTS, *ADAPTER_FAULTS, *SHARED_FAULTS)

@@ -227,6 +227,12 @@ EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "adapter-scale-dropped": (LORA, "mbs2", "every layout", "loss"),
     "magnitude-by-tp-rank": (DORA, "tp2mbs8", "tp", "loss"),
     "frozen-weights-decayed": (LORA, "mbs2", "every layout", "update"),
+    "saved-module-times-tp": (
+        LORA | {"targets": ["qkv"], "modules_to_save": ["embedding"]},
+        "tp2mbs8",
+        "tp",
+        "gradient",
+    ),
 }
 """Fault -> adapter, layouts, the axis and the kind of quantity that reveal it."""
 
@@ -239,6 +245,7 @@ def test_every_fault_of_adapters_is_found(pool: Pool, fault: Any) -> None:
     assert report.diagnosis is not None
     assert (report.diagnosis.axis, report.diagnosis.kind) == (axis, kind)
     assert report.layouts[0].passed == (axis != "every layout")
+    assert ("_adapter." not in str(report.diagnosis.name)) or fault.name != "saved-module-times-tp"
     assert EXPECTED.keys() == ADAPTER_PLANTS.keys()
     with refuses(ConfigError):
         chosen(fault.name, rich_config(), ["tp", "sp"])
