@@ -16,7 +16,7 @@ import transformers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, INERT, family_of, fields_nobody_knows
+from mtrain.hf.schema.registry import CHANGES_THE_FUNCTION, FAMILIES, INERT, family_of, fields_nobody_knows
 from tests.fault_table import Notice
 from tests.hf.folders import CONFIGS, TOWERS, class_of
 from tests.hf.folders import content_of as base
@@ -65,6 +65,7 @@ OTHERS: list[dict[str, Any]] = [
     {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     {"mlp_layer_types": ["sparse", "sparse", "dense"]},
     {"mlp_layer_types": None},
+    {"mlp_only_layers": [1]},
     {"no_rope_layers": [0, 1, 1]},
     {"no_rope_layers": [1, 1, 1]},
     {"no_rope_layers": [0, 0, 0]},
@@ -101,6 +102,7 @@ NEMOTRON: list[dict[str, Any]] = [
     {"mamba_d_conv": 3},
     {"mamba_expand": 3},
     {"num_nextn_predict_layers": 1},
+    {"mtp_layers_block_type": ["mlp"]},
 ]
 _WINDOWED = {"rope_type": "default", "rope_theta": 90.0}
 _TURNED_IN_PART = {"rope_type": "proportional", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
@@ -172,7 +174,9 @@ def mutations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             case None:
                 yield from ({name: 3}, {name: 0.5})
             case str():
-                yield {name: "gelu"}
+                yield {name: "relu" if value == "gelu" else "gelu"}
+            case [int() | float(), *_]:
+                yield {name: [2 * each for each in value]}
     yield from ROPES
     yield from OTHERS
     if "linear_num_key_heads" in config:
@@ -193,7 +197,7 @@ def mutations_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "text_config" not in config:
         yield from mutations(config)
         return
-    for part in ("text_config", "vision_config"):
+    for part in nested(config):
         yield from ({part: config[part] | mutation} for mutation in mutations(config[part]))
         yield from ({part: without(config[part], name)} for name in config[part])
     yield from mutations(config)
@@ -202,6 +206,11 @@ def mutations_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for tied in (True, False)
         for other in (True, False)
     )
+
+
+def nested(config: dict[str, Any]) -> list[str]:
+    """Returns the names of the parts: of text, of images, of sound."""
+    return [part for part in ("text_config", "vision_config", "audio_config") if part in config]
 
 
 def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -300,6 +309,20 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     assert num_changed >= 5, "the mutations change nothing"
     assert num_accepted >= 5, "everything is refused"
     assert not wrong
+
+
+def test_every_family_and_every_field_is_changed() -> None:
+    contents = {name: base(name) for name in NAMES}
+    families = [family_of(content) for content in contents.values()]
+    assert [name for name, family in FAMILIES.items() if family not in families] == ["kimi_k2"]  # DeepSeek-V3's alias
+    for name, content in contents.items():
+        changes = list(mutations_of(content))
+        for part in (None, *nested(content)):
+            fields, changed = (
+                (content, changes) if part is None else (content[part], [c.get(part, {}) for c in changes])
+            )
+            kept = {each for each, value in fields.items() if all(c.get(each, value) == value for c in changed)}
+            assert kept <= INERT, f"{part} of {name}"
 
 
 @pytest.mark.parametrize("name", NAMES)
