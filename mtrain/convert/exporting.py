@@ -83,8 +83,9 @@ def export_hf(
             shard = files[unit.name]
             with partial.open("wb") as file, WriteBehind(file.fileno()) as behind:
                 file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
+                made: dict[str, Tensor] = {}
                 for one in shard.tensors:
-                    for part in one.stream(target):
+                    for part in one.stream(target, made):
                         check()
                         behind.note(file.write(raw_bytes(part.to(one.dtype))))
                     tell(one.size_bytes)
@@ -120,20 +121,33 @@ class Outgoing(NamedTuple):
         """Key of the tensor that it is a part of; None where it is none of the model's."""
         return None if isinstance(self.source, SafetensorsFile) else self.source[1]
 
-    def stream(self, target: ExportTarget) -> Iterator[Tensor]:
-        """Yields the numbers in the order of the disk, a part at a time; a carried tensor is a view of its file."""
+    def stream(self, target: ExportTarget, made: dict[str, Tensor]) -> Iterator[Tensor]:
+        """Yields the numbers in the order of the disk, a part at a time; a carried tensor is a view of its file.
+
+        Args:
+            target: Checkpoint that is exported.
+            made: Scales of the blocks that were written before this tensor into the same file, by name.
+        """
         if isinstance(self.source, SafetensorsFile):
             yield self.source.tensor(self.name)
+        elif self.name in made:
+            yield made.pop(self.name)
         else:
             tensor, key = self.source
             parts = stream_tensor(tensor, target.key(key), target.tensors.read)
-            yield from parts if self.scales is None else [self._packed(tensor, parts, self.scales)]
+            yield from parts if self.scales is None else [self._packed(tensor, parts, self.scales, made)]
 
-    def _packed(self, tensor: HfTensor, parts: Iterator[Tensor], scales: SafetensorsFile) -> Tensor:
-        """Returns the blocks or the scales of a weight; each is computed from the whole weight."""
-        weight = torch.cat(list(parts)).view(tensor.shape)
-        made = packed(tensor.name, weight, scales.tensor(tensor.name + SCALES_SUFFIX))
-        return made.scales if self.name.endswith(SCALES_SUFFIX) else made.blocks
+    def _packed(
+        self, tensor: HfTensor, parts: Iterator[Tensor], scales: SafetensorsFile, made: dict[str, Tensor]
+    ) -> Tensor:
+        """Returns the blocks or the scales of a weight; both are computed from the whole weight."""
+        weight, name = torch.cat(list(parts)).view(tensor.shape), tensor.name + SCALES_SUFFIX
+        found = packed(tensor.name, weight, scales.tensor(name))
+        if self.name == name:
+            return found.scales
+        # in a published file they come next, and to keep them costs little
+        made[name] = found.scales
+        return found.blocks
 
     @property
     def size_bytes(self) -> int:

@@ -130,6 +130,8 @@ def _is_rounded_otherwise(
     name: str, exact: torch.Tensor, scales: SafetensorsFile, written: torch.Tensor, rounding: dict[str, float]
 ) -> bool:
     """Says whether numbers in MXFP4 are others than the rounded ones; notes their largest error."""
+    if exact.dtype == written.dtype and same_bits(exact, written):
+        return False  # nothing was rounded
     if error := rounding_error(exact, written):
         rounding[name] = error
     return not same_bits(unpacked(*packed(name, exact, scales.tensor(name + SCALES_SUFFIX))), written)

@@ -22,20 +22,20 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 BLOCK_SIZE, BLOCK_BYTES = 32, 16
 """Number of weights in a block, and of the bytes that hold them."""
 _HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_CODES = torch.cat([_HALVES, -_HALVES])
 _BYTES = torch.arange(256)
 # doubled, and the factors halved: 2^128, of the largest scale, is no number in float32, but half of it is
-_PAIRS = 2 * torch.stack([_CODES[_BYTES & 15], _CODES[_BYTES >> 4]], dim=1)
+_DOUBLED = 2 * torch.cat([_HALVES, -_HALVES])
+_PAIRS = torch.stack([_DOUBLED[_BYTES & 15], _DOUBLED[_BYTES >> 4]], dim=1)
 """[256, 2]: twice the numbers in each byte; the lower half of a byte is the earlier one."""
 _FACTORS = torch.ldexp(torch.ones(256), _BYTES - 128)
 """[256]: half of the factor that each scale means, 2^(scale - 127)."""
+_INVERSES = torch.ldexp(torch.ones(256), 127 - _BYTES)
+"""[256]: one divided by the factor that each scale means."""
 _CHUNK = 1 << 20
 """Number of weights that are computed at once."""
-_BIAS, _LARGEST_EXPONENT, _LARGEST_SCALE = 127, 2, 254
-"""What is added to the exponent of a scale, the exponent of the largest code, and the largest scale that is a
-number."""
-_MIDDLES = (_HALVES[1:] + _HALVES[:-1]) / 2
-"""[7]: numbers that are as near to one code as to the next."""
+_BIAS, _LARGEST_EXPONENT, _LARGEST_SCALE, _LARGEST_CODE = 127, 2, 254, 7
+"""What is added to the exponent of a scale, the exponent of the largest number of a code, the largest scale that is a
+number, and the largest code without its sign."""
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -137,9 +137,12 @@ def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
             raise DataError(f"{name} holds infinite numbers or NaN, which MXFP4 cannot express; export without mxfp4")
         blocks = numbers.reshape(len(numbers), -1, BLOCK_SIZE)
         before = scales[expert, rows]
-        is_kept = (_numbers(_codes(blocks, before), before) == blocks).all(dim=2)
-        chosen = torch.where(is_kept, before, _scales(blocks))
-        codes = _codes(blocks, chosen)
+        codes, chosen = _codes(blocks, before), before.clone()
+        is_other = (_numbers(codes, before) != blocks).any(dim=2)
+        if is_other.any():
+            others = blocks[is_other]
+            chosen[is_other] = _scales(others)
+            codes[is_other] = _codes(others, chosen[is_other])
         result.blocks[expert, rows] = codes[..., ::2] | codes[..., 1::2] << 4
         result.scales[expert, rows] = chosen
     return result
@@ -182,22 +185,22 @@ def rounding_error(weight: Tensor, rounded: Tensor) -> float:
 
 
 def _scales(blocks: Tensor) -> Tensor:
-    """Returns the scale of the specification for each block of [rows, blocks, 32]."""
+    """Returns the scale of the specification for each block of [..., 32]."""
     # frexp gives a number in [0.5, 1) and its exponent, which is one more than the power of two in the number
-    _, exponents = torch.frexp(blocks.abs().amax(dim=2))
+    _, exponents = torch.frexp(blocks.abs().amax(dim=-1))
     return (exponents - 1 - _LARGEST_EXPONENT + _BIAS).clamp(0, _LARGEST_SCALE).to(torch.uint8)
 
 
 def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns the codes of the numbers in [rows, blocks, 32] under scales [rows, blocks]; -0.0 has one of its own."""
+    """Returns the codes of the numbers in [..., 32] under their scales [...]; -0.0 has one of its own."""
     # exact, but for numbers that are far below the smallest code or above the largest one
-    scaled = torch.ldexp(blocks.abs(), (_BIAS - scales.int())[..., None])
-    middles = _MIDDLES.to(scaled.dtype)
-    lower, upper = (torch.bucketize(scaled, middles, out_int32=True, right=right) for right in (False, True))
-    # they differ in the middle of two codes alone, where the even one is chosen
-    return torch.where(lower % 2 == 0, lower, upper).to(torch.uint8) | blocks.signbit().to(torch.uint8) << 3
+    scaled = blocks.abs() * _INVERSES[scales.int(), None]
+    # codes mean numbers that are 0.5 apart up to 2, 1 up to 4 and 2 up to 6: three lines, the lowest of which is theirs
+    codes = torch.minimum((2 * scaled).round_(), scaled.round().add_(2))
+    codes = torch.minimum(codes, (scaled / 2).round_().add_(4)).clamp_(max=_LARGEST_CODE)
+    return codes.to(torch.uint8) | blocks.signbit().to(torch.uint8) << 3
 
 
 def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns the numbers that codes [rows, blocks, 32] mean under scales [rows, blocks], in float32."""
-    return 2 * _CODES[codes.int()] * _FACTORS[scales.int(), None]
+    """Returns the numbers that codes [..., 32] mean under their scales [...], in float32."""
+    return _DOUBLED.index_select(0, codes.flatten().int()).view(codes.shape) * _FACTORS[scales.int(), None]
