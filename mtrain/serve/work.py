@@ -46,9 +46,13 @@ _TARGETS: Mapping[str, tuple[Target, ...]] = {
 }
 
 
+def _named(lora: Lora) -> list[Target]:
+    return [each for option, targets in _TARGETS.items() if getattr(lora, option) for each in targets]
+
+
 def _targets(lora: Lora, model: ModelSection) -> list[Target]:
     """Returns the modules that a client names, as far as the model has them."""
-    named = [each for option, targets in _TARGETS.items() if getattr(lora, option) for each in targets]
+    named = _named(lora)
     every = LoraSection(targets=tuple(named or ("qkv",)))
     there = {each.part for each in all_matrices(model, every)}
     return [each for each in named if there.intersection(GROUPS.get(each, (each,)))]
@@ -76,12 +80,20 @@ class Served:
         return Path(hf) if hf is not None and has_one else None
 
     def adapted(self, lora: Lora) -> Config:
-        """Returns the configuration with the adapter that a client asks for.
+        """Returns the configuration with the adapter that a client asks for; with `adapter.path` that of the folder.
 
         Raises:
-            ConfigError: The model cannot have such an adapter.
+            ConfigError: The model cannot have such an adapter, or models start from one of another shape.
         """
-        content, config = self.config.model_dump(), self.config
+        content, config, start = self.config.model_dump(), self.config, self.config.adapter
+        if start is not None and start.path is not None:
+            named = _named(lora)
+            if lora.rank != start.rank or not start.parts.issubset(p for t in named for p in GROUPS.get(t, (t,))):
+                raise ConfigError(
+                    f"rank={lora.rank} on {', '.join(named) or 'nothing'} was asked for, but models of this service "
+                    f"start from {_shown(start)} (adapter.path); ask for that rank, and for these modules at least"
+                )
+            return config
         if lora.rank == 0:
             content["adapter"] = None
             return Config.model_validate(content)
@@ -230,7 +242,7 @@ class Worker:
         self._samplers: dict[str, _Kept | None] = {}
         self._current: dict[int, str] = {}
         """Model that is on an engine, by the engine's id."""
-        self._base = self._whole_base()
+        self._base = self._held_base()
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -335,7 +347,7 @@ class Worker:
         # what is held of adapters has another shape
         self._samplers = {each: kept for each, kept in self._samplers.items() if kept is None}
         self._engine = Engine(config)
-        self._base = self._whole_base()
+        self._base = self._held_base()
         return self._engine
 
     def _free_shapes(self) -> None:
@@ -437,7 +449,7 @@ class Worker:
             engine.put_back(kept.held)
         elif self._base is not None:
             engine.put_back(self._base)
-        is_bare = kept is None and engine.config.adapter is not None
+        is_bare = kept is None and self._base is None
         with engine.adapters_off() if is_bare else nullcontext():
             ends = partial(ends_with, asked.stop_texts, self._tokenizer) if asked.stop_texts else None
             sampling = replace(asked.sampling, is_complete=ends, num_likeliest=asked.num_likeliest)
@@ -476,9 +488,10 @@ class Worker:
         if current is not None:
             self._models[current].held = engine.hold()
 
-    def _whole_base(self) -> Held | None:
-        """Returns the weights of the base model, where models have nothing of it left: they are trained whole."""
-        return self._engine.hold(weights_only=True) if self._engine.config.adapter is None else None
+    def _held_base(self) -> Held | None:
+        """Returns what the model has in addition to frozen weights where models start: all of it, or adapter.path."""
+        adapter = self._engine.config.adapter
+        return self._engine.hold(weights_only=True) if adapter is None or adapter.path is not None else None
 
 
 def _shown(adapter: AdapterSection | None) -> str:

@@ -34,7 +34,7 @@ from mtrain.training.build import Parts
 from mtrain.training.forward import check_adapters_off
 from mtrain.training.held import Accumulated, Held
 from mtrain.training.open_engines import open_engines
-from mtrain.training.resume import initialize, load_base
+from mtrain.training.resume import initialize, load_base, load_start_adapter
 from mtrain.training.step import OpenStep, TrainingStep
 
 
@@ -220,7 +220,7 @@ class Turns:
         """Takes weights and optimizer back to step 0: new adapters, or the weights that the engine began with.
 
         Args:
-            seed: Seed of the adapters; None: `train.seed`.
+            seed: Seed of the adapters; None: `train.seed`. With `adapter.path` they are those of the folder again.
         """
         model = self._built().model
         if self.config.adapter is None:
@@ -233,6 +233,7 @@ class Turns:
                 draw_adapters(unwrap(chunk), self.config.model, self._groups, seed)
             model.optimizer.take_weights()
             settle_magnitudes(model)
+            load_start_adapter(model)
         self.forget_optimizer()
 
     def forget_optimizer(self) -> None:
