@@ -8,12 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.schema.adapter import ALL_LINEAR, DELTA_NET_PARTS, GROUPS, JOINED, AdapterSection
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import RECURRENT, ModelSection
 from mtrain.config.schema.sections import Sections
 
 _ATTENTION = frozenset((*GROUPS["qkv"], "qkv_proj"))
-_INTO_MAMBA = "in_proj_zxbcdt"
-_OF_STATES = {*GROUPS["in_proj"], "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba"}
+_RECURRENT = frozenset().union(*(kind.projections for kind in RECURRENT.values()))
 _FEED_FORWARD = {*GROUPS["fc1"], "fc2", "gate_up_proj"}
 _GATED = {"gate_proj", "gate_up_proj"}
 
@@ -105,12 +104,11 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
             "latents after the exchange of context parallelism; set it to 0, or name the other projections"
         )
-    own = {_INTO_MAMBA, "in_proj", "out_proj"} if model.mamba is not None else set()
-    if model.delta_net is not None:
-        own |= _OF_STATES - {_INTO_MAMBA}
-    if missing := [target for target in adapter.targets if target in _OF_STATES - own]:
-        needed = "model.mamba" if missing == [_INTO_MAMBA] else "model.delta_net"
-        yield f"adapter.targets={', '.join(missing)} needs {needed}; remove it"
+    own = frozenset().union(*(section.projections for section in model.recurrent))
+    if missing := [target for target in adapter.targets if target in _RECURRENT - own]:
+        owners = (key for key, kind in RECURRENT.items() if kind.projections.issuperset(missing))
+        needed = next(owners, " and model.".join(RECURRENT))
+        yield f"adapter.targets={', '.join(missing)} needs model.{needed}; remove it"
     if not model.is_gated and (missing := [target for target in adapter.targets if target in _GATED]):
         yield (
             f"adapter.targets={', '.join(missing)} needs a gate, but model.activation={model.activation} has none; "

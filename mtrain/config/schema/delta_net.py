@@ -1,10 +1,11 @@
 """`model.delta_net.*`: layers whose attention is replaced by a gated delta net."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
+from mtrain.config.schema.adapter import DELTA_NET_PARTS
 from mtrain.config.schema.section import Section, rule
 
 
@@ -15,6 +16,10 @@ class DeltaNetSection(Section):
     Source: Gated Delta Networks, arXiv 2412.06464; Qwen3-Next, as Hugging Face transformers computes it.
     """
 
+    projections: ClassVar[frozenset[str]] = frozenset(
+        (*DELTA_NET_PARTS, "in_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
+    )
+    """Names in adapter.targets of its projections."""
     num_key_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Number of heads of queries and keys."""
     num_value_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)

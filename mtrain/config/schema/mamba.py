@@ -1,7 +1,7 @@
 """`model.mamba.*`: Mamba-2, and the rules of the pattern that says where it stands."""
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ class MambaSection(Section):
     Source: Mamba-2, arXiv 2405.21060; Nemotron-H, as Hugging Face transformers computes it.
     """
 
+    projections: ClassVar[frozenset[str]] = frozenset(("in_proj_zxbcdt", "in_proj", "out_proj"))
+    """Names in adapter.targets of its projections."""
     num_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Number of heads, each with a state of its own; a multiple of num_groups."""
     head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)

@@ -4,7 +4,8 @@ Every knob here is read by our own code; a few other fields of Megatron-Core's T
 `model.megatron`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,6 +20,12 @@ from mtrain.config.schema.mamba import OF_TWO_SUBLAYERS, MambaSection, broken_ru
 from mtrain.config.schema.output import AnyOutput, HeadOutput, TokenOutput
 from mtrain.config.schema.rope import RopeSection
 from mtrain.config.schema.section import Section, rule
+
+RECURRENT: Mapping[str, type[DeltaNetSection] | type[MambaSection]] = {
+    "delta_net": DeltaNetSection,
+    "mamba": MambaSection,
+}
+"""Keys of layers that keep a state in the place of keys and values -> their sections."""
 
 
 class ModelSection(Section):
@@ -154,6 +161,11 @@ class ModelSection(Section):
         if self.global_attention is not None and every is not None and (layer + 1) % every == 0:
             return "global"
         return "grouped" if self.mla is None else "latent"
+
+    @property
+    def recurrent(self) -> list[DeltaNetSection | MambaSection]:
+        """Returns the sections of its layers that keep a state."""
+        return [section for section in map(partial(getattr, self), RECURRENT) if section is not None]
 
     @property
     def sizes_over_tp(self) -> dict[str, int]:

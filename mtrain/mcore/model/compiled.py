@@ -26,8 +26,7 @@ from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks
-from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
-from mtrain.mcore.model.attention.mamba import MambaMixer
+from mtrain.mcore.model.attention.recurrent.core import RecurrentCore
 from mtrain.mcore.model.attention.rotating import RotatingAttention
 from mtrain.mcore.model.attention.temperature import TemperedAttention
 from mtrain.mcore.model.moe.layer import ExpertsLayer
@@ -97,7 +96,7 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
     elif isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
         kept.append((attention, "forward"))
     elif (
-        isinstance(attention, GatedDeltaNet | MambaMixer)  # a loop over the chunks of a row
+        isinstance(attention.core_attention, RecurrentCore)  # a loop over the chunks of a row
         or layout.cp > 1
         or config.data.isolate_documents
         or config.model.attention_dropout

@@ -23,9 +23,10 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
-from mtrain.mcore.model.attention.mamba import first_step_biases
+from mtrain.mcore.model.layer_parts import MODULES
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
+from mtrain.plan.features import present
 
 # This defines the initial weights: another size draws another model from the same seed. A rank draws at most two
 # blocks of which it needs only a part, whatever the size of the tensor.
@@ -36,8 +37,6 @@ _EMBEDDING_B = f"embedding_{LORA_B}"
 # Of an embedding's adapter, A is zero and B drawn, as in PEFT: A has a row for each token.
 _ZERO = (f"proj_{LORA_B}", f"fc2_{LORA_B}", f"output_{LORA_B}", f".{LORA_B}", f"embedding_{LORA_A}")
 """Endings of the names of parameters that start at zero."""
-_DECAYS = 0.01, 16.0
-"""Bounds between which decays of delta nets are uniform, as in transformers; parameters are their logarithms."""
 
 
 def sharded_tensors(
@@ -59,8 +58,8 @@ def sharded_tensors(
 
 @torch.no_grad()
 def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_follow: bool = False) -> None:
-    """Fills matrices from a normal distribution, and decays of delta nets and biases of Mamba's steps as transformers
-    does; norms (ones) and biases (zeros) stay as built.
+    """Fills matrices from a normal distribution, and what `Modules.first_values` names as transformers does; norms
+    (ones) and biases (zeros) stay as built.
 
     Standard deviation: model.init_std; projections back into the residual stream: see the key.
     Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
@@ -78,7 +77,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         axes = shard.prepend_axis_num  # leading axes that number layers and experts
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
-        transformed = _of_heads(name, config.model)
+        transformed = _transformation(name, config.model)
         if name.endswith(_ZERO) or (len(shape) < 2 and transformed is None):
             continue
         if name == "output_layer.weight" and config.model.output.is_tied:
@@ -144,16 +143,10 @@ def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
     return model.init_std / math.sqrt(additions) if into_residual else model.init_std
 
 
-def _of_heads(name: str, model: ModelSection) -> Callable[[Tensor], Tensor] | None:
-    """Returns what turns uniform numbers into the values of a parameter of heads; None for every other parameter."""
-    if model.delta_net is not None and name.endswith(".A_log"):
-        return _log_decays
-    return first_step_biases if model.mamba is not None and name.endswith(".dt_bias") else None
-
-
-def _log_decays(uniform: Tensor) -> Tensor:
-    least, most = _DECAYS
-    return (least + (most - least) * uniform).log()
+def _transformation(name: str, model: ModelSection) -> Callable[[Tensor], Tensor] | None:
+    """Returns what turns uniform numbers into the values of a parameter; None for one that is drawn as matrices are."""
+    found = (MODULES[type(part)].first_values for part in present(model))
+    return next((values for each in found for ending, values in each.items() if name.endswith(ending)), None)
 
 
 def draw(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -19,15 +20,16 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.megatron import feed_forward_spec
 from mtrain.mcore.model.attention import full_width_norm
 from mtrain.mcore.model.attention.context_parallel import CoreAttention
-from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
+from mtrain.mcore.model.attention.delta_net import GatedDeltaNet, first_log_decays
 from mtrain.mcore.model.attention.full_width_norm import FullWidthNormAttention
 from mtrain.mcore.model.attention.global_attention import GlobalAttention, NormedValueAttention
-from mtrain.mcore.model.attention.mamba import MambaMixer
+from mtrain.mcore.model.attention.mamba import MambaMixer, first_step_biases
 from mtrain.mcore.model.attention.mla import LatentAttention
 from mtrain.mcore.model.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.mcore.model.attention.rotating import RotatingAttention
@@ -209,6 +211,8 @@ class Modules(NamedTuple):
     put_into: Callable[[LayerDraft, ModelSection], None] = _nothing
     fields: Callable[[ModelSection], dict[str, Any]] = _no_fields
     """Fields of TransformerConfig for a model in which some layer has the part."""
+    first_values: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    """End of a parameter's name -> what turns numbers uniform between 0 and 1 into its initial values."""
 
 
 _ATTENTION_NORM_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -246,8 +250,8 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
-    features.GatedDeltaNet: Modules(_delta_net, _hybrid_fields),
-    features.Mamba: Modules(_mamba),
+    features.GatedDeltaNet: Modules(_delta_net, _hybrid_fields, {".A_log": first_log_decays}),
+    features.Mamba: Modules(_mamba, first_values={".dt_bias": first_step_biases}),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields),
     features.BranchNorms: Modules(),  # the layer of experts builds them

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Sequence
 from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import meant
 from mtrain.config import Config
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import RECURRENT
 from mtrain.plan import padded_vocab_size
 from mtrain.verify.planted.fault import Fault, side_terms_differ
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
 
-
-def _has_states(model: ModelSection) -> bool:
-    return model.delta_net is not None or model.mamba is not None
+_RECURRENT = " or ".join(f"model.{key}" for key in RECURRENT)
 
 
 LAYOUT_FAULTS = (
@@ -103,22 +101,22 @@ LAYOUT_FAULTS = (
         "state-across-documents",
         "lets delta nets and Mamba-2 carry states over the documents of a row, and their convolution see those before",
         None,
-        lambda config: _has_states(config.model) and config.data.isolate_documents,
-        "model.delta_net or model.mamba, and data.isolate_documents=true or data.packing",
+        lambda config: bool(config.model.recurrent) and config.data.isolate_documents,
+        f"{_RECURRENT}, and data.isolate_documents=true or data.packing",
     ),
     Fault(
         "state-dropped-at-parts",
         "begins the part of a row that a context-parallel rank holds with an empty state",
         "cp",
-        lambda config: _has_states(config.model),
-        "model.delta_net or model.mamba",
+        lambda config: bool(config.model.recurrent),
+        _RECURRENT,
     ),
     Fault(
         "decay-in-half-precision",
         "rounds the decays of delta nets and Mamba-2 to bfloat16",
         None,
-        lambda config: _has_states(config.model),
-        "model.delta_net or model.mamba",
+        lambda config: bool(config.model.recurrent),
+        _RECURRENT,
     ),
     Fault(
         "router-losses-shared-out",

@@ -47,6 +47,8 @@ from mtrain.mcore.model.attention.recurrent.parameters import (
 )
 from mtrain.mcore.model.own_parameters import ShardedOffsets, own_places
 
+_DECAYS = 0.01, 16.0
+"""Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
 EPSILON = 1e-6
 """Added to the squared length of a query or key before it is divided by its length."""
 
@@ -186,6 +188,16 @@ class GatedDeltaNet(MegatronModule):
         """Returns the places of all parameters; those of value heads are divided over TP."""
         places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return places | own_places(self, {"A_log": 0, "dt_bias": 0}, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+def first_log_decays(uniform: Tensor) -> Tensor:
+    """Returns logarithms of decays with which heads begin.
+
+    Args:
+        uniform: Numbers uniform between 0 and 1, of any shape.
+    """
+    least, most = _DECAYS
+    return (least + (most - least) * uniform).log()
 
 
 def heads_of_rank(delta_net: DeltaNetSection, tp: int) -> Heads:
