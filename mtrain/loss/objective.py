@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import label_columns
-from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured, route_columns
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
     LOSS_FUNCTIONS,
@@ -412,6 +412,5 @@ def objective_of(config: Config) -> Objective:
             f"{', '.join(needed)} of each token; set data.extras=[{','.join(needed)}] with "
             "data.kind=sft, and give records these keys"
         )
-    columns = config.data.extra_columns
-    has_routes = bool(route_columns(columns)[0])
-    return replace(objective, has_temperatures=TEMPERATURE in columns, has_routes=has_routes)
+    has_temperatures = TEMPERATURE in config.data.extra_columns
+    return replace(objective, has_temperatures=has_temperatures, has_routes=config.data.has_routes)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from mtrain.config.extras import columns_of, key_and_sizes
+from mtrain.config.extras import ROUTED_EXPERTS, columns_of, key_and_sizes
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
 
@@ -111,6 +111,11 @@ class DataSection(Section):
         """Returns the names under which extras travel, one number a token each: `topk_ids:2` is topk_ids[0] and
         topk_ids[1]."""
         return tuple(name for extra in self.extras for name in columns_of(extra))
+
+    @property
+    def has_routes(self) -> bool:
+        """Says whether records name the experts of their tokens."""
+        return ROUTED_EXPERTS in {key_and_sizes(extra)[0] for extra in self.extras}
 
     @property
     def source_names(self) -> tuple[str, ...]:

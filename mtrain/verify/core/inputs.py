@@ -23,7 +23,7 @@ from mtrain.verify.reference.aggregation import token_weights
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.reference.text import Rows, Text, rows_of
 
-_IDS, _EXTRA = "sequence ids", "extra "
+_IDS, _EXTRA, _ROUTES = "sequence ids", "extra ", "routed experts"
 
 Fields = dict[str, NDArray[Any]]
 """Fields of rows by name, [rows, ...] each."""
@@ -48,6 +48,7 @@ def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
         "padding": ~rows.is_text,
         **{f"weights of {name}": weights for name, weights in _weights(rows, config).items()},
         **{f"{_EXTRA}{name}": each for name, each in rows.extras.items()},
+        **({} if rows.routed_experts is None else {_ROUTES: rows.routed_experts}),
     }
     return {name: field.numpy() for name, field in fields.items()}
 
@@ -91,6 +92,7 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
             **padding,
             **{f"weights of {term}": weights[row].numpy() for term, weights in batch.weights.items()},
             **{f"{_EXTRA}{name}": each[row].numpy() for name, each in batch.extras.items()},
+            **({} if batch.routed_experts is None else {_ROUTES: batch.routed_experts[row].numpy()}),
             **({} if batch.sequence_ids is None else {_IDS: batch.sequence_ids[row].numpy()}),
         }
 
@@ -110,8 +112,8 @@ def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
 
 def _as_long(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
     """Pads or cuts values to a length; only padding is cut, unless the sample is not an expected one."""
-    missing = max(0, length - len(values))
-    return np.pad(values[:length], (0, missing), constant_values=fill)
+    filler = np.full((max(0, length - len(values)), *values.shape[1:]), fill, values.dtype)
+    return np.concatenate([values[:length], filler])
 
 
 def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import NothingToLearnError
 from mtrain.config import Config
+from mtrain.config.extras import ROUTED_EXPERTS, columns_of
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
@@ -19,6 +20,7 @@ from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.order import key_of
+from mtrain.data.routes import routes_shape
 from mtrain.data.samples.sample import Sample, TokenizedSample, shifted
 from mtrain.loss.functions.load import extras_of, load_loss_function
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
@@ -52,6 +54,8 @@ class SamplePlan:
     """Number of the steps after them, on random tokens under random masks."""
     own_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
+    replays: bool = False
+    """Whether random samples name the experts of their tokens, as the records of the user's data do."""
 
     @property
     def num_steps(self) -> int:
@@ -61,6 +65,7 @@ class SamplePlan:
     def describe(self) -> str:
         """Describes the plan for a report."""
         hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
+        hard += ", with experts that routers take" if self.replays else ""
         return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
 
 
@@ -97,7 +102,8 @@ class Batches:
             DataError: A file is damaged, too small, or does not fit the model.
         """
         self._config, self._plan, self._made_of = config, plan, made_of
-        self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, drawn_extras(config.loss))
+        extras = (*drawn_extras(config.loss), *[ROUTED_EXPERTS] * plan.replays)
+        self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, extras)
         ranks = (dp_rank, dp_size)
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
 
@@ -119,7 +125,8 @@ class Batches:
         return self._rows.of_step(Given(self._hard_samples(step)), has_first=True)
 
     def _hard_samples(self, step: int) -> list[Sample]:
-        return HardBatch(self._config, step - self._plan.own_steps).samples(self._made_of)
+        plan = self._plan
+        return HardBatch(self._config, step - plan.own_steps, plan.replays).samples(self._made_of)
 
 
 def own_loader(
@@ -138,10 +145,19 @@ def _record(text: Text, model: ModelSection) -> TokenizedSample:
     """Converts a text to a record, as the reader of finetuning data does with its columns."""
     record = {"input_ids": text.ids.tolist(), "loss_mask": text.counts.tolist(), "weight": text.weight}
     found = tokens_sample(record, frozenset(), model.vocab_size)
-    if not text.extras:
-        return found
     extras = {name: each.tolist() for name, each in text.extras.items()}
-    return replace(found, extras=token_extras(extras, dict.fromkeys(extras, ()), len(text.ids)))
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(extras, ())
+    if text.routed_experts is not None:
+        extras[ROUTED_EXPERTS], sizes[ROUTED_EXPERTS] = text.routed_experts[:-1].tolist(), routes_shape(model)
+    return replace(found, extras=token_extras(extras, sizes, len(text.ids))) if extras else found
+
+
+def _columns(text: Text) -> tuple[str, ...]:
+    """Returns the names of the columns of the extras of a record."""
+    if text.routed_experts is None:
+        return tuple(text.extras)
+    _, layers, top_k = text.routed_experts.shape
+    return (*text.extras, *columns_of(f"{ROUTED_EXPERTS}:{layers}x{top_k}"))
 
 
 def _of_documents(text: Text) -> Sample:
@@ -153,7 +169,8 @@ def _of_documents(text: Text) -> Sample:
     mask[edges - 1] = 0.0  # no token is predicted across an edge
     # float32 holds these numbers exactly
     extras = {name: each[1:].astype(np.float32) for name, each in text.extras.items()}
-    return shifted(text.ids, mask, text.weight, starts, extras)
+    routes = None if text.routed_experts is None else text.routed_experts[:-1].astype(np.int32)
+    return replace(shifted(text.ids, mask, text.weight, starts, extras), routed_experts=routes)
 
 
 def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
@@ -189,6 +206,8 @@ class HardBatch:
     """Shrunk configuration."""
     number: int
     """Number of the batch, from 0."""
+    replays: bool = False
+    """Whether the texts name the experts of their tokens."""
 
     @property
     def kind(self) -> int:
@@ -217,11 +236,12 @@ class HardBatch:
         if text.edges:
             return _of_documents(text)
         if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
-            return made_of.of_record(_record(text, self.config.model), 0, len(text.ids), tuple(text.extras))
+            return made_of.of_record(_record(text, self.config.model), 0, len(text.ids), _columns(text))
         # in turn one number per token and one per predicted token
         first = slot // 2 % 2
         extras = {name: each[first:].tolist() for name, each in text.extras.items()}
-        datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras)
+        routes = text.routed_experts
+        datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras, routed_experts=routes)
         return made_of.of_datum(datum, f"sample {slot}", self.config, tuple(text.extras))
 
     def _text(self, rng: np.random.Generator, mask: NDArray[np.float64], slot: int) -> Text:
@@ -234,7 +254,8 @@ class HardBatch:
             count = min(_NUM_EDGES, size - 1)
             edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
             edges = edges if slot % _EDGES_EVERY == 0 else ()
-        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, self._extras(slot, size + 1))
+        extras, routes = self._extras(slot, size + 1), self._routes(slot, size + 1)
+        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, routes)
 
     def _extras(self, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
         """Draws the extras of a sample's tokens.
@@ -250,6 +271,19 @@ class HardBatch:
             return values.astype(np.float32).astype(np.float64)
 
         return {name: drawn(name) for name in drawn_extras(self.config.loss)}
+
+    def _routes(self, slot: int, size: int) -> NDArray[np.int64] | None:
+        """Draws other experts than routers would choose, some often and some seldom; one token in four of a layer has
+        none."""
+        model = self.config.model
+        if not self.replays or model.experts is None:
+            return None
+        rng = np.random.default_rng([self.config.train.seed, self.kind, slot, 1])
+        ranks = rng.random((size, model.num_layers, model.experts.num_experts))
+        found = (ranks + np.linspace(0.0, 1.0, model.experts.num_experts)).argsort(-1)[..., : model.experts.top_k]
+        found[rng.random(found.shape[:2]) < 0.25] = -1
+        found[:, [layer for layer in range(model.num_layers) if not model.has_experts(layer)]] = -1
+        return found
 
     def _size(self, slot: int) -> int:
         """Returns the number of positions of a sample; if rows are packed, some are short enough to share a row."""

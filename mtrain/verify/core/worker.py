@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
@@ -123,7 +123,8 @@ class _Runner:
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = made_of.optimizer(config, self._chunks, groups)
         model = RankModel(config, groups, self._chunks, self._optimizer)
-        objective, teacher = own_objective(config, EXTRAS), small_teacher(config, groups)
+        objective = replace(own_objective(config, EXTRAS), has_routes=job.plan.replays)
+        teacher = small_teacher(config, groups)
         self._training = _WatchedStep(model, objective, teacher, made_of.step(groups))
 
     def run(self) -> Outcome:

@@ -16,6 +16,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.model.adapters import is_trained, merged
 from mtrain.verify.reference.model.experts import coefficients, moved_bias, router_numerator, router_shares
+from mtrain.verify.reference.model.modules import ExpertChanges
 from mtrain.verify.reference.model.shapes import UNTRAINED
 from mtrain.verify.reference.model.transformer import Forward, Transformer
 from mtrain.verify.reference.policy import POLICY_LOSSES, policy_losses
@@ -151,7 +152,8 @@ def evaluated(
     """
     learns = {name: is_trained(name, config.adapter) and not name.endswith(UNTRAINED) for name in tensors}
     leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
-    forward = Transformer(config.model, merged(config, leaves)).forward(rows)
+    replay = ExpertChanges(chosen=replayed(rows, config.model))
+    forward = Transformer(config.model, merged(config, leaves), replay).forward(rows)
     with torch.no_grad():
         taught = None if teacher is None else teacher.forward(rows, looks_ahead=False).logits
     terms = _terms(config, rows, forward, taught, user_term)
@@ -167,6 +169,17 @@ def evaluated(
         biases=_moved_biases(config.model, leaves, forward),
         forward=forward,
     )
+
+
+def replayed(rows: Rows, model: ModelSection) -> dict[str, Tensor]:
+    """Returns the choices that the rows name, by name of the router, [batch, seq, experts] bool; none for depths."""
+    found: dict[str, Tensor] = {}
+    if rows.routed_experts is None or model.experts is None:
+        return found
+    for layer, named in enumerate(rows.routed_experts.unbind(2)):
+        is_expert = named.unsqueeze(-1) == torch.arange(model.experts.num_experts, device=named.device)
+        found[f"decoder.layers.{layer}.mlp.router"] = is_expert.any(-2)
+    return found
 
 
 def term_coefficients(loss: LossSection, mtp_depths: int) -> dict[str, float]:

@@ -44,6 +44,9 @@ class Text:
     """Positions in `ids` where an isolated document begins, ascending, never 0."""
     extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """Extras of each token by name, [n]; the first number is not used."""
+    routed_experts: NDArray[np.int64] | None = None
+    """Experts of each token that is read, [n, layers, top_k], -1 where the router chooses; the last row is not used.
+    None: it chooses everywhere."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Rows:
     """Weights v_i of the samples, [batch] float64."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """Extras of the token that is predicted, by name, float64."""
+    routed_experts: Tensor | None = None
+    """Experts that routers take, [batch, seq, layers, top_k], -1 where they choose; None: they choose everywhere."""
 
     @property
     def is_text(self) -> Tensor:
@@ -115,6 +120,7 @@ def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: tor
         positions=stacked("positions"),
         sample_weights=weights,
         extras={name: _extra(texts, name, seq_length).to(device) for name in texts[0].extras},
+        routed_experts=_routes(texts, seq_length, device),
     )
 
 
@@ -123,6 +129,17 @@ def _extra(texts: Sequence[Text], name: str, seq_length: int) -> Tensor:
     for row, text in zip(rows, texts, strict=True):
         row[: len(text.ids) - 1] = torch.from_numpy(text.extras[name][1:])
     return rows
+
+
+def _routes(texts: Sequence[Text], seq_length: int, device: torch.device) -> Tensor | None:
+    given = texts[0].routed_experts
+    if given is None:
+        return None
+    rows = torch.full((len(texts), seq_length, *given.shape[1:]), -1)
+    for row, text in zip(rows, texts, strict=True):
+        assert text.routed_experts is not None, "all samples of a batch name experts, or none does"
+        row[: len(text.ids) - 1] = torch.from_numpy(text.routed_experts[:-1])
+    return rows.to(device)
 
 
 def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]]:

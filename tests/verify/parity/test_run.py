@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.config import Config
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.activations import module_order, put_together
@@ -169,6 +171,47 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
 def test_other_structures_pass(pool: Pool, changes: dict[str, Any], layouts: str, num_steps: int) -> None:
     report = check(pool, rich_config(**changes), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+
+
+def replaying_config() -> Config:
+    """Builds a run on records that name the experts of their tokens."""
+    data = {"kind": "sft", "seq_length": 64, "train": [{"path": "rollouts.jsonl"}], "tokenizer": "tokenizer"}
+    extras = {"extras": ["advantages", "old_logprobs", "routed_experts:4x4"]}
+    return expert_config(data=data | extras | {"packing": {}}, loss__function="ppo")
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    ["cp2dp2ep2mbs2", pytest.param("tp2spdp2ep2etp2mbs2,pp2mbs2,cp2ulysses", marks=pytest.mark.nightly)],
+)
+def test_layouts_replay_the_experts_of_records(pool: Pool, layouts: str) -> None:
+    report = check(pool, replaying_config(), layouts, num_steps=2)
+    assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
+    assert report.data.endswith("with experts that routers take")
+
+
+class _WithoutReplay:
+    """Pool whose reference, or whose trainer, lets routers choose."""
+
+    def __init__(self, pool: Pool, is_of_reference: bool) -> None:
+        self._pool, self._is_of_reference, self.device = pool, is_of_reference, pool.device
+
+    def run(self, function: Any, layout: Layout, job: Any, *others: Any) -> Any:
+        if self._is_of_reference and isinstance(job, ExactJob):
+            job = replace(job, steps=[[replace(text, routed_experts=None) for text in step] for step in job.steps])
+        if not self._is_of_reference and isinstance(job, Job):
+            job = replace(job, plan=replace(job.plan, replays=False))
+        return self._pool.run(function, layout, job, *others)
+
+
+@pytest.mark.parametrize("is_of_reference", [True, False], ids=["reference", "trainer"])
+def test_a_side_that_does_not_replay_is_found(pool: Pool, is_of_reference: bool) -> None:
+    faulty: Any = _WithoutReplay(pool, is_of_reference)
+    report = check(faulty, replaying_config(), "mbs4", num_steps=1)
+    assert not any(layout.passed for layout in report.layouts)
+    failed = {each.kind for each in report.layouts[0].deviations if each.value > report.tolerance(each.kind).value}
+    assert "gradient" in failed
+    assert ("samples" in failed) == (not is_of_reference)
 
 
 @pytest.mark.parametrize(

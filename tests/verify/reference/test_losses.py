@@ -11,8 +11,10 @@ from torch.distributions import Categorical, kl_divergence
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.verify.reference.model.experts import Routed, moved_bias, routed, router_numerator, router_shares
-from mtrain.verify.reference.objective import known_losses
+from mtrain.verify.reference.objective import known_losses, replayed
 from mtrain.verify.reference.policy import policy_losses
+from mtrain.verify.reference.text import Rows
+from tests.config.samples import config
 from tests.trl_losses import policy_loss
 
 MASK = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1]])
@@ -225,6 +227,21 @@ def test_a_lone_expert_keeps_its_score() -> None:
     chosen, weights = routed(LOGITS[:, :1], None, EXPERTS.model_copy(update={"top_k": 1}))
     assert chosen[0, 0].tolist() == [False, False, True, False]
     assert weights[0, 0, 2].item() == pytest.approx(1 / (1 + math.exp(-2)), rel=1e-14)
+
+
+def test_a_router_takes_a_choice_where_one_is_named() -> None:
+    """Weighs experts that are named by their own scores; the router chooses where none are, and in layers ahead."""
+    named = torch.tensor([[[[3, 0]], [[-1, -1]], [[1, 2]]]])
+    model = config(model__experts=EXPERTS.model_dump()).model
+    nothing = torch.zeros(1, 3)
+    rows = Rows(nothing, nothing, nothing, nothing, nothing, nothing[:, 0], routed_experts=named)
+    choice = replayed(rows, model)
+    assert choice.keys() == {"decoder.layers.0.mlp.router"}
+    chosen, weights = routed(LOGITS, None, EXPERTS, choice["decoder.layers.0.mlp.router"])
+    own, _ = routed(LOGITS, None, EXPERTS)
+    assert chosen[0].int().tolist() == [[1, 0, 0, 1], own[0, 1].int().tolist(), [0, 1, 1, 0]]
+    scores = [1 / (1 + math.exp(-x)) for x in LOGITS[0, 0].tolist()]
+    assert weights[0, 0, 3].item() == pytest.approx(scores[3] / (scores[0] + scores[3]), rel=1e-14)
 
 
 def test_groups_are_ranked_by_as_many_experts_as_a_token_takes_from_them() -> None:

@@ -96,7 +96,8 @@ def routed(
         logits: Logits of the router.
         expert_bias: Bias of the choice, if the router has one.
         section: Section of the experts.
-        replayed: Choice to use instead of the router's, [batch, seq, experts] bool; None: the router's.
+        replayed: Choice to use instead of the router's, [batch, seq, experts] bool, the router's where it has none;
+            None: the router's everywhere.
     """
     match section.score:
         case "sigmoid":
@@ -106,7 +107,9 @@ def routed(
         case _:
             assert_never(section.score)
     ranking = (scores if expert_bias is None else scores + expert_bias).detach()
-    chosen = _best(_inside_groups(ranking, section), section.top_k) if replayed is None else replayed
+    chosen = _best(_inside_groups(ranking, section), section.top_k)
+    if replayed is not None:
+        chosen = torch.where(replayed.any(-1, keepdim=True), replayed, chosen)
     if section.score == "sigmoid":
         kept = scores * chosen
         weights = kept / kept.sum(-1, keepdim=True) if section.top_k > 1 else kept
