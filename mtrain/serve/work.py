@@ -29,8 +29,8 @@ from mtrain.serve.store import Described, Kind, Lora, Place, Store
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.engine import Engine
 from mtrain.training.export import export_whole, exported_through_checkpoint
-from mtrain.training.held import Held
 from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.turns import Held
 
 _ALPHA = 32.0
 """Numerator of the scale of adapters where the configuration gives none, the same for every rank."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
+from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
@@ -22,6 +23,8 @@ from mtrain.mcore.model.build import build_adapters, let_go, unwrap
 from mtrain.mcore.model.init_weights import draw_adapters
 from mtrain.mcore.state.base import settle_magnitudes
 from mtrain.mcore.state.held import (
+    HeldOptimizer,
+    HeldWeights,
     clear_optimizer,
     held_gradients,
     held_optimizer,
@@ -32,10 +35,29 @@ from mtrain.mcore.state.held import (
 )
 from mtrain.training.build import Parts
 from mtrain.training.forward import check_adapters_off
-from mtrain.training.held import Accumulated, Held
 from mtrain.training.open_engines import open_engines
 from mtrain.training.resume import initialize, load_base, load_start_adapter
 from mtrain.training.step import OpenStep, TrainingStep
+
+
+class Accumulated(NamedTuple):
+    """Gradients of a step that is not finished."""
+
+    open_step: OpenStep
+    gradients: list[Tensor]
+    tokens: int
+
+
+class Held(NamedTuple):
+    """Copy of this rank's part of what training changes, from `Engine.hold`."""
+
+    weights: HeldWeights
+    optimizer: HeldOptimizer | None = None
+    """None: weights alone."""
+    step: int = 0
+    total_tokens: int = 0
+    accumulated: Accumulated | None = None
+    """None: no gradients since the last step."""
 
 
 class SharedBase:
