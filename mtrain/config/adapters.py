@@ -51,10 +51,10 @@ def with_linear_targets(content: Any) -> Any:
 def _linear_targets(model: ModelSection, named: Collection[Any]) -> Iterator[str]:
     """Yields the targets that are linear layers in PEFT's sense and can go to it, without parts of those in `named`."""
     kinds = {model.attention(layer) for layer in range(model.num_layers)}
-    found = ["qkv", "proj"] if kinds - {"delta_net", "mamba", "none"} else []
-    found += ["in_proj"] if kinds & {"delta_net", "mamba"} else []
+    found = ["qkv", "proj"] if kinds - {*RECURRENT, "none"} else []
+    found += ["in_proj"] if kinds & RECURRENT.keys() else []
     # PEFT refuses that of Mamba-2, whose kernels read the weight
-    found += ["out_proj"] if "delta_net" in kinds else []
+    found += ["out_proj"] if kinds & RECURRENT.keys() - {"mamba"} else []
     found += ["fc1", "fc2"] if _has_networks(model) else []
     taken = {part for target, parts in JOINED.items() if target in named for part in parts}
     for target in found:
