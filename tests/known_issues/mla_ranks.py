@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.mla import LatentAttention

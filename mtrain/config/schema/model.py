@@ -12,10 +12,9 @@ from pydantic import Field
 
 from mtrain.config import megatron_fields
 from mtrain.config.schema import bounds
+from mtrain.config.schema.attention import GlobalAttentionSection, LatentAttentionSection
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.config.schema.global_attention import GlobalAttentionSection
-from mtrain.config.schema.latent_attention import LatentAttentionSection
 from mtrain.config.schema.mamba import OF_TWO_SUBLAYERS, MambaSection, broken_rules_of_pattern
 from mtrain.config.schema.output import AnyOutput, HeadOutput, TokenOutput
 from mtrain.config.schema.rope import RopeSection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, norm_elements
 from mtrain.plan.layout import Layout

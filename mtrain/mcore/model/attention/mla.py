@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.context_parallel import RowAttention
 from mtrain.mcore.model.attention.rotary import inverse_frequencies, latent_softmax_scale

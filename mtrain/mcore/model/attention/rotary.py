@@ -18,7 +18,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.config.schema.latent_attention import LatentAttentionSection
+from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.documents import has_window
 

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from mtrain.config.schema.global_attention import GlobalAttentionSection
+from mtrain.config.schema.attention import GlobalAttentionSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import (
     AttentionKind,

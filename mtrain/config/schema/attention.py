@@ -1,4 +1,4 @@
-"""`model.mla.*`: multi-head latent attention."""
+"""`model.mla.*` and `model.global_attention.*`: attention of another shape than `model.*` itself gives."""
 
 from typing import Annotated
 
@@ -45,3 +45,13 @@ class LatentAttentionSection(Section):
         return (
             f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; change it"
         )
+
+
+class GlobalAttentionSection(Section):
+    """Heads of the layers without a sliding window, whose values are their keys before norm and rotation, as in
+    Gemma 4."""
+
+    head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of dimensions of a head."""
+    num_query_groups: Annotated[int, bounds.WIDTH] = Field(gt=0)
+    """Number of key heads."""
