@@ -21,7 +21,7 @@ from mtrain.checkpoint.format.hashed_file import WriteBehind
 from mtrain.checkpoint.store.directory import reading
 from mtrain.convert.endings import put_ending
 from mtrain.convert.origin import put_side_files
-from mtrain.convert.proof import Proof, prove
+from mtrain.convert.proof import Proof, prove, whole
 from mtrain.convert.published import published_form
 from mtrain.convert.target import ExportTarget, files_there, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
@@ -141,7 +141,7 @@ class Outgoing(NamedTuple):
         self, tensor: HfTensor, parts: Iterator[Tensor], scales: SafetensorsFile, made: dict[str, Tensor]
     ) -> Tensor:
         """Returns the blocks or the scales of a weight; both are computed from the whole weight."""
-        weight, name = torch.cat(list(parts)).view(tensor.shape), tensor.name + SCALES_SUFFIX
+        weight, name = whole(tensor, parts), tensor.name + SCALES_SUFFIX
         found = packed(tensor.name, weight, scales.tensor(name))
         if self.name == name:
             return found.scales

@@ -89,7 +89,7 @@ def prove(
         meter.add(sizes[tensor.name])
         if had is None:
             return _is_other(parts, theirs, into, check)
-        return _is_rounded_otherwise(tensor.name, torch.cat(list(parts)).view(tensor.shape), had, theirs, rounding)
+        return _is_rounded_otherwise(tensor.name, whole(tensor, parts), had, theirs, rounding)
 
     def is_changed(name: str) -> bool:
         check()
@@ -106,6 +106,12 @@ def prove(
             f"{shown(differing)}"
         )
     return Proof(len(sizes), sum(sizes.values()), len(scales or {}), rounding)
+
+
+def whole(tensor: HfTensor, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor from its parts; one that comes whole, as a reordered one does, is not copied."""
+    first, *others = parts
+    return (torch.cat([first, *others]) if others else first).view(tensor.shape)
 
 
 def _is_other(
