@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -112,10 +114,18 @@ def _write(folder: Path, splits: dict[str, list[dict[str, Any]]], name: str = "d
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def shown() -> dict[str, list[str]]:
+    """Returns the options of each recipe's command in docs/serve.md."""
+    page = (ROOT / "docs" / "serve.md").read_text()
+    (block,) = [each for each in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "tinker_cookbook" in each]
+    commands = [shlex.split(each) for each in block.replace("\\\n", "").splitlines() if each.startswith("python -m ")]
+    return {module.removeprefix("tinker_cookbook.recipes."): options for _, _, module, *options in commands}
+
+
 def run_recipe(folder: Path, address: str, recipe: str, options: Sequence[str]) -> list[dict[str, Any]]:
     """Runs `python -m tinker_cookbook.recipes.RECIPE` to its end; returns what it logged, a step each."""
-    log = folder / "logs" / recipe
-    line = [sys.executable, "-W", "ignore", "-m", f"tinker_cookbook.recipes.{recipe}", *options, f"log_path={log}"]
+    line = [sys.executable, "-W", "ignore", "-m", f"tinker_cookbook.recipes.{recipe}", *options]
+    (log,) = [each.removeprefix("log_path=") for each in options if each.startswith("log_path=")]
     environment = {
         **os.environ,
         "PYTHONPATH": str(cookbook()),
@@ -127,4 +137,4 @@ def run_recipe(folder: Path, address: str, recipe: str, options: Sequence[str]) 
     }
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    return [json.loads(each) for each in (log / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(each) for each in (folder / log / "metrics.jsonl").read_text().splitlines()]

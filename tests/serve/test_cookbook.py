@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.serve.cookbook import KEY, MODEL, run_recipe, write_data, write_model
+from tests.serve.cookbook import KEY, MODEL, run_recipe, shown, write_data, write_model
+from tests.serve.service import address_of
 from tests.serve.test_restart import started
+from tests.warm import program_environment
 
 pytestmark = [pytest.mark.nightly, pytest.mark.waits, pytest.mark.timeout(1800)]
-COMMON = [f"model_name={MODEL}"]
+SHOWN = shown()
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +32,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(place: Path) -> Iterator[str]:
-    """Serves the tiny model, by a program."""
+@pytest.fixture(scope="module", params=["one rank", "tp2"])
+def address(place: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Serves the tiny model, by a program of one rank or two."""
+    shutil.rmtree(place / "logs", ignore_errors=True)
     (place / "key").write_text(KEY)
     given = {
         "run": {"dir": str(place / "served")},
@@ -40,10 +45,21 @@ def address(place: Path) -> Iterator[str]:
         "optimizer": {"lr": 1e-4},
     }
     (place / "serve.yaml").write_text(yaml.safe_dump(given))
-    command, found = started(place / "served", place / "serve.yaml", place / "key")
-    yield found
-    command.send_signal(signal.SIGTERM)
-    assert command.wait() == 0
+    if request.param == "one rank":
+        command, found = started(place / "served", place / "serve.yaml", place / "key")
+        yield found
+        command.send_signal(signal.SIGTERM)
+        assert command.wait() == 0
+        return
+    (place / "served" / "service.json").unlink(missing_ok=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line = [*torchrun, "-m", "mtrain", "serve", str(place / "serve.yaml"), "layout.tp=2", "--port", "0"]
+    with subprocess.Popen(line, env=program_environment(), stdout=subprocess.DEVNULL) as ranks:
+        try:
+            yield address_of(place / "served" / "service.json")
+        finally:
+            ranks.send_signal(signal.SIGTERM)
+            ranks.wait(60)
 
 
 def checkpoints(place: Path, recipe: str) -> list[dict[str, Any]]:
@@ -52,23 +68,20 @@ def checkpoints(place: Path, recipe: str) -> list[dict[str, Any]]:
 
 
 def test_sl_loop_learns_and_goes_on_from_its_checkpoint(place: Path, address: str) -> None:
-    options = [*COMMON, "batch_size=8", "learning_rate=3e-3", "lora_rank=8", "save_every=2"]
-    steps = run_recipe(place, address, "sl_loop", [*options, "max_steps=4"])
+    options = SHOWN["sl_loop"]
+    steps = run_recipe(place, address, "sl_loop", options)
     assert [each["step"] for each in steps] == [1, 2, 3, 4]
     assert steps[-1]["train_mean_nll"] < 0.9 * steps[0]["train_mean_nll"]
     assert [each["name"] for each in checkpoints(place, "sl_loop")] == ["000002", "final"]
     written = place / "logs" / "sl_loop" / "checkpoints.jsonl"
     written.write_text(written.read_text().splitlines()[0] + "\n")  # as where the client was killed after two steps
-    again = run_recipe(place, address, "sl_loop", options)[4:]
+    again = run_recipe(place, address, "sl_loop", [each for each in options if each != "max_steps=4"])[4:]
     assert [each["step"] for each in again] == [3, 4, 5]
     assert again[0]["train_mean_nll"] == steps[2]["train_mean_nll"]  # to the bit
 
 
 def test_chat_sl_learns_from_a_file_of_conversations(place: Path, address: str) -> None:
-    data = place / "HuggingFaceH4" / "no_robots" / "train.jsonl"
-    given = [f"dataset={data}", "batch_size=8", "learning_rate=3e-3", "max_length=256", "save_every=2", "num_epochs=2"]
-    rolling = ["rolling_save_every=1", "max_steps=6", "lora_rank=8", "renderer_name=role_colon", "eval_every=0"]
-    steps = run_recipe(place, address, "chat_sl.train", [*COMMON, *given, *rolling])
+    steps = run_recipe(place, address, "chat_sl.train", SHOWN["chat_sl.train"])
     losses = [each["train_mean_nll"] for each in steps if "train_mean_nll" in each]
     assert len(losses) == 6
     assert losses[-1] < 0.9 * losses[0]
@@ -76,25 +89,23 @@ def test_chat_sl_learns_from_a_file_of_conversations(place: Path, address: str) 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])
 def test_rl_loop_trains_on_rewarded_answers(place: Path, address: str, loss: str) -> None:
-    given = ["batch_size=12", "group_size=8", "max_tokens=16", "lora_rank=8", "learning_rate=1e-4", "save_every=1"]
     shutil.rmtree(place / "logs" / "rl_loop", ignore_errors=True)
-    steps = run_recipe(place, address, "rl_loop", [*COMMON, *given, f"loss_fn={loss}"])
+    options = [each for each in SHOWN["rl_loop"] if not each.startswith("loss_fn=")]
+    steps = run_recipe(place, address, "rl_loop", [*options, f"loss_fn={loss}"])
     assert len(steps) == 2
     assert any(each.get("grad_norm", 0) > 0 for each in steps)
     assert any(0 < each["reward/total"] < 1 for each in steps)
 
 
 def test_preference_by_dpo_prefers_what_was_chosen(place: Path, address: str) -> None:
-    given = ["dataset=hhh", "batch_size=8", "learning_rate=1e-3", "max_length=256", "max_steps=4"]
-    steps = run_recipe(place, address, "preference.dpo.train", [*COMMON, *given, "renderer_name=role_colon"])
+    steps = run_recipe(place, address, "preference.dpo.train", SHOWN["preference.dpo.train"])
     losses = [each["dpo_loss"] for each in steps]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)  # policy and reference are the same
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_preference_for_shorter_answers_sees_no_difference_of_sampler_and_trainer(place: Path, address: str) -> None:
-    given = ["batch_size=2", "group_size=8", "max_tokens=32", "learning_rate=1e-4", "max_steps=2", "eval_every=0"]
-    found = run_recipe(place, address, "preference.shorter.train", [*COMMON, *given, "renderer_name=role_colon"])
+    found = run_recipe(place, address, "preference.shorter.train", SHOWN["preference.shorter.train"])
     steps = [each for each in found if "optim/kl_sample_train_v1" in each]
     assert len(steps) == 2
     assert all(each["grad_norm"] > 0 for each in steps)
