@@ -268,13 +268,13 @@ class StepLoader:
         self._read.append(samples.entry(step + 1, len(self.numbers(step))))
         return batches
 
-    def held_out(self, part: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
+    def held_out(self, split: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
         """Returns the only validation or test set, or the first one; None where the configuration has none."""
-        return next(iter(self.held_out_sets(part).values()), None)
+        return next(iter(self.held_out_sets(split).values()), None)
 
-    def held_out_sets(self, part: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
+    def held_out_sets(self, split: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
         """Returns all validation or test sets by name, in the order of the configuration."""
-        return {name: HeldOutBatches(self._rows, samples) for name, samples in self._data.held_out[part].items()}
+        return {name: HeldOutBatches(self._rows, samples) for name, samples in self._data.held_out[split].items()}
 
 
 class RowsOfRank:

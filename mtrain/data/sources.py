@@ -29,8 +29,8 @@ from mtrain.data.sft_caches import SftCaches
 from mtrain.data.steps import Steps, steps_of
 from mtrain.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
-Part = Literal["train", "valid", "test"]
-_PARTS: tuple[Part, ...] = ("train", "valid", "test")
+Split = Literal["train", "valid", "test"]
+_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 class SampleStream(Protocol):
@@ -172,7 +172,7 @@ class MockHeldOut:
 
 
 class Sources:
-    """Sources of a configuration; each file is opened once, even where a split uses it for several parts."""
+    """Sources of a configuration; each file is opened once, even where data.split uses it for several splits."""
 
     def __init__(self, config: Config) -> None:
         """
@@ -186,7 +186,7 @@ class Sources:
             self.tokenizer = tokenizer_of(config)
             check_vocabulary(self.tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, self.tokenizer)
-        # a split uses one file for three parts: opened, checked and hashed once
+        # data.split uses one file for three splits: opened, checked and hashed once
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._notes: list[str] = []
         self._caches: SftCaches | None = None
@@ -230,8 +230,8 @@ class Sources:
             case _:
                 assert_never(data)
 
-    def held_out(self, part: Literal["valid", "test"]) -> dict[str, HeldOut | MockHeldOut]:
-        """Opens the validation or test sets, by name and in their order; a lone set has the name of its part.
+    def held_out(self, split: Literal["valid", "test"]) -> dict[str, HeldOut | MockHeldOut]:
+        """Opens the validation or test sets, by name and in their order; a lone set has the name of its split.
 
         Raises:
             DataError: A source is missing, damaged, too small, or does not fit the model.
@@ -241,13 +241,13 @@ class Sources:
         match data:
             case MockSection():
                 # valid and test are different sequences, and neither is the training one
-                seed = key_of(self._config.order_seed, _PARTS.index(part))
+                seed = key_of(self._config.order_seed, _SPLITS.index(split))
                 samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
-                return {part: MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)}
+                return {split: MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)}
             case IndexedSection() | SftSection():
                 return {
-                    name: HeldOut([self._open(data, each, part, None) for each in sections], limit)
-                    for name, sections in _held_out_sections(data, part).items()
+                    name: HeldOut([self._open(data, each, split, None) for each in sections], limit)
+                    for name, sections in _held_out_sections(data, split).items()
                 }
             case _:
                 assert_never(data)
@@ -277,7 +277,7 @@ class Sources:
         return [each.fingerprint_of_0_1_0(tokenizer) if isinstance(each, SftDataset) else None for each in sources]
 
     def _open(
-        self, data: IndexedSection | SftSection, section: SourceSection, part: Part, shuffle_number: int | None
+        self, data: IndexedSection | SftSection, section: SourceSection, split: Split, shuffle_number: int | None
     ) -> SampleSource:
         match data:
             case SftSection():
@@ -285,41 +285,41 @@ class Sources:
                 assert self.tokenizer is not None
                 tokens = self._caches.open(section.path)
                 if (compares := compared(self._config.loss, data)) is not None:
-                    return self._open_preferences(data, tokens, part, compares)
-                numbers = _numbers(data, part, len(tokens))
+                    return self._open_preferences(data, tokens, split, compares)
+                numbers = _numbers(data, split, len(tokens))
                 columns = label_columns(self._config.loss) or data.extra_columns
                 found = SftDataset(tokens, numbers, RowLimit(data.seq_length, data.too_long), columns, self._is_judged)
                 self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
                 return found
             case IndexedSection():
                 corpus = self._corpus(section.path)
-                documents = _numbers(data, part, len(corpus.document_lengths))
+                documents = _numbers(data, split, len(corpus.document_lengths))
                 key = None if shuffle_number is None else (self._config.order_seed, shuffle_number)
                 return PretrainDataset(corpus, documents, data.seq_length, data.isolate_documents, key)
             case _:
                 assert_never(data)
 
     def _open_preferences(
-        self, data: SftSection, tokens: TokenCache, part: Part, compares: Literal["pairs", "answers"]
+        self, data: SftSection, tokens: TokenCache, split: Split, compares: Literal["pairs", "answers"]
     ) -> PreferenceDataset:
-        numbers = _numbers(data, part, len(tokens) // 2 if compares == "pairs" else len(tokens))
+        numbers = _numbers(data, split, len(tokens) // 2 if compares == "pairs" else len(tokens))
         found = PreferenceDataset(tokens, numbers, RowLimit(data.seq_length, data.too_long), compares, self._is_judged)
         self._notes += [note for note in found.notes() if note not in self._notes]
         # equal sets share one dataset, so that each sequence is scored by the reference model once
         return self.preferences.setdefault(found.fingerprint, found)
 
 
-def _held_out_sections(data: FilesSection, part: Literal["valid", "test"]) -> dict[str, tuple[SourceSection, ...]]:
+def _held_out_sections(data: FilesSection, split: Literal["valid", "test"]) -> dict[str, tuple[SourceSection, ...]]:
     if data.split is not None:
-        return {part: data.all_sources} if data.split[_PARTS.index(part)] > 0 else {}
-    if part == "valid":
+        return {split: data.all_sources} if data.split[_SPLITS.index(split)] > 0 else {}
+    if split == "valid":
         return data.valid_sets
-    return {part: data.test} if data.test else {}
+    return {split: data.test} if data.test else {}
 
 
-def _numbers(data: FilesSection, part: Part, total: int) -> range:
-    """Returns the numbers of the documents or samples of a part, in file order."""
-    return range(total) if data.split is None else document_ranges(total, data.split)[_PARTS.index(part)]
+def _numbers(data: FilesSection, split: Split, total: int) -> range:
+    """Returns the numbers of the documents or samples of a split, in file order."""
+    return range(total) if data.split is None else document_ranges(total, data.split)[_SPLITS.index(split)]
 
 
 REFERENCES = " (reference scores "
@@ -348,7 +348,7 @@ class OpenedData:
         self.stream: SampleStream = sources.training()
         self.steps: Steps = steps_of(config, self.stream.widths)
         self.held_out: Mapping[str, Mapping[str, HeldOut | MockHeldOut]] = {
-            part: sources.held_out(part) for part in ("valid", "test")
+            split: sources.held_out(split) for split in ("valid", "test")
         }
         """Held-out sets by name, for each of "valid" and "test"."""
         self.preferences: Mapping[str, PreferenceDataset] = sources.preferences

@@ -66,10 +66,10 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
     kept = rank.kept_numbers(held)
     largest = rank.largest_trained()
-    updated = own_share(config.train, layout, held)
+    updated = own_shard(config.train, layout, held)
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
     learned_bytes, gradients_bytes = held.total * element_bytes(config.train), held.total * FP32_BYTES
-    optimizer_bytes = FP32_BYTES * own_share(config.train, layout, kept) - moved
+    optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, kept) - moved
     return MemoryEstimate(
         weights_bytes=learned_bytes + rank.frozen_bytes(),
         gradients_bytes=gradients_bytes,
@@ -132,8 +132,8 @@ class _StageRank:
         return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
 
 
-def own_share(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:
-    """Returns the part of `numbers` that this rank's part of the optimizer holds."""
+def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:
+    """Returns how many of `numbers` this rank's shard of the optimizer holds."""
     if not train.distributed_optimizer:
         return numbers.total
     return numbers.dense // (layout.dp * layout.cp) + numbers.experts // layout.edp

@@ -97,7 +97,7 @@ class HfTensors:
         for bucket in self._buckets(bucket_bytes):
             yield from self._made(bucket, None if everywhere else 0)
 
-    def shares(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def by_rank(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yields every tensor on one rank: bucket i on rank i modulo their number, a bucket on each rank at a time.
 
         Collective over the world, up to the end of the iteration. A tensor comes to the same rank each time.
@@ -108,7 +108,7 @@ class HfTensors:
         buckets, count = self._buckets(bucket_bytes), dist.get_world_size()
         for first in range(0, len(buckets), count):
             made = [list(self._made(each, rank)) for rank, each in enumerate(buckets[first : first + count])]
-            yield [each for share in made for each in share]  # those of other ranks are empty
+            yield [each for bucket in made for each in bucket]  # those of other ranks are empty
 
     def _made(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
         """Gathers a bucket, and yields its tensors where they are needed: on one rank, or on all if None."""

@@ -59,7 +59,7 @@ class WeightDeltas:
         if is_full:
             self._held, self._fingerprints = {}, {}
         head = Part(self._session, self.sync + 1, is_full)
-        for named in self._plan().shares(self._bucket_bytes):
+        for named in self._plan().by_rank(self._bucket_bytes):
             changes = self._changes(named)
             own = head._replace(changes=changes).encoded() if changes else torch.empty(0, dtype=torch.uint8)
             for part in self._delivered(own, everywhere):

@@ -12,18 +12,18 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import FileInfo
 
 
-def share_of_files(files: Mapping[str, FileInfo], reader: int, num_readers: int) -> list[str]:
+def files_of_reader(files: Mapping[str, FileInfo], reader: int, num_readers: int) -> list[str]:
     """Returns the files that one of several readers verifies; each gets about the same number of bytes.
 
     The largest file left goes to the reader with the fewest bytes. Every file has exactly one reader.
     """
-    loads, shares = [0] * num_readers, [list[str]() for _ in range(num_readers)]
-    # Sorted by size and then by name: every rank computes the same shares from the manifest, without communication.
+    loads, by_reader = [0] * num_readers, [list[str]() for _ in range(num_readers)]
+    # Sorted by size and then by name: every rank computes the same lists from the manifest, without communication.
     for name, facts in sorted(files.items(), key=lambda item: (-item[1].size_bytes, item[0])):
         least = loads.index(min(loads))
         loads[least] += facts.size_bytes
-        shares[least].append(name)
-    return shares[reader]
+        by_reader[least].append(name)
+    return by_reader[reader]
 
 
 def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: int = 1) -> None:

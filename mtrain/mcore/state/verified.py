@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, reading
-from mtrain.checkpoint.store.verification import share_of_files, verify_files
+from mtrain.checkpoint.store.verification import files_of_reader, verify_files
 from mtrain.mcore.distributed.init import on_first_rank
 
 _MOST_THREADS = 4
@@ -71,7 +71,7 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
             # before the first byte is read: a run that cleans up must not delete it meanwhile
             held.enter_context(reading(entry))
         # each file by one rank: every byte is read once
-        own = share_of_files(files, rank, world_size)
+        own = files_of_reader(files, rank, world_size)
         verify_files(entry, own, num_threads_of(machines, rank, os.cpu_count() or 1))
     except (DataError, MachineError) as error:
         fault = str(error)

@@ -15,7 +15,7 @@ from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.activations import FP32_BYTES, element_bytes
 from mtrain.plan.layout import Layout
-from mtrain.plan.memory import own_share, trained_parameters
+from mtrain.plan.memory import own_shard, trained_parameters
 from mtrain.plan.search.cost import least_microbatch_seconds
 from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.layer_cost import Workload
@@ -24,7 +24,7 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": None, "stage_layers": None}
 
 
-class WeightShares(NamedTuple):
+class WeightDegrees(NamedTuple):
     """Degrees by which weights are divided."""
 
     tp: int
@@ -36,7 +36,7 @@ class WeightShares(NamedTuple):
 class Candidate(NamedTuple):
     """A layout and micro-batch size; what `mtrain train` would refuse is refused when the candidate is tried."""
 
-    shares: WeightShares
+    degrees: WeightDegrees
     cp: int
     cp_comm: CpComm
     dp: int
@@ -47,9 +47,9 @@ class Candidate(NamedTuple):
 
     def section(self, num_layers: int) -> LayoutSection:
         """Returns the section `layout.*` of the candidate."""
-        sizes = {**self.shares._asdict(), "cp": self.cp, "cp_comm": self.cp_comm, "vpp": self.vpp}
-        sizes["sp"] = self.shares.tp > 1
-        split = stage_split(num_layers, self.shares.pp, self.vpp)
+        sizes = {**self.degrees._asdict(), "cp": self.cp, "cp_comm": self.cp_comm, "vpp": self.vpp}
+        sizes["sp"] = self.degrees.tp > 1
+        split = stage_split(num_layers, self.degrees.pp, self.vpp)
         assert split is not None, "no candidate is made of it"
         return LayoutSection().model_copy(update={**_NO_SPLIT, **sizes, **split})
 
@@ -74,23 +74,23 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
         )
         for size in _MICRO_BATCHES
     }
-    for shares in divisions(config.model, num_gpus, cluster):
-        if state_bytes(config, shares, num_gpus) > usable_bytes:
+    for degrees in divisions(config.model, num_gpus, cluster):
+        if state_bytes(config, degrees, num_gpus) > usable_bytes:
             continue
-        for cp, dp, size, num in batches(config, shares, num_gpus):
+        for cp, dp, size, num in batches(config, degrees, num_gpus):
             for kind in kinds if cp > 1 else kinds[:1]:
-                key = (shares.tp, shares.ep, shares.etp, cp, kind, size)
+                key = (degrees.tp, degrees.ep, degrees.etp, cp, kind, size)
                 if key not in bounds:
                     layout = Layout(
-                        tp=shares.tp, sp=shares.tp > 1, cp=cp, cp_comm=kind, dp=dp, ep=shares.ep, etp=shares.etp
+                        tp=degrees.tp, sp=degrees.tp > 1, cp=cp, cp_comm=kind, dp=dp, ep=degrees.ep, etp=degrees.etp
                     )
                     bounds[key] = least_microbatch_seconds(Workload(alone[size], layout, cluster))
-                for vpp in _virtual_stages(config.model.num_layers, shares.pp, num >= shares.pp):
-                    seconds = bounds[key] / shares.pp * (num + (shares.pp - 1) / vpp)
-                    yield Candidate(shares, cp, kind, dp, vpp, size, seconds)
+                for vpp in _virtual_stages(config.model.num_layers, degrees.pp, num >= degrees.pp):
+                    seconds = bounds[key] / degrees.pp * (num + (degrees.pp - 1) / vpp)
+                    yield Candidate(degrees, cp, kind, dp, vpp, size, seconds)
 
 
-def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[WeightShares]:
+def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[WeightDegrees]:
     """Yields the ways to divide the weights over ranks."""
     num_experts = 1 if model.experts is None else model.experts.num_experts
     for tp in _divisors(num_gpus, cluster.gpus_per_node):
@@ -101,27 +101,27 @@ def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[
             for ep in (each for each in _divisors(num_experts, rest) if rest % each == 0):
                 for etp in [1] if model.experts is None else _divisors(tp, tp):
                     if rest % (ep * etp) == 0:
-                        yield WeightShares(tp, pp, ep, etp)
+                        yield WeightDegrees(tp, pp, ep, etp)
 
 
-def state_bytes(config: Config, shares: WeightShares, num_gpus: int) -> int:
+def state_bytes(config: Config, degrees: WeightDegrees, num_gpus: int) -> int:
     """Estimates the least that the first rank of a pipeline holds between steps: weights, gradients and, unless they
     lie on the host, two moments."""
     num_layers = config.model.num_layers
-    split = stage_split(num_layers, shares.pp, 1)
+    split = stage_split(num_layers, degrees.pp, 1)
     if split is None:
         return 0
-    counts = _stage_layers(num_layers, shares.pp, split)
+    counts = _stage_layers(num_layers, degrees.pp, split)
     layout = Layout(
-        tp=shares.tp,
-        pp=shares.pp,
-        dp=num_gpus // shares.tp // shares.pp,
-        ep=shares.ep,
-        etp=shares.etp,
+        tp=degrees.tp,
+        pp=degrees.pp,
+        dp=num_gpus // degrees.tp // degrees.pp,
+        ep=degrees.ep,
+        etp=degrees.etp,
         stage_layers=counts,
     )
     held = trained_parameters(config, layout, 0)
-    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_share(config.train, layout, held)
+    moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_shard(config.train, layout, held)
     return held.total * (element_bytes(config.train) + FP32_BYTES) + moments
 
 
@@ -154,11 +154,11 @@ def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]
     return [each for each in range(1, most + 1) if stage_split(num_layers, pp, each) is not None]
 
 
-def batches(config: Config, shares: WeightShares, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
+def batches(config: Config, degrees: WeightDegrees, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
     """Yields cp, dp, micro-batch size and number of microbatches, by cp."""
     batch, packed = config.sequences_per_step, config.data.packing is not None
     sizes = _MICRO_BATCHES if config.train.tokens_per_micro_batch is None else (1,)
-    both = num_gpus // shares.tp // shares.pp
+    both = num_gpus // degrees.tp // degrees.pp
     for cp in _divisors(both, config.row_width // 2):
         for size in sizes:
             num, rest = divmod(batch, both // cp * size)

@@ -19,7 +19,7 @@ from mtrain.plan.features import kinds
 from mtrain.plan.features.feature import RankParameters, hidden_local, once_a_model
 from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
 from mtrain.plan.layout import most_microbatches
-from mtrain.plan.memory import own_share, trained_parameters
+from mtrain.plan.memory import own_shard, trained_parameters
 from mtrain.plan.search.hardware import Group, Transfer, gathered, reduced, sent
 from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
 
@@ -100,7 +100,7 @@ def step_cost(work: Workload) -> StepCost:
     exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
     held = trained_parameters(config, layout, 0)
     sums, hidden = _data_parallel(work, stage, held)
-    own = own_share(config.train, layout, held)
+    own = own_shard(config.train, layout, held)
     time = StepTime(
         matrices=num * stage.matrices,
         attention=num * stage.attention,

@@ -171,15 +171,15 @@ def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) ->
     """Finds the choice that needs least memory, with everything recomputed, among those that hold least between
     steps."""
     found: list[Choice] = []
-    for shares in sorted(
+    for degrees in sorted(
         divisions(config.model, num_gpus, cluster), key=lambda each: state_bytes(config, each, num_gpus)
     ):
         if len(found) >= _NUM_CLOSEST:
             break
-        if stage_split(config.model.num_layers, shares.pp, 1) is None:
+        if stage_split(config.model.num_layers, degrees.pp, 1) is None:
             continue
-        for cp, dp, size, _ in batches(config, shares, num_gpus):
-            section = Candidate(shares, cp, "allgather", dp, 1, size, 0.0).section(config.model.num_layers)
+        for cp, dp, size, _ in batches(config, degrees, num_gpus):
+            section = Candidate(degrees, cp, "allgather", dp, 1, size, 0.0).section(config.model.num_layers)
             given = with_layout(config, section, size)
             if size > 1 or broken_rules(given, num_gpus):
                 continue

@@ -10,7 +10,7 @@ from mtrain.base.errors import DataError, MachineError
 from mtrain.checkpoint.format.hashed_file import read_facts
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.manifest import DigestAlgorithm, FileInfo
-from mtrain.checkpoint.store.verification import share_of_files, verify_files
+from mtrain.checkpoint.store.verification import files_of_reader, verify_files
 from tests.checkpoint.checkpoints import FILES, change_manifest, save
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -19,7 +19,7 @@ from tests.messages import refuses
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_every_file_has_one_reader_and_none_reads_much_more(sizes: list[int], num_readers: int) -> None:
     files = {str(number): FileInfo(size_bytes=size, sha256="0" * 64) for number, size in enumerate(sizes)}
-    shares = [share_of_files(files, reader, num_readers) for reader in range(num_readers)]
+    shares = [files_of_reader(files, reader, num_readers) for reader in range(num_readers)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(files[name].size_bytes for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
