@@ -116,6 +116,14 @@ def transformer_engine_wheel() -> Path:
 
 
 @pytest.fixture(scope="session")
+def flash_linear_attention_wheel() -> Path:
+    """Returns the unpacked Python of flash-linear-attention's kernels."""
+    folder = wheels.unpacked(wheels.FLASH_LINEAR_ATTENTION)
+    assert folder is not None, f"pip cannot bring the wheel of {wheels.FLASH_LINEAR_ATTENTION}; give it a package index"
+    return folder
+
+
+@pytest.fixture(scope="session")
 def other_python() -> Path:
     """Returns an interpreter that imports the other proven version of megatron-core."""
     python = wheels.other_python()

@@ -17,6 +17,7 @@ import torch
 
 from tests.slurm.cluster import missing
 from tests.tools.wheels import (
+    FLASH_LINEAR_ATTENTION,
     OTHER_MEGATRON,
     TRANSFORMER_ENGINE,
     TRANSFORMERS_4,
@@ -75,6 +76,11 @@ NEEDS = (
         "transformer_engine_wheel",
         f"the wheel of {TRANSFORMER_ENGINE}, which pip could not bring",
         lambda: unpacked(TRANSFORMER_ENGINE) is not None,
+    ),
+    Need(
+        "flash_linear_attention_wheel",
+        f"the wheel of {FLASH_LINEAR_ATTENTION}, which pip could not bring",
+        lambda: unpacked(FLASH_LINEAR_ATTENTION) is not None,
     ),
     Need(
         "other_python",

@@ -125,7 +125,7 @@ def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
     for package, needed in _GPU_PACKAGES.items():
         if not _is_there(package):
             continue
-        fault = _fault_of(package, needed) if has_gpu else None
+        fault = fault_of(needed) if has_gpu else None
         if has_gpu and fault is None and package == "transformer_engine":
             _beyond = _beyond_bounds(str(getattr(sys.modules[package], "__version__", "")))
             if _beyond is not None and not (takes_any_version or _is_certified()):
@@ -177,8 +177,8 @@ def _is_there(package: str) -> bool:
     return True
 
 
-def _fault_of(package: str, needed: tuple[str, ...]) -> str | None:
-    """Imports the modules and returns what is wrong with the package; None where it is usable."""
+def fault_of(needed: tuple[str, ...]) -> str | None:
+    """Imports the modules of a package and returns what is wrong with it; None where it is usable."""
     try:
         for name in needed:
             importlib.import_module(name)

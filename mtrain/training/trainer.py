@@ -45,6 +45,7 @@ from mtrain.mcore.distributed.init import (
 from mtrain.mcore.distributed.party import purpose_of
 from mtrain.mcore.health.replicas import ReplicaCheck
 from mtrain.mcore.model.certified import candidate_of, finding, machine_of
+from mtrain.mcore.model.layer_spec import chosen_backend
 from mtrain.mcore.state.save import Provenance, Saver
 from mtrain.mcore.state.shards import spoil_point
 from mtrain.metrics.sinks import Sinks
@@ -233,7 +234,8 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
 def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
     """Names the certificate of `mtrain verify backend` by which layers are chosen; nothing where there is none."""
     found = finding(config, device, candidate_of(config))
-    return {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
+    named = {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
+    return named | ({"delta_rule": "flash-linear-attention"} if chosen_backend(config, device) == "fla" else {})
 
 
 def _enter(folder: RunFolder, config: Config, groups: Groups, life: Life, held: contextlib.ExitStack) -> Claimed:

@@ -28,6 +28,8 @@ OTHER_MEGATRON = f"megatron-core=={MEGATRON_CORES[_IS_OLDER]}"
 TRANSFORMER_ENGINE = f"transformer-engine=={'2.12.0' if _IS_OLDER else '2.20.2'}"
 """Newest release that is accepted with the megatron-core that is installed; 1 MB of pure Python, whose compiled part is
 another package."""
+FLASH_LINEAR_ATTENTION = "fla-core==0.6.0"
+"""Pure Python; its kernels need a GPU."""
 TRANSFORMERS_4 = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
 """Last release of version 4, and its requirements that are older than the suite's own packages."""
 

@@ -23,6 +23,7 @@ from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.model import products
 from mtrain.mcore.model.adapters.attach import attach, learned_modules
 from mtrain.mcore.model.adapters.narrow import built_narrow, widen_all_but_matrices
+from mtrain.mcore.model.attention.flash_linear_attention import take_delta_rule
 from mtrain.mcore.model.compiled import compile_layers
 from mtrain.mcore.model.init_weights import draw_weights
 from mtrain.mcore.model.language_model import LanguageModel, of_text
@@ -141,7 +142,11 @@ def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
     Raises:
         ConfigError: A rank has to take TransformerEngine's layers, and another one cannot.
     """
-    if config.model.backend != "auto" or groups.device.type != "cuda" or not any_rank(backend != "te", groups.device):
+    if (
+        config.model.backend != "auto"
+        or groups.device.type != "cuda"
+        or not any_rank(backend == "torch", groups.device)
+    ):
         return backend
     asked = only_by_transformer_engine(config)
     if backend == "te" and asked:
@@ -160,6 +165,8 @@ def _build_chunk(
         products.install()
     with built_narrow(translated) if is_narrow else contextlib.nullcontext():
         model = LanguageModel(config.model, translated, backend, groups, vp_stage)
+    if backend == "fla":
+        take_delta_rule(model)
     use_own_swiglu(model)
     if config.adapter is not None:
         if is_narrow:

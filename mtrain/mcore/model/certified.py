@@ -18,7 +18,10 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import MachineError
 from mtrain.config.schema.sections import Sections
 
-_OTHER_PACKAGES = ("transformer-engine-torch", "flash-attn", "flash-linear-attention", "apex", "triton")
+_OTHER_PACKAGES = (
+    *("transformer-engine-torch", "flash-attn", "fla-core", "flash-linear-attention", "flash-qla", "tilelang"),
+    *("apex", "triton"),
+)
 _NO_CAUSE = ("python", "numpy")
 """Packages of `program_versions` that layers do not compute with."""
 _NOT_OF_LAYERS = {
@@ -68,7 +71,9 @@ def _differences(certificate: Certificate, here: Mapping[str, str]) -> list[str]
 
 
 def candidate_of(config: Sections) -> str:
-    """Returns the candidate whose comparison decides whether a run takes TransformerEngine's layers."""
+    """Returns the candidate whose comparison decides which layers a run takes: TransformerEngine has no delta nets."""
+    if config.model.delta_net is not None:
+        return "fla"
     return "te-experts" if config.model.has_transformer_engine_experts else "te"
 
 

@@ -39,8 +39,8 @@ from mtrain.mcore.model.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer, Sc
 from mtrain.plan import features
 from mtrain.plan.features import LAYER_PARTS, LayerPart
 
-Backend = Literal["torch", "te"]
-"""Library whose modules make up a layer."""
+Backend = Literal["torch", "te", "fla"]
+"""Library whose modules make up a layer; fla: ours, with the delta rule of flash-linear-attention."""
 
 
 @dataclass

@@ -16,6 +16,7 @@ from mtrain.base.imports import faulty_gpu_packages, release_beyond_bounds
 from mtrain.config.known_issues import beyond_transformer_engine
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
+from mtrain.mcore.model.attention import flash_linear_attention
 from mtrain.mcore.model.certified import Finding, candidate_of, finding
 from mtrain.mcore.model.layer_parts import (
     FUSED_NAMES,
@@ -121,11 +122,30 @@ def choose(config: Sections, device: torch.device) -> Choice:
     """Resolves `model.backend` on this rank.
 
     `auto` means te where it can be built and a certificate of these layers on this machine says that it is right and
-    faster; without a certificate, where it has always been taken.
+    faster; without a certificate, where it has always been taken. Delta nets, which te has not, are computed by
+    flash-linear-attention where a certificate says the same of it, and nowhere else.
 
     Raises:
         ConfigError: `te`, or what its layers alone can do, was asked for where they cannot run.
     """
+    choice = _modules_of(config, device)
+    is_open = config.model.backend == "auto" and choice.backend == "torch" and config.model.delta_net is not None
+    return choice if not is_open or flash_linear_attention.lacking(device) else _delta_rule_of(config, device)
+
+
+def _delta_rule_of(config: Sections, device: torch.device) -> Choice:
+    """Chooses between the delta rules of our layers and of a flash-linear-attention that is there."""
+    unmet = flash_linear_attention.unable(config)
+    found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
+    if found.comparison is None:
+        needed = unmet or ["flash-linear-attention's delta rule needs a certificate"]
+        return Choice("torch", note=_without_certificate(found, needed, "torch", not unmet, _DELTA_RULE))
+    taken: Backend = "fla" if found.comparison.passed and found.comparison.is_faster else "torch"
+    return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken, _DELTA_RULE))
+
+
+def _modules_of(config: Sections, device: torch.device) -> Choice:
+    """Chooses between the modules of TransformerEngine and ours; see `choose`."""
     backend = config.model.backend
     if backend == "torch":
         return Choice("torch")
@@ -164,24 +184,32 @@ def only_by_transformer_engine(config: Sections) -> str:
     return "model.experts.implementation=te" if config.model.has_transformer_engine_experts else ""
 
 
-_LAYERS = {"te": "TransformerEngine's layers", "torch": "torch layers"}
+_LAYERS = {
+    "te": "TransformerEngine's layers",
+    "torch": "torch layers",
+    "fla": "torch layers with flash-linear-attention's delta rule",
+}
+_DELTA_RULE = "flash-linear-attention"
 
 
-def _with_certificate(comparison: Comparison, name: str, taken: Backend) -> str:
+def _with_certificate(comparison: Comparison, name: str, taken: Backend, library: str = "TransformerEngine") -> str:
     """Says in one line what a certificate decided."""
     times = f"{comparison.ms:.3g} ms a pass, torch layers {comparison.own_ms:.3g} ms"
     verdict = times if comparison.passed else "its results are wrong"
-    return f"model.backend=auto takes {_LAYERS[taken]} by the certificate {name} of TransformerEngine ({verdict})"
+    return f"model.backend=auto takes {_LAYERS[taken]} by the certificate {name} of {library} ({verdict})"
 
 
-def _without_certificate(found: Finding, unmet: list[str], taken: Backend, is_openable: bool) -> str:
+def _without_certificate(
+    found: Finding, unmet: list[str], taken: Backend, is_openable: bool, library: str = "TransformerEngine"
+) -> str:
     """Says in one line why no certificate decided, and what one could open; nothing where layers are as they would be.
 
     Args:
         found: What was found instead: a certificate of another machine, or none.
-        unmet: What keeps the run from TransformerEngine's layers.
+        unmet: What keeps the run from the library's.
         taken: Layers that the run takes.
         is_openable: Whether a certificate would change that.
+        library: Library whose layers, or parts of layers, they are.
     """
     if found.certificate:
         return (
@@ -190,7 +218,7 @@ def _without_certificate(found: Finding, unmet: list[str], taken: Backend, is_op
         )
     if not unmet:
         return ""
-    measure = "; `mtrain verify backend` says whether this machine can take TransformerEngine's" if is_openable else ""
+    measure = f"; `mtrain verify backend` says whether this machine can take {library}'s" if is_openable else ""
     return f"model.backend=auto takes torch layers: {'; '.join(unmet)}{measure}"
 
 
@@ -215,7 +243,7 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
         case "te":
             layer_specs = [transformer_engine_layer(model, layer) for layer in layers]
             return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=LayerNormImpl)
-        case "torch":
+        case "torch" | "fla":
             layer_specs = [layer_spec(model, layer) for layer in layers]
             return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=Norm)
         case _:

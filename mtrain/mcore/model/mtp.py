@@ -177,7 +177,7 @@ def _modules(model: ModelSection, backend: Backend) -> tuple[Any, Any, ModuleSpe
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
             return TENorm, TEColumnParallelLinear, transformer_engine_layer(model, model.num_layers - 1)
-        case "torch":
+        case "torch" | "fla":
             return Norm, ColumnParallelLinear, layer_spec(model, model.num_layers - 1)
         case _:
             assert_never(backend)

@@ -16,6 +16,7 @@ from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.attention import flash_linear_attention
 from mtrain.mcore.model.attention.context_parallel import CoreAttention, document_runs
 from mtrain.mcore.model.attention.documents import pieces_of, segments_of
 from mtrain.mcore.model.build import build_with
@@ -190,6 +191,15 @@ def _without_flash_attention(place: Place) -> str | None:
     return without_flash_attention(place.config, place.groups.device)
 
 
+def _by_delta_rule(place: Place) -> nn.Module:
+    return build_with("fla", place.config, place.groups)
+
+
+def _without_delta_rule(place: Place) -> str | None:
+    reasons = flash_linear_attention.lacking(place.groups.device) + flash_linear_attention.unable(place.config)
+    return "; ".join(reasons) or None
+
+
 def _by_apex(place: Place) -> nn.Module:
     chunk = torch_layers(place)
     use_apex_norms(chunk)
@@ -205,7 +215,8 @@ CANDIDATES = (
     Candidate("te-experts", "TransformerEngine, experts as well", _with_its_experts, _without_its_experts),
     Candidate("compile", "torch.compile (train.compile=layers)", _compiled, _without_compiler),
     Candidate("flash-attn", "our layers with flash-attn's attention", _by_flash_attention, _without_flash_attention),
+    Candidate("fla", "our layers with flash-linear-attention's delta rule", _by_delta_rule, _without_delta_rule),
     Candidate("apex", "our layers with apex's norms", _by_apex, _without_apex),
 )
-NO_CANDIDATES = {"flash-linear-attention": "the delta rule of model.delta_net is ours alone, in torch"}
+NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is ours alone, in torch"}
 """Packages that the layers take nothing from, with the reason."""

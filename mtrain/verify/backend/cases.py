@@ -52,6 +52,7 @@ def _features(config: Sections, layer: int) -> tuple[str, ...]:
     model, train, layout = config.model, config.train, config.layout
     window = window_of(model, layer)
     told = {
+        "delta net": model.attention(layer) == "delta_net",
         "latent attention": model.attention(layer) == "latent",
         f"window {window}": window is not None,
         "sinks": model.attention_sinks,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
+from mtrain.mcore.model.attention.flash_linear_attention import outputs_of_rows
 from mtrain.mcore.model.attention.mamba import MambaMixer
 from mtrain.mcore.model.transformer_config import as_it_is
 
@@ -31,6 +34,8 @@ class Example(NamedTuple):
     gradient: Tensor
     """[seq, batch, hidden]."""
     recompute: bool = False
+    kernel: Callable[..., Any] | None = None
+    """Function in the place of flash-linear-attention's; None: our delta rule."""
 
 
 class Found(NamedTuple):
@@ -77,6 +82,8 @@ def computed(groups: Groups, example: Example) -> Found:
         **(recomputed if example.recompute else {}),
     )
     net = GatedDeltaNet(config, 1, example.section, groups.collection, "all_gather")
+    if example.kernel is not None:
+        net.core_attention.rule = partial(outputs_of_rows, example.kernel)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             parameter.copy_(_own(example.parameters[name], name, layout.tp, rank))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mtrain.plan.layout import Layout
 from tests.mcore.model import delta_net_ranks
 from tests.mcore.model.delta_net_ranks import Example, Found
 from tests.pool import Pool
+from tests.verify.backend.delta_rule_semantics import chunk_gated_delta_rule, without_documents, without_scale
 
 SEQ, ROWS, HIDDEN, EPSILON = 12, 2, 10, 1e-3
 NET = DeltaNetSection(num_key_heads=2, num_value_heads=4, key_head_dim=3, value_head_dim=5, conv_kernel=3)
@@ -141,6 +144,27 @@ def test_it_is_the_layer_of_one_process(pool: Pool, layout: Layout, documents: b
     found = together(pool.run(delta_net_ranks.computed, layout, given), layout)
     assert deviation(found, expected(given, Definition())) < 1e-11
     assert found.divided == given.parameters.keys() - {"out_norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "documents", "recompute"),
+    [(Layout(), False, False), (Layout(), True, True), (Layout(tp=2, sp=True), True, False)],
+    ids=str,
+)
+def test_with_the_rule_of_flash_linear_attention_it_is_that_layer(
+    pool: Pool, layout: Layout, documents: bool, recompute: bool
+) -> None:
+    given = example(documents=documents, recompute=recompute)._replace(kernel=chunk_gated_delta_rule)
+    found = together(pool.run(delta_net_ranks.computed, layout, given), layout)
+    assert deviation(found, expected(given, Definition())) < 1e-11
+
+
+@pytest.mark.parametrize("kernel", [without_documents, without_scale])
+def test_a_wrong_rule_is_far_off(pool: Pool, kernel: Callable[..., Any]) -> None:
+    given = example()._replace(kernel=kernel)
+    found = together(pool.run(delta_net_ranks.computed, Layout(), given), Layout())
+    # the norm after it divides most of a scale out again
+    assert deviation(found, expected(given, Definition())) > 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

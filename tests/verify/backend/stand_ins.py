@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from mtrain.mcore.model import compiled
 from mtrain.mcore.model.build import unwrap
 from mtrain.verify.backend.candidates import CANDIDATES, Candidate, Place, torch_layers
+from tests.verify.backend import delta_rule_semantics
 
 
 def _in_other_order(place: Place) -> nn.Module:
@@ -86,6 +88,18 @@ def _attended(
     return torch.cat(found)
 
 
+def _by_delta_rule(kernel: object, place: Place) -> nn.Module:
+    """Builds the candidate with what flash-linear-attention documents of its function, or with a wrong one."""
+    parent, kernels = "fla.ops", types.SimpleNamespace(chunk_gated_delta_rule=kernel)
+    modules = {"fla": types.ModuleType("fla"), parent: types.ModuleType(parent), f"{parent}.gated_delta_rule": kernels}
+    sys.modules.update(modules)  # type: ignore[arg-type]
+    try:
+        return _named("fla").build(place)
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
 def _by_apex(place: Place) -> nn.Module:
     """Builds the candidate with what apex documents of its functions."""
     kernels = types.SimpleNamespace(fused_rms_norm_affine=_rms_norm, fused_layer_norm_affine=_layer_norm)
@@ -112,6 +126,15 @@ def _named(name: str) -> Candidate:
 
 
 FLASH_ATTENTION = Candidate("flash-attn", "flash-attn's attention by its documentation", _by_flash_attention)
+DELTA_RULES = tuple(
+    Candidate("fla", "flash-linear-attention's delta rule", partial(_by_delta_rule, kernel))
+    for kernel in (
+        delta_rule_semantics.chunk_gated_delta_rule,
+        delta_rule_semantics.without_documents,
+        delta_rule_semantics.without_scale,
+    )
+)
+"""The delta rule by its documentation; one that carries states over documents; one without its scale."""
 APEX = Candidate("apex", "apex's norms by their documentation", _by_apex)
 STAND_IN = Candidate("stand-in", "layers that add in another order", _in_other_order)
 CAPTURED = Candidate("captured", "layers captured by torch.compile", _captured)

@@ -17,7 +17,7 @@ from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.mcore.model.certified import layers_of
 from mtrain.verify.backend import worker
-from mtrain.verify.backend.candidates import NO_CANDIDATES, without_apex, without_flash_attention
+from mtrain.verify.backend.candidates import NO_CANDIDATES, Candidate, without_apex, without_flash_attention
 from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of
 from mtrain.verify.backend.errors import FACTORS, compared, errors_of, floor
 from mtrain.verify.backend.run import BackendRequest, Certified, verify_backend
@@ -26,12 +26,21 @@ from tests.config.samples import config, content
 from tests.messages import refuses
 from tests.paths import ROOT
 from tests.pool import Pool
-from tests.verify.backend.stand_ins import ABSENT, APEX, CAPTURED, CRASHING, FLASH_ATTENTION, STAND_IN
+from tests.verify.backend.stand_ins import ABSENT, APEX, CAPTURED, CRASHING, DELTA_RULES, FLASH_ATTENTION, STAND_IN
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "every": 2, "shared_ffn_hidden_size": 16}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
 BF16 = {"train__precision": "bf16"}
 DOCUMENTS = {"data__isolate_documents": True}
+DELTA_NET = {
+    "model__delta_net": {
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "key_head_dim": 8,
+        "value_head_dim": 16,
+        "full_attention_every": 2,
+    }
+}
 WINDOWS = {"model__sliding_window": 9, "model__global_attention_every": 2}
 
 
@@ -83,6 +92,32 @@ def test_kernels_of_other_libraries_are_compared(pool: Pool, changes: dict[str, 
     outcome = check(pool, changes, *wanted)
     assert outcome.report.passed, [(each.name, each.first_failure()) for each in outcome.report.layouts]
     assert [layout.name for layout in outcome.report.layouts] == candidates
+
+
+@pytest.mark.parametrize(
+    ("changes", "case"),
+    [
+        ({}, ""),
+        (DOCUMENTS, ", documents"),
+        (DOCUMENTS | {"layout": {"cp": 2, "cp_comm": "ulysses"}}, ", documents, cp2 ulysses"),
+        ({"train__precision": "fp16", "train__micro_batch_size": 2}, ""),
+    ],
+    ids=str,
+)
+def test_a_delta_rule_by_its_documentation_is_that_of_the_reference(
+    pool: Pool, changes: dict[str, Any], case: str
+) -> None:
+    outcome = check(pool, BF16 | DELTA_NET | changes, DELTA_RULES[0])
+    assert outcome.report.passed, [(each.name, each.first_failure()) for each in outcome.report.layouts]
+    names = [f"fla: layer 0, delta net{case}", f"fla: layer 1{case}"]
+    assert [layout.name for layout in outcome.report.layouts] == names
+
+
+@pytest.mark.parametrize("wrong", DELTA_RULES[1:], ids=["documents ignored", "no scale"])
+def test_a_wrong_delta_rule_fails(pool: Pool, wrong: Candidate) -> None:
+    outcome = check(pool, BF16 | DELTA_NET | DOCUMENTS, wrong)
+    assert [layout.passed for layout in outcome.report.layouts] == [False, True], "attention is ours"
+    assert not outcome.certificate.candidates["fla"].passed
 
 
 @pytest.mark.parametrize(

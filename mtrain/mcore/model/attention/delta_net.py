@@ -23,6 +23,7 @@ the names.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,9 +104,18 @@ def _unit(vectors: Tensor) -> Tensor:
 class DeltaNetCore(RecurrentCore):
     """What replaces core attention in a delta net."""
 
+    rule: Callable[[Projected, Tensor | None], Tensor] | None = None
+    """Function of another library that computes the outputs of whole rows; None: ours does."""
+
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
         """Solves the chunks of rows by the delta rule."""
         return row_chunks(tokens, document_starts, self.chunk)
+
+    def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
+        """Applies the delta rule to whole rows, which add no values to what they read."""
+        if self.rule is None:
+            return super().outputs(tokens, document_starts, skip)
+        return self.rule(tokens, document_starts)
 
 
 class GatedDeltaNet(MegatronModule):

@@ -187,6 +187,10 @@ class RecurrentCore(nn.Module, Remembering):
         """Returns what the chunks of rows do to states; `document_starts` as in `causal_convolution`."""
         raise NotImplementedError
 
+    def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
+        """Returns what whole rows read from states that are empty before them; see `applied`."""
+        return applied(self.chunks(tokens, document_starts), tokens.value, None, skip)[0]
+
     def remember(self, reading: CachedPass | None) -> None:
         """Keeps a state and the convolution's last inputs of each sequence."""
         self.memory = None if reading is None else Memory(reading)
@@ -233,7 +237,7 @@ class RecurrentCore(nn.Module, Remembering):
         """Computes rows from their first tokens on; the heads may be fewer than a rank's."""
         convolved, _ = causal_convolution(inputs.mixed, held.weight, document_starts, bias=held.bias)
         tokens = self._tokens(convolved, inputs)
-        return applied(self.chunks(tokens, document_starts), tokens.value, None, held.skip)[0]
+        return self.outputs(tokens, document_starts, held.skip)
 
     def _tokens(self, convolved: Tensor, inputs: Inputs) -> Projected:
         """Cuts what the convolution returns into heads, [seq, batch, heads, dim]; the heads may be fewer than a
