@@ -47,11 +47,11 @@ class Section:
 
 
 SECTIONS = {
-    "fp32 against float64": Section(correctness.against_float64, 50),
-    "attention kernels": Section(correctness.attention_kernels, 40),
-    "grouped product": Section(correctness.grouped_product, 30),
-    "waits of the host": Section(speed.waits, 40),
-    "products": Section(speed.products, 30),
+    "fp32 against float64": Section(correctness.against_float64, 70),
+    "attention kernels": Section(correctness.attention_kernels, 60),
+    "grouped product": Section(correctness.grouped_product, 50),
+    "waits of the host": Section(speed.waits, 60),
+    "products": Section(speed.products, 50),
     "1B": Section(speed.dense_1b, 100),
     "8B, 8 layers": Section(speed.dense_8b, 100),
     "experts": Section(speed.experts, 70),
