@@ -57,14 +57,14 @@ from mtrain.training.build import Run, build_run
 from mtrain.training.checkpoint_self_test import run_self_test
 from mtrain.training.evaluate import evaluate_all
 from mtrain.training.export import Exporter
-from mtrain.training.faults.attempt import RollBackError, StepTrial, named
 from mtrain.training.faults.guard import Guard
 from mtrain.training.faults.rollback import as_rollback, roll_back
+from mtrain.training.faults.trial import RollBackError, StepTrial, named
 from mtrain.training.recording.life import Life
 from mtrain.training.recording.profiling import StepProfiler
 from mtrain.training.recording.sinks import SignsOfLife, open_sinks
 from mtrain.training.recording.slow_ranks import SlowRanks
-from mtrain.training.recording.step_record import attempt_record
+from mtrain.training.recording.step_record import record_of
 from mtrain.training.run_folder import Claimed, claim
 from mtrain.training.sampling.in_training import PromptSamples
 
@@ -322,7 +322,7 @@ def _loop(course: _Course, sinks: Sinks) -> int | None:
                     saver.expect(run.model)
             spoil_point(run.model, done)
             took_s, waited_s = time.perf_counter() - began, patience.waited_s() - waited_before_s
-            record = course.slow.noted(attempt_record(run, done, made, lr, took_s), waited_s)
+            record = course.slow.noted(record_of(run, done, made, lr, took_s), waited_s)
             tokens += record.tokens if made.refused is None else 0
             sinks.write(record)
             if made.refused is not None:

@@ -29,7 +29,7 @@ from mtrain.mcore.offload import activations
 from mtrain.mcore.state import save
 from mtrain.mcore.state.save import Saver
 from mtrain.training import trainer
-from mtrain.training.faults.attempt import StepTrial
+from mtrain.training.faults.trial import StepTrial
 from tests.simulated_gpu.probe import probed
 from tests.simulated_gpu.tensors import MEMORY, SimulatedGpu
 from tests.simulated_gpu.transfers import begin_step, found

@@ -120,7 +120,7 @@ class HashedFile(io.RawIOBase):
             OSError: The disk refuses; the other methods raise it, too.
         """
         super().__init__()
-        # O_EXCL: a file that is there belongs to another attempt; O_CLOEXEC: no child process keeps the file open
+        # O_EXCL: a file that is there belongs to another writer; O_CLOEXEC: no child process keeps the file open
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError:

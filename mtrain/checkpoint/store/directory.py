@@ -54,7 +54,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class StagingDir:
-    """Attempt at saving a step; it is no checkpoint until it is published."""
+    """Folder that a step is being saved to; it is no checkpoint until it is published."""
 
     root: Path
     step: int

@@ -14,8 +14,8 @@ from mtrain.mcore.state.save import Saver
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run
 from mtrain.training.export import Exporter
-from mtrain.training.faults.attempt import RollBackError
 from mtrain.training.faults.guard import Guard
+from mtrain.training.faults.trial import RollBackError
 from mtrain.training.resume import load_newest
 
 _log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from mtrain.metrics.record import StepRecord
 from mtrain.plan import Work, flops_of_step, mfu, peak_flops
 from mtrain.training.build import Run
 from mtrain.training.evaluate import term_records
-from mtrain.training.faults.attempt import Attempt
+from mtrain.training.faults.trial import StepOutcome
 
 
-def attempt_record(run: Run, done: int, made: Attempt, lr: float, seconds: float) -> StepRecord:
+def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float) -> StepRecord:
     """Returns the record of a step, applied or not.
 
     Args:

@@ -24,7 +24,7 @@ from mtrain.training.faults.guard import Guard, Verdict
 _log = logging.getLogger(__name__)
 
 
-class Attempt(NamedTuple):
+class StepOutcome(NamedTuple):
     """Outcome of a step."""
 
     totals: StepTotals | None
@@ -88,7 +88,7 @@ class StepTrial:
 
     def make(
         self, own: Sequence[Microbatch] | None, lr: float, step: int, asked_to_stop: Callable[[], bool]
-    ) -> Attempt:
+    ) -> StepOutcome:
         """Computes and applies a step. Collective over the world.
 
         A bad step that is skipped leaves weights, optimizer state with its counters, loss scale and random states
@@ -105,7 +105,7 @@ class StepTrial:
             NumericError: The step was bad, and the run ends.
         """
         if (reason := self._guard.left_out(step)) is not None:
-            return Attempt(None, None, f"left out: {reason}")
+            return StepOutcome(None, None, f"left out: {reason}")
         before = self._before()
         totals = None
         try:
@@ -122,10 +122,10 @@ class StepTrial:
             self._restore(before)
             if self._run.model.groups.rank == 0:
                 _log.warning(f"warning: {reported}; the step is left out")
-            return Attempt(fault.totals if totals is None else totals, None, str(reported))
+            return StepOutcome(fault.totals if totals is None else totals, None, str(reported))
         if update is not None and not update.overflowed:
             self._guard.accept(totals.loss, update.grad_norm)
-        return Attempt(totals, update)
+        return StepOutcome(totals, update)
 
     def _with_cause(self, fault: BadStepError) -> BadStepError:
         if not isinstance(fault, NonFiniteError):
