@@ -141,7 +141,7 @@ def _elements(path: Path) -> Iterator[bytes]:
             "object per line"
         )
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         raise DataError(f"{path}: byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
     decoder, number = json.JSONDecoder(), 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from mtrain.base.errors import DataError
@@ -78,7 +79,7 @@ def kind_of_file(path: Path) -> FileKind:
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
     kind = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
-    if kind is None and head.lstrip().startswith(b"["):
+    if kind is None and head.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
         kind = FileKind.LIST
     if kind is None:
         check_text(head, path)
