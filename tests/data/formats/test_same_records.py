@@ -8,7 +8,8 @@ import json
 import random
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
+from mtrain.data.cache.encoding_workers import EncodingJob
+from mtrain.data.cache.opening import Progress, build_entry
 from mtrain.data.encoding.encoder import source_encoder
-from mtrain.data.formats.record_files import record_files
+from mtrain.data.formats.recognise import FileKind
+from mtrain.data.formats.record_files import RecordFile, record_files
 from mtrain.data.formats.records import chunks
 from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import load_tokenizer
@@ -29,14 +34,16 @@ from tests.data.chat.cases import write_tokenizer
 
 RESERVED = "<|" + "".join(map(chr, range(0xF0000, 0xF0010)))
 """Beginning of special tokens, and the characters that mark places in a rendering, which are refused."""
-TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters=RESERVED), min_size=1, max_size=12)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters=RESERVED), min_size=1, max_size=12)
 """Any text, with line breaks of all kinds, quotes, NUL and the mark of byte order."""
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.reasoning_content | default('') }}{{ m.content | default('') }}"
+    "{% for call in m.tool_calls | default([]) %}{{ call | tojson }}{% endfor %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 Record = dict[str, Any]
+Draw = Callable[[st.SearchStrategy[Any]], Any]
 Samples = list[list[tuple[list[int], list[float], float]]]
 
 
@@ -77,7 +84,7 @@ def shuffled(value: Any, order: random.Random) -> Any:
     return [shuffled(each, order) for each in value] if isinstance(value, list) else value
 
 
-def spelled(draw: st.DrawFn, record: Record) -> str:
+def spelled(draw: Draw, record: Record) -> str:
     """Writes a record as JSON in one of the ways in which programs do."""
     order = random.Random(draw(st.integers(0, 99)))
     gap = draw(st.sampled_from(["", " ", "\t"]))
@@ -85,40 +92,40 @@ def spelled(draw: st.DrawFn, record: Record) -> str:
     return f"{gap}{text}{gap}"
 
 
-def lines(draw: st.DrawFn, records: list[Record]) -> bytes:
-    newline = draw(st.sampled_from(["\n", "\r\n"]))
-    end = draw(st.sampled_from(["", newline, newline * 3, f"{newline} \t{newline}"]))
+def lines(draw: Draw, records: list[Record]) -> bytes:
+    newline: str = draw(st.sampled_from(["\n", "\r\n"]))
+    end: str = draw(st.sampled_from(["", newline, newline * 3, f"{newline} \t{newline}"]))
     return _mark(draw) + (newline.join(spelled(draw, each) for each in records) + end).encode()
 
 
-def _mark(draw: st.DrawFn) -> bytes:
-    return draw(st.sampled_from([b"", codecs.BOM_UTF8]))
+def _mark(draw: Draw) -> bytes:
+    return bytes(draw(st.sampled_from([b"", codecs.BOM_UTF8])))
 
 
-def one_list(draw: st.DrawFn, records: list[Record]) -> bytes:
+def one_list(draw: Draw, records: list[Record]) -> bytes:
     blank = draw(st.sampled_from(["", " ", "\n", "\r\n\r\n  "]))
     inner = f"{blank},{blank}".join(spelled(draw, each) for each in records)
     return _mark(draw) + f"{blank}[{blank}{inner}{blank}]{blank}".encode()
 
 
-def indented(draw: st.DrawFn, records: list[Record]) -> bytes:
+def indented(draw: Draw, records: list[Record]) -> bytes:
     text = json.dumps(records, indent=draw(st.integers(0, 4)), ensure_ascii=draw(st.booleans()))
     return _mark(draw) + text.replace("\n", draw(st.sampled_from(["\n", "\r\n"]))).encode()
 
 
-def in_gzip(draw: st.DrawFn, records: list[Record]) -> bytes:
+def in_gzip(draw: Draw, records: list[Record]) -> bytes:
     """Packs lines, in one or in several members, as `cat a.gz b.gz` writes them."""
     written = lines(draw, records)
     cut = draw(st.integers(0, len(written)))
     return gzip.compress(written[:cut]) + gzip.compress(written[cut:])
 
 
-def in_zstd(draw: st.DrawFn, records: list[Record]) -> bytes:
+def in_zstd(draw: Draw, records: list[Record]) -> bytes:
     packed: bytes = pa.compress(lines(draw, records), codec="zstd", asbytes=True)
     return packed
 
 
-def table(draw: st.DrawFn, records: list[Record]) -> bytes:
+def table(draw: Draw, records: list[Record]) -> bytes:
     columns = draw(st.permutations(sorted({key for each in records for key in each})))
     rows = [{key: each.get(key) for key in columns} for each in records]
     sink = pa.BufferOutputStream()
@@ -126,7 +133,7 @@ def table(draw: st.DrawFn, records: list[Record]) -> bytes:
     return bytes(sink.getvalue())
 
 
-CONTAINERS: dict[str, Callable[[st.DrawFn, list[Record]], bytes]] = {
+CONTAINERS: dict[str, Callable[[Draw, list[Record]], bytes]] = {
     each.__name__: each for each in (lines, one_list, indented, in_gzip, in_zstd, table)
 }
 
@@ -237,7 +244,7 @@ FORMS = {each.__name__: each for each in (as_sharegpt, as_alpaca, as_renamed, as
 @settings(max_examples=15, deadline=None)
 @given(record=conversations())
 def test_every_form_of_a_conversation_is_the_same_sample(form: str, record: Record, folder: Path) -> None:
-    """Its ids, and which of them are answers, are those that transformers gives."""
+    """Ids, and which of them are answers, are those that transformers gives."""
     other, section = FORMS[form](record)
     with tempfile.TemporaryDirectory() as place:
         for name, each in (("a", record), ("b", other)):
@@ -279,3 +286,104 @@ def test_a_list_after_a_mark_of_byte_order_is_a_list(tmp_path: Path, folder: Pat
     for name, text in (("list", json.dumps([record])), ("lines", json.dumps(record))):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
     assert samples(tmp_path / "list", folder) == samples(tmp_path / "lines", folder)
+
+
+WRONG: st.SearchStrategy[Any] = st.sampled_from(
+    [None, 3, -1.5, True, "", [], {}, [None], ["a"], [[]], {"a": None}, [{"role": 1}], "\ud800"]
+)
+"""Values of other types, and texts that are none."""
+FORMATS: dict[str, tuple[Record, Any]] = {
+    "messages": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+                {"role": "tool", "content": "c", "tool_call_id": "x", "name": "f"},
+                {"role": "assistant", "content": "d", "reasoning_content": "e", "train": True, "weight": 1},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "chat_template_kwargs": {"a": 1},
+            "weight": 1,
+        },
+        None,
+    ),
+    "prompt_response": ({"prompt": "a", "response": "b", "weight": 1}, None),
+    "text": ({"text": "a", "weight": 1}, None),
+    "tokens": ({"input_ids": [5, 6], "loss_mask": [0, 1], "weight": 1}, None),
+    "sharegpt": (
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                {"from": "observation", "value": "c"},
+                {"from": "gpt", "value": "b", "weight": 1, "train": True},
+            ],
+            "system": "s",
+            "tools": '[{"type": "function", "function": {"name": "f"}}]',
+            "weight": 1,
+        },
+        None,
+    ),
+    "alpaca": (
+        {"instruction": "a", "input": "b", "output": "c", "system": "s", "history": [["d", "e"]], "weight": 1},
+        None,
+    ),
+    "preference": (
+        {
+            "prompt": [{"role": "user", "content": "a"}],
+            "chosen": [{"role": "assistant", "content": "b"}],
+            "rejected": [{"role": "assistant", "content": "c"}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "weight": 1,
+        },
+        "pairs",
+    ),
+    "unpaired_preference": ({"prompt": "a", "completion": "b", "label": True, "weight": 1}, "answers"),
+}
+"""A record with every key for each `data.format`, and how answers are compared."""
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Lists the paths of all values inside a record."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(found for key, each in inner for found in places(each, (*path, key)))]
+
+
+def spoilt(draw: Draw, record: Record) -> Record:
+    """Replaces or removes values of a record, or adds a key."""
+    found: Record = json.loads(json.dumps(record))
+    for _ in range(draw(st.integers(1, 2))):
+        *parents, last = draw(st.sampled_from(places(found)))
+        holder: Any = found
+        for part in parents:
+            holder = holder[part]
+        match draw(st.sampled_from(["replace", "remove", "add"])):
+            case "replace":
+                holder[last] = deepcopy(draw(WRONG))
+            case "remove" if len(found) > 1 or parents:
+                del holder[last]
+            case _ if isinstance(holder, dict):
+                holder["other"] = deepcopy(draw(WRONG))
+    return found
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_record_that_is_wrong_is_a_sample_or_is_refused_with_its_place(
+    form: str, data: st.DataObject, folder: Path
+) -> None:
+    good, compares = FORMATS[form]
+    bad = spoilt(data.draw, good)
+    with tempfile.TemporaryDirectory() as place:
+        path, staging = Path(place, "a.jsonl"), Path(place, "entry")
+        path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+        staging.mkdir()
+        encoders = partial(encoder, folder, compares, json.dumps({"format": form}))
+        job = EncodingJob((RecordFile(path, FileKind.LINES),), encoders)
+        try:
+            build_entry(staging, job, 1, stops_at_bad=True, progress=Progress(1, path, print))
+        except DataError as fault:
+            (line,) = str(fault).splitlines()
+            assert line.startswith(f"{path} line 2: ")
+            assert len(line) < 1000
