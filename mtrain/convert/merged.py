@@ -24,7 +24,7 @@ from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, source_for
 from mtrain.hf.schema.table import Table
 from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
 from mtrain.mcore.model.adapters.linear import Fusion
-from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.layer_spec import global_name, spelled_name
 from mtrain.mcore.model.transformer_config import DTYPES
 from mtrain.plan import adapters as plan
 from mtrain.plan.features.feature import EMBEDDING
@@ -142,7 +142,6 @@ class MergedTensors:
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
         self._merging = Merging(saved.config, saved.adapter)
-        self._whole = plan.learned_whole(saved.config.model, saved.adapter)
         self._base = _opened(saved.config)
         out = torch.float32 if saved.main else DTYPES[saved.config.train.precision]
         self.tensors = {key: GlobalTensorInfo(dtype_outside(key, out), shape) for key, shape in table.shapes.items()}
@@ -157,13 +156,16 @@ class MergedTensors:
     def _matrix(self, key: str, place: tuple[int, ...]) -> Tensor:
         """Returns one layer's or expert's merged tensor; the last one is cached, as slices of it are read in a row."""
         name = global_name(key, place)
-        if name in self._whole:
-            return self._saved.tensor(name).to(self.tensors[key].dtype)
+        if self._is_whole(name):
+            return self._saved.tensor(spelled_name(key, place)).to(self.tensors[key].dtype)
         if self._last is None or self._last[0] != name:
             self._last = None
             merged = self._merging.merged(name, self._frozen(key, place), self._saved.tensor)
             self._last = name, merged.to(self.tensors[key].dtype)
         return self._last[1]
+
+    def _is_whole(self, name: str) -> bool:
+        return plan.is_learned_whole(self._config.model, self._saved.adapter, name)
 
     def _frozen(self, key: str, place: tuple[int, ...]) -> Tensor:
         """Reads the frozen tensor, in the dtype in which the run holds it."""
@@ -178,7 +180,7 @@ class MergedTensors:
     def _check(self) -> None:
         total = 0
         for key, facts in self.tensors.items():
-            if key in self._whole:  # not frozen; the base may not have it
+            if self._is_whole(key):  # not frozen; the base may not have it
                 continue
             for place in stacked_places(key, TensorSlice.whole(facts.shape)):
                 values = self._frozen(key, place)

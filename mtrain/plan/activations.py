@@ -347,7 +347,8 @@ class Activations:
             return 0
         if self.is_on_cpu and self.config.train.precision == "fp32":  # a function of our own keeps the input alone
             return 0
-        normalised = FP32_BYTES if self.config.adapter is None else 0
+        adapter = self.config.adapter
+        normalised = FP32_BYTES if adapter is None or "norms" in adapter.modules_to_save else 0
         each = FP32_BYTES + normalised - element_bytes(self.config.train)
         return self.tokens * hidden_local(model, self.layout) * each
 

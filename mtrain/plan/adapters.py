@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.features import LAYER_PARTS, present, segments
-from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters
+from mtrain.plan.features.feature import EMBEDDING, AdaptedMatrix, Parameters, RankParameters, norm_elements
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import head_elements, padded_vocab_size, tables_on_stage
 
@@ -17,6 +19,8 @@ HEAD = f"{OUTPUT}.weight"
 """Global name of the head's weight in a model that judges sequences."""
 _NAMES = {"embedding": f"{EMBEDDING}.weight", "output": HEAD}
 """Table of the vocabulary -> global name of its weight."""
+_NORM = re.compile(r"norm[._](q_|k_)?(weight|bias)$")
+"""End of the names of a norm's parameters, also where megatron-core fuses it into the projection after it."""
 
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:
@@ -47,11 +51,27 @@ def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMa
     return [*layers, *tables(model, adapter)]
 
 
-def learned_whole(model: ModelSection, adapter: AdapterSection) -> frozenset[str]:
-    """Returns the global names of tensors that are trained as a whole next to adapters: a head, which begins at
+def learned_matrices(model: ModelSection, adapter: AdapterSection) -> frozenset[str]:
+    """Returns the global names of matrices that are trained as a whole next to adapters: a head, which begins at
     random, and the tables that `adapter.modules_to_save` names."""
     found = {HEAD} if model.output.is_new else set()
     return frozenset(found | {_NAMES[table] for table in _learned_tables(model, adapter)})
+
+
+def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) -> bool:
+    """Says whether a tensor of the model is trained as a whole next to adapters.
+
+    Args:
+        model: Section of the model.
+        adapter: Section of the adapters.
+        name: Global name of the tensor, or its key in a checkpoint, where layers may be stacked.
+    """
+    return name in learned_matrices(model, adapter) or ("norms" in adapter.modules_to_save and is_norm(name))
+
+
+def is_norm(name: str) -> bool:
+    """Says whether a tensor of the model is a weight or bias of a norm, but of none in a depth that predicts ahead."""
+    return _NORM.search(name) is not None and not name.startswith("mtp.")
 
 
 def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
@@ -64,6 +84,7 @@ def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
     """Counts the trained parameters of the whole model, without padding of the vocabulary; what learns whole counts
     whole."""
     learned = head_elements(model) + len(_learned_tables(model, adapter)) * model.vocab_size * model.hidden_size
+    learned += _learned_norms(model, adapter, range(model.num_layers), is_last=True).total
     return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + learned
 
 
@@ -71,6 +92,20 @@ def learned_table_elements(model: ModelSection, adapter: AdapterSection, layout:
     """Counts the elements on a rank of tables that are trained as a whole, vocabulary padded."""
     held = tables_on_stage(model, layout, pp_rank) & _learned_tables(model, adapter)
     return len(held) * padded_vocab_size(model, layout.tp) * model.hidden_size // layout.tp
+
+
+def learned_norm_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
+    """Counts the elements on a rank of norms that are trained."""
+    layers = [each for chunk in range(layout.vpp) for each in layout.layers(model.num_layers, pp_rank, chunk)]
+    return _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1).on_rank(layout).total
+
+
+def _learned_norms(model: ModelSection, adapter: AdapterSection, layers: Iterable[int], is_last: bool) -> Parameters:
+    if "norms" not in adapter.modules_to_save:
+        return Parameters()
+    final = Parameters(replicated=norm_elements(model, model.hidden_size) if is_last else 0)
+    held = (part.norms(model) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer))
+    return sum(held, start=final)
 
 
 def _learned_tables(model: ModelSection, adapter: AdapterSection) -> set[str]:
@@ -84,8 +119,9 @@ def adapter_parameters_on_rank(
 ) -> RankParameters:
     """Counts the trained parameters on a rank of pipeline rank `pp_rank`, vocabulary padded; what learns whole counts
     whole."""
-    layers = (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))
+    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk)]
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
+    head += _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1)
     held = [each for layer in layers for each in in_layer(model, adapter, layer)]
     ends = {EMBEDDING: 0, OUTPUT: layout.pp - 1}
     padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, layout.tp)})

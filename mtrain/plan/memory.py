@@ -12,6 +12,7 @@ from mtrain.plan.adapters import (
     adapter_parameters_on_rank,
     all_matrices,
     holds_narrow,
+    learned_norm_elements,
     learned_table_elements,
 )
 from mtrain.plan.features.feature import RankParameters
@@ -103,6 +104,7 @@ class _StageRank:
             return 0
         tables = learned_table_elements(config.model, config.adapter, layout, pp_rank)
         learned = tables + (head_elements(config.model) if pp_rank == layout.pp - 1 else 0)
+        learned += learned_norm_elements(config.model, config.adapter, layout, pp_rank)
         whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
         if holds_narrow(config):
             narrow = matrices_on_rank(config.model, layout, pp_rank).total

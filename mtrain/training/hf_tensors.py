@@ -26,10 +26,10 @@ from mtrain.hf.schema.peft import PeftTensor
 from mtrain.hf.schema.table import FilledSlice, stream_tensor
 from mtrain.mcore.distributed.init import on_all_ranks
 from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.layer_spec import canonical_name, global_name
 from mtrain.mcore.model.transformer_config import DTYPES
 from mtrain.mcore.state.gather import WholeParameters
-from mtrain.plan.adapters import learned_whole
+from mtrain.plan.adapters import is_learned_whole
 
 HfContent: TypeAlias = Literal["merged", "base", "adapter"]
 """Weights of a model with adapters: the merged model, the frozen model alone, or the adapters alone under PEFT's names.
@@ -152,9 +152,8 @@ class HfTensors:
             case "merged" | "base":
                 # what learns whole is not part of the frozen model
                 adapter = self._config.adapter if self._content == "base" else None
-                left_out = frozenset() if adapter is None else learned_whole(self._config.model, adapter)
                 for filled in family.table(source.model).slices:
-                    if filled.key not in left_out:
+                    if adapter is None or not is_learned_whole(self._config.model, adapter, filled.key):
                         yield self._unit(filled)
             case _:
                 assert_never(self._content)
@@ -196,7 +195,8 @@ class HfTensors:
         for _, alike in itertools.groupby(peft.tensors(family, self._config.model, adapter), lambda each: each.key):
             each, *others = alike
             count = each.matrix.num_experts
-            names = [each.key.replace("{E}", str(expert)) for expert in range(count)] if count else [each.key]
+            key = canonical_name(each.key)
+            names = [key.replace("{E}", str(expert)) for expert in range(count)] if count else [key]
             dtype = self._sent_as(each.key, self._whole.kinds[names[0]].dtype)
             kinds = [NamedKind(same.name, TensorKind(dtype, each.shape)) for same in (each, *others)]
             yield _Unit(names, kinds, _peft_maker(each, names, dtype, len(kinds)))

@@ -84,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"model__experts": EXPERTS},
         "targets=experts",
     ),
-    ({"modules_to_save": ["norm"]}, {}, "adapter.modules_to_save"),
+    ({"modules_to_save": ["router"]}, {}, "adapter.modules_to_save"),
     ({"modules_to_save": ["score"]}, {}, "adapter.modules_to_save=head"),
     ({"modules_to_save": ["lm_head"]}, {"model__tied_embeddings": True}, "adapter.modules_to_save=output"),
     (
@@ -131,6 +131,9 @@ def test_targets_have_the_names_of_other_programs() -> None:
     saved = config(adapter={"modules_to_save": ["model.embed_tokens", "embed_tokens", "lm_head"]}).adapter
     assert saved is not None
     assert saved.modules_to_save == ("embedding", "output")
+    saved = config(adapter={"modules_to_save": ["model.norm", "norms"]}).adapter
+    assert saved is not None
+    assert saved.modules_to_save == ("norms",)
 
 
 DELTA_NET: dict[str, Any] = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 8}

@@ -31,6 +31,8 @@ CASES: list[tuple[Layout, list[tuple[str, ...]]]] = [
             (NONE, LORA, "train.precision=fp32", "adapter.targets=[embedding,output]", CHUNKS),
             (NONE, LORA, "train.precision=bf16", "adapter.modules_to_save=[embedding,output]"),
             (NONE, LORA, "train.precision=fp32", NARROW, "adapter.modules_to_save=[output]"),
+            (NONE, LORA, "train.precision=fp32", NARROW, "adapter.modules_to_save=[norms]"),
+            (NONE, LORA, "train.precision=bf16", "adapter.modules_to_save=[norms]"),
         ],
     ),
     (Layout(tp=2, sp=True), [(NONE, LORA, "train.precision=fp32", NARROW)]),

@@ -11,7 +11,7 @@ from mtrain.config import Config
 from mtrain.plan.adapters import adapter_parameters_on_rank, num_adapter_parameters
 from mtrain.plan.layout import Layout
 from mtrain.plan.parameters import padded_vocab_size
-from mtrain.verify.reference.model.adapters import all_shapes
+from mtrain.verify.reference.model.adapters import all_shapes, is_trained
 from tests.config.samples import config
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "shared_ffn_hidden_size": 16, "first_dense_layers": 1}
@@ -47,6 +47,58 @@ def test_parameters_are_those_of_the_definition_and_lie_somewhere(adapter: dict[
     )
     divided = adapter_parameters_on_rank(user.model, user.adapter, Layout(tp=2), 0).total
     assert total / 2 < divided < total
+
+
+NET = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 8}
+MAMBA = {"num_heads": 4, "head_dim": 8, "num_groups": 2, "state_dim": 8}
+GLOBAL = {"head_dim": 32, "num_query_groups": 2}
+WITH_NORMS: dict[str, dict[str, Any]] = {
+    "layernorm": {"model__norm": "layernorm"},
+    "heads": {"model__qk_norm": True, "model__sandwich_norm": True},
+    "full width": {"model__qk_norm": True, "model__qk_norm_width": "full", "model__post_norm": True},
+    "delta net": {"model__delta_net": NET},
+    "mamba": {
+        "model__mamba": MAMBA,
+        "model__layer_pattern": "M-*-M-*E",
+        "model__experts": EXPERTS | {"first_dense_layers": 0},
+    },
+    "latents": {"model__mla": LATENT, "model__num_query_groups": None},
+    "ahead": {"model__mtp_depths": 1, "model__experts": EXPERTS},
+    "global": {
+        "model__global_attention": GLOBAL,
+        "model__global_attention_every": 2,
+        "model__sliding_window": 8,
+        "model__qk_norm": True,
+        "model__rope__local_base": 1e4,
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITH_NORMS)
+def test_norms_are_those_that_the_reference_trains(name: str) -> None:
+    changes = WITH_NORMS[name]
+    user, bare = (
+        config(adapter={"rank": 3, "targets": ["qkv"], "modules_to_save": saved}, **changes) for saved in (["norm"], [])
+    )
+    assert user.adapter is not None
+    assert bare.adapter is not None
+    norms = {
+        each: shape
+        for each, shape in all_shapes(user).items()
+        if is_trained(each, user.adapter) and not is_trained(each, bare.adapter)
+    }
+    assert norms
+    assert all(len(shape) == 1 for shape in norms.values())
+    total = sum(shape[0] for shape in norms.values())
+    assert num_adapter_parameters(user.model, user.adapter) - num_adapter_parameters(bare.model, bare.adapter) == total
+    found = [
+        [adapter_parameters_on_rank(each.model, each.adapter, Layout(pp=2), rank).total for rank in (0, 1)]
+        for each in (user, bare)
+        if each.adapter is not None
+    ]
+    assert sum(found[0]) - sum(found[1]) == total
+    narrow, layout = num_adapter_parameters(user.model, user.adapter), Layout()
+    assert plan.memory_per_rank(user, layout, 0).gradients_bytes == 4 * narrow
 
 
 def test_a_head_is_counted_with_what_learns() -> None:

@@ -87,11 +87,12 @@ SYNONYMS: Mapping[str, Target] = {
     "output_layer": "output",
 }
 """Names of PEFT (modules of Llama and DeepSeek) and of Megatron-Bridge -> ours."""
-Saved = Literal["embedding", "output", "head"]
+Saved = Literal["embedding", "output", "norms", "head"]
 SAVED_SYNONYMS: Mapping[str, Saved] = {
     "embed_tokens": "embedding",
     "lm_head": "output",
     "output_layer": "output",
+    "norm": "norms",
     "score": "head",
     "classifier": "head",
 }
@@ -131,8 +132,8 @@ class AdapterSection(Section):
 
     modules_to_save: tuple[Saved, ...] = ()
     """Modules that learn whole and are saved with the adapters, as in PEFT: embedding (embed_tokens), output (lm_head),
-    head. With model.tied_embeddings embedding is both tables; the head of model.num_labels learns whole without being
-    named."""
+    norms (norm), which are all of the model, head. With model.tied_embeddings embedding is both tables; the head of
+    model.num_labels learns whole without being named."""
 
     base_dtype: Literal["bf16"] | None = None
     """Precision of frozen weights. bf16: frozen projections and tables are held in bfloat16 in a run in float32, half

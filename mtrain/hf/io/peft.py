@@ -131,9 +131,10 @@ def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
     if model.output.is_new:
         named -= {"head"}  # learns whole without being named
     # PEFT's file of a tied table that stays tied may have either name
-    return sorted(
-        named | {"embedding"} if model.output.is_tied and config.get("ensure_weight_tying") and named else named
+    is_one = (
+        model.output.is_tied and config.get("ensure_weight_tying") and not named.isdisjoint(("embedding", "output"))
     )
+    return sorted(named | {"embedding"} if is_one else named)
 
 
 def _tensors_of(part: Target, family: Family, model: ModelSection) -> list[PeftTensor]:

@@ -22,7 +22,8 @@ from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.registry import family_of, template_at
 from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
-from mtrain.plan.adapters import HEAD, in_layer, learned_whole, model_parts, tables
+from mtrain.hf.schema.table import shape as shape_of
+from mtrain.plan.adapters import HEAD, in_layer, is_norm, learned_matrices, model_parts, tables
 from mtrain.plan.features.feature import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
@@ -169,7 +170,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
 
 
 def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
-    for key in sorted(learned_whole(model, adapter)):
+    for key in sorted(learned_matrices(model, adapter)):
         rows = model.vocab_size if key != HEAD else model.output.rows
         matrix = AdaptedMatrix(key.removesuffix(".weight"), _WHOLE, rows, model.hidden_size, is_replicated=True)
         (rule,) = _rules(family, model, key, -1)
@@ -178,6 +179,16 @@ def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection)
         yield whole
         if key != HEAD and model.output.is_tied:  # PEFT saves and wants a tied table under both names
             yield whole._replace(name=f"{_ROOT}lm_head.weight")
+    for layer in (-1, *range(model.num_layers)) if "norms" in adapter.modules_to_save else ():
+        for rule in family.rules:
+            if not is_norm(rule.key) or ("*" in rule.key) == (layer < 0) or not rule.when(model, layer):
+                continue
+            key, sizes = rule.key.replace("*", str(layer)), shape_of(rule.axes, axis_sizes(model))
+            assert [part.axes for part in rule.parts] == [rule.axes], "a norm has the same order in every program"
+            matrix = AdaptedMatrix(key.rpartition(".")[0], _WHOLE, sizes[0], 1)
+            name, _, kind = rule.parts[0].name.format(L=layer).rpartition(".")
+            module = name if family.renamed is None else name.replace(*family.renamed, 1)
+            yield PeftTensor(f"{_ROOT}{module}.{kind}", key, sizes, _WHOLE, matrix)
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
@@ -247,7 +258,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     # experts are parameters in PEFT, named by target_parameters
     named = list(tensors(family, model, adapter))
     names = [each.name for each in named if not each.matrix.num_experts and each.kind != _WHOLE]
-    saved = [each.name.removesuffix(".weight").rpartition(".")[2] for each in named if each.kind == _WHOLE]
+    saved = [_saved_as(each) for each in named if each.kind == _WHOLE]
     modules = dict.fromkeys(_module_of(name) for name in names)
     redirected = [name for name in modules if _is_redirected(family, name)]
     if redirected and adapter.has_magnitudes:
@@ -280,7 +291,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": saved or None,
+        "modules_to_save": list(dict.fromkeys(saved)) or None,
     }
     if _is_tied(model, adapter):
         config["ensure_weight_tying"] = True
@@ -289,6 +300,13 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     if "experts" in adapter.parts or parameters:
         config["target_parameters"] = [*(_PARAMETERS if "experts" in adapter.parts else ()), *parameters]
     return config
+
+
+def _saved_as(each: PeftTensor) -> str:
+    """Returns the name by which PEFT finds a module that is saved whole, as an end of its path: of a norm all of it, as
+    "norm" is the end of many."""
+    path = each.name.removeprefix(_ROOT).rpartition(".")[0]
+    return path if is_norm(each.key) else path.rpartition(".")[2]
 
 
 def _is_redirected(family: Family, module: str) -> bool:
@@ -426,4 +444,4 @@ def saved_modules(config: Mapping[str, Any]) -> set[str]:
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise DataError(f"modules_to_save of {CONFIG_NAME} is {given!r}, but must be a list of names; correct it")
     last = [each.rpartition(".")[2] for each in given]
-    return {SAVED_SYNONYMS.get(each, each) for each in last}
+    return {"norms" if "norm" in each else SAVED_SYNONYMS.get(each, each) for each in last}

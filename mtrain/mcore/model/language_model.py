@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import torch
@@ -53,9 +54,9 @@ class LanguageModel(LanguageModule):
     replays = True
     """Whether the experts that a batch names replace the routers' choice."""
     has_adapters = False
-    """Whether only adapters (and what `learned_whole` names) learn, here or on other stages."""
-    learned_whole: frozenset[str] = frozenset()
-    """Global names of parameters that learn themselves although adapters do, here or on other stages."""
+    """Whether only adapters (and what `learns_whole`) learn, here or on other stages."""
+    learns_whole: Callable[[str], bool] | None = None
+    """Function of a global name that says whether the parameter learns itself although adapters do; None: none does."""
     base_fingerprint: str | None = None
     """Fingerprint of the frozen weights, once they are loaded (mtrain/mcore/state/base.py)."""
 

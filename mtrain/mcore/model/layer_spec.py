@@ -40,7 +40,11 @@ def global_name(key: str, places: tuple[int, ...]) -> str:
         key: Checkpoint key: TransformerEngine's names, with layers stacked (no number) or spelled out.
         places: Indices along the stacked axes: the layer, then the expert; empty where the key is complete.
     """
-    key = canonical_name(key)
+    return spelled_name(canonical_name(key), places)
+
+
+def spelled_name(key: str, places: tuple[int, ...]) -> str:
+    """Returns a checkpoint key with layer and expert; see `global_name`, which renames norms as well."""
     if _STACKED_EXPERTS in key:
         # the expert's axis is the last of the stacked ones; a key with its layer spelled out has no other
         key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]

@@ -25,8 +25,8 @@ def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> 
     """Returns the places that a checkpoint holds: all, or of a model with adapters only these and what learns whole."""
     models = list(modules)
     # by the model and not by what this stage holds: it may have no adapter
-    adapts, whole = any(has_adapters(model) for model in models), _learned_whole(models)
-    return sharded_parameters(models, groups, lambda key: not adapts or is_adapter_key(key) or key in whole)
+    adapts = any(has_adapters(model) for model in models)
+    return sharded_parameters(models, groups, lambda key: not adapts or _learns(models, key))
 
 
 def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
@@ -37,13 +37,13 @@ def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[S
 def frozen_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
     """Returns the places that do not learn where adapters do; all of them in a model without adapters."""
     models = list(modules)
-    whole = _learned_whole(models)
-    return sharded_parameters(models, groups, lambda key: not (is_adapter_key(key) or key in whole))
+    return sharded_parameters(models, groups, lambda key: not _learns(models, key))
 
 
-def _learned_whole(models: Iterable[MegatronModule]) -> frozenset[str]:
+def _learns(models: Iterable[MegatronModule], key: str) -> bool:
     # a teacher's or a test's plain model has none
-    return frozenset().union(*(getattr(model, "learned_whole", ()) for model in models))
+    whole = (getattr(model, "learns_whole", None) for model in models)
+    return is_adapter_key(key) or any(is_whole is not None and is_whole(key) for is_whole in whole)
 
 
 def sharded_parameters(

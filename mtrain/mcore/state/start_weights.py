@@ -36,7 +36,7 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
-from mtrain.mcore.model.layer_spec import canonical_name, global_name
+from mtrain.mcore.model.layer_spec import canonical_name, spelled_name
 from mtrain.mcore.model.sharded_parameters import base_parameters, whole_of
 from mtrain.mcore.state.load import Naming, check_entry, filler_of, read_weights
 from mtrain.mcore.state.reader import Wanted, check_keys, check_shapes, load_parameters, memory_for
@@ -203,9 +203,9 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
 
     for chunk in chunks:
         for part in sharded_tensors(unwrap(chunk), groups, in_float32):
-            if is_adapter_key(part.key) or part.key in plan.learned_whole(config.model, adapter):
+            if is_adapter_key(part.key) or plan.is_learned_whole(config.model, adapter, part.key):
                 axes = part.prepend_axis_num
-                whole = saved.tensor(global_name(part.key, tuple(part.global_offset[:axes])))
+                whole = saved.tensor(spelled_name(part.key, tuple(part.global_offset[:axes])))
                 # a table has more rows here, which are padding and stay 0
                 own = part.data[: max(0, len(whole) - part.global_offset[axes])]
                 region = [slice(start, start + size) for start, size in zip(part.global_offset[axes:], own.shape)]

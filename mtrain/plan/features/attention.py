@@ -138,6 +138,9 @@ class QkNorm(LayerPart):
         return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "head"
 
     def parameters(self, model: ModelSection) -> Parameters:
+        return self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.head_size))
 
 
@@ -152,6 +155,9 @@ class FullWidthQkNorm(LayerPart):
         return "model.qk_norm_width=full" if self.is_anywhere(model) else None
 
     def parameters(self, model: ModelSection) -> Parameters:
+        return self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
         return Parameters(divided=(model.num_attention_heads + model.query_groups) * model.head_size)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:

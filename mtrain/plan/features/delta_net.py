@@ -33,7 +33,10 @@ class GatedDeltaNet(LayerPart):
         net = _section(model)
         kernels = (2 * net.key_width + net.value_width) * net.conv_kernel
         of_heads = 2 * net.num_value_heads  # decays and their biases
-        return self.matrices(model) + Parameters(divided=kernels + of_heads, replicated=net.value_head_dim)
+        return self.matrices(model) + self.norms(model) + Parameters(divided=kernels + of_heads)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=_section(model).value_head_dim)
 
     def matrices(self, model: ModelSection) -> Parameters:
         return Parameters(divided=self.matrix_elements(model))

@@ -197,6 +197,10 @@ class LayerPart(Feature, ABC):
         """Counts the parameters that the part adds to a layer."""
         return self.matrices(model)
 
+    def norms(self, model: ModelSection) -> Parameters:
+        """Counts the parameters of norms, which are among `parameters`."""
+        return Parameters()
+
     def matrices(self, model: ModelSection) -> Parameters:
         """Counts the parameters that are matrices of projections: without biases, norms and the rows of a router."""
         return Parameters()

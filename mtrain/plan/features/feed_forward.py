@@ -166,8 +166,10 @@ class BranchNorms(LayerPart):
 
     def parameters(self, model: ModelSection) -> Parameters:
         """Counts the norms, the vector that the router's input is multiplied by, and a number for each expert."""
-        norms = 4 * norm_elements(model, model.hidden_size)
-        return Parameters(replicated=norms + model.hidden_size + _section(model).num_experts)
+        return self.norms(model) + Parameters(replicated=model.hidden_size + _section(model).num_experts)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=4 * norm_elements(model, model.hidden_size))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the outputs of the norms before, the inputs of those after, and the router's input, normalised."""

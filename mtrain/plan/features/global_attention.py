@@ -33,8 +33,10 @@ class GlobalAttention(LayerPart):
         return None if model.global_attention is None else "model.global_attention"
 
     def parameters(self, model: ModelSection) -> Parameters:
-        norms = 2 * norm_elements(model, _wide(model).head_size) if model.qk_norm else 0
-        return self.matrices(model) + Parameters(replicated=norms)
+        return self.matrices(model) + self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=2 * norm_elements(model, _wide(model).head_size) if model.qk_norm else 0)
 
     def matrices(self, model: ModelSection) -> Parameters:
         return Parameters(divided=self.matrix_elements(model))

@@ -27,7 +27,10 @@ class Mamba(LayerPart):
         mamba = _section(model)
         convolution = mamba.channels * (mamba.conv_kernel + mamba.conv_bias)
         of_heads = 3 * mamba.num_heads  # decays, biases of steps, and factors of the input
-        return self.matrices(model) + Parameters(divided=convolution + of_heads + mamba.width)
+        return self.matrices(model) + self.norms(model) + Parameters(divided=convolution + of_heads)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=_section(model).width)
 
     def matrices(self, model: ModelSection) -> Parameters:
         return Parameters(divided=self.matrix_elements(model))

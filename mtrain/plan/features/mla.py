@@ -22,10 +22,12 @@ class MultiHeadLatentAttention(LayerPart):
         return None if model.mla is None else "model.mla"
 
     def parameters(self, model: ModelSection) -> Parameters:
+        return self.matrices(model) + self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
         mla = _section(model)
-        norms = norm_elements(model, mla.kv_lora_rank)
-        norms += 0 if mla.q_lora_rank is None else norm_elements(model, mla.q_lora_rank)
-        return self.matrices(model) + Parameters(replicated=norms)
+        of_queries = 0 if mla.q_lora_rank is None else norm_elements(model, mla.q_lora_rank)
+        return Parameters(replicated=norm_elements(model, mla.kv_lora_rank) + of_queries)
 
     def matrices(self, model: ModelSection) -> Parameters:
         down = _down(model)

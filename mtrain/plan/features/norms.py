@@ -42,6 +42,9 @@ class _InputNorm(LayerPart):
     num_hidden_norms = 1
 
     def parameters(self, model: ModelSection) -> Parameters:
+        return self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=norm_elements(model, model.hidden_size))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
@@ -83,6 +86,9 @@ class OutputNorms(LayerPart):
         return "model.sandwich_norm=true" if model.sandwich_norm else None
 
     def parameters(self, model: ModelSection) -> Parameters:
+        return self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.hidden_size))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:

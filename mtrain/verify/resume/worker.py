@@ -31,7 +31,7 @@ from mtrain.mcore.engine.optimizer import Update
 from mtrain.mcore.model.adapters.adapter import is_adapter_key
 from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.shards import WEIGHTS, Held, local_state
-from mtrain.plan.adapters import learned_whole
+from mtrain.plan.adapters import is_learned_whole
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.step import TrainingStep
@@ -204,7 +204,7 @@ class WatchedStep(TrainingStep):
             wanted = self._rows_of_tokens(held)
             adapter = run.model.config.adapter
             is_frozen = adapter is not None and not (
-                is_adapter_key(held.name) or held.name in learned_whole(run.model.config.model, adapter)
+                is_adapter_key(held.name) or is_learned_whole(run.model.config.model, adapter, held.name)
             )
             if wanted.num_elements == 0 or is_frozen:  # files hold trained tensors only
                 continue

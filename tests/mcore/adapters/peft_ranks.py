@@ -20,7 +20,7 @@ from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_model
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.load import save_checkpoint
-from mtrain.plan.adapters import HEAD, learned_whole
+from mtrain.plan.adapters import HEAD, is_learned_whole
 from mtrain.training.hf_tensors import HfContent, HfTensors
 from mtrain.training.resume import initialize
 from mtrain.verify.core.weights import drawn, set_weights
@@ -42,8 +42,13 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     initialize(model)
     assert config.adapter is not None
-    learned = learned_whole(config.model, config.adapter) - {HEAD if config.model.num_labels else ""}
-    set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if name in learned else None)
+    section, adapter = config.model, config.adapter
+
+    def trained(name: str, shape: Any) -> Any:
+        is_head = name == HEAD and section.num_labels is not None
+        return drawn(name, shape, config) if is_learned_whole(section, adapter, name) and not is_head else None
+
+    set_weights(chunks, groups, trained)
     model.optimizer.take_weights()
     folder = Path(config.run.dir)
     if groups.rank == 0:

@@ -50,6 +50,17 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "patterns": ("llama", LORA | {"targets": [*ALL, "embedding"], **PATTERNS}, Layout(tp=2, pp=2)),
     "patterns of experts": ("mixtral", LORA | {"targets": ["q_proj", "experts"], **OF_EXPERTS}, Layout(tp=2, sp=True)),
     "whole tables": ("llama", LORA | {"targets": ["qkv", "fc2"], "modules_to_save": TABLES}, Layout(tp=2, pp=2)),
+    **{
+        f"norms of {family}": (family, LORA | {"targets": ["fc2", "proj"], "modules_to_save": ["norm"]}, layout)
+        for family, layout in {
+            "llama": Layout(tp=2, pp=2),
+            "olmo2": Layout(tp=2, sp=True),
+            "qwen3.5": Layout(tp=2, sp=True),
+            "deepseek": Layout(),
+            "gemma4-experts": Layout(),
+            "nemotron-h": Layout(tp=2, sp=True),
+        }.items()
+    },
     "base in bf16": ("llama", LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"}, Layout()),
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
     "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
@@ -129,7 +140,10 @@ def held(folder: Path, adapter: dict[str, Any]) -> Any:
 
 
 # rslora: test_an_adapter_that_peft_saved_starts_a_run; the base in bf16: test_base_precision.py
-BY_NIGHT = ("rslora", "base in bf16", "interleaved experts")
+BY_NIGHT = ["rslora", "base in bf16", "interleaved experts"]
+BY_NIGHT += [
+    name for name in CASES if name.startswith("norms of") and name not in ("norms of llama", "norms of qwen3.5")
+]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +168,9 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
     base = tensors_in(hf)
     if "base_dtype" in adapter:
         base = {name: each.bfloat16() if each.dim() > 1 else each for name, each in base.items()}
-    left = tuple(f"{each}.weight" for each in adapter.get("modules_to_save", []))  # trained, so not of the frozen model
+    # trained, so not of the frozen model
+    left = tuple(f"{each}.weight" for each in adapter.get("modules_to_save", []))
+    left += ("norm_f.weight", "norm_1.weight", "norm_2.weight") if "norm.weight" in left else ()
     for rank in ranks:
         assert rank.streamed["adapter"] == bits(tensors_in(tmp_path / "adapter"))
         assert rank.streamed["merged"] == bits(tensors_in(tmp_path / "merged"))
@@ -244,6 +260,32 @@ def test_whole_tables_of_peft_start_a_run_and_go_back(pool: Pool, tmp_path: Path
     assert "modules_to_save=['norm']" in refusal(adapter, modules_to_save=["norm"])
     if tied:
         assert "ensure_weight_tying" in refusal(adapter, modules_to_save=names, ensure_weight_tying=False)
+
+
+def test_norms_that_peft_saved_whole_start_a_run(pool: Pool, tmp_path: Path) -> None:
+    """PEFT takes every module whose path ends in "norm"; a folder with some of the norms is refused."""
+    hf, folder = tmp_path / "hf", tmp_path / "of peft"
+    save("qwen3", hf, torch.float32, num_key_value_heads=2)
+    expected = []
+    for names in (["norm"], ["q_norm"]):
+        settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], modules_to_save=names)
+        theirs = peft.get_peft_model(loaded(hf), settings)
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        theirs.save_pretrained(folder / names[0])
+        expected.append(theirs)
+    adapter = {"rank": 4, "alpha": 6, "targets": ["q_proj"], "modules_to_save": ["norm"], "path": str(folder / "norm")}
+    user = run_config(hf, tmp_path / "run", adapter)
+    found = adapter_of(folder / "norm", family_of_run(user), user.model)
+    assert found.modules_to_save == ("norms",)
+    tokens = random_tokens(user.model.vocab_size)
+    ours = pool.run(peft_ranks.started, Layout(tp=2, sp=True), user, tokens.numpy())
+    assert_close(whole(ours, user.model.vocab_size), logits_of(expected[0], tokens))
+    assert user.adapter is not None
+    with refuses(DataError, "it lacks", "input_layernorm"):
+        PeftFolder(folder / "q_norm", family_of_run(user), user.model, user.adapter)
 
 
 def judged(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:

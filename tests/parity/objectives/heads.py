@@ -15,9 +15,10 @@ from mtrain.config import Config
 from mtrain.data.datum import Datum, sample_of
 from mtrain.hf.schema import peft as peft_schema
 from mtrain.hf.schema.families.dense import LLAMA
+from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import read_slice
 from mtrain.loss.preference.member import GroupMember, Role
-from mtrain.mcore.model.layer_spec import global_name
+from mtrain.mcore.model.layer_spec import canonical_name, global_name
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
 
 NUM_GROUPS, CENTER = 6, 0.05
@@ -46,10 +47,10 @@ def model_of(config: Config) -> Any:
     return model
 
 
-def by_global_name(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Any]:
+def by_global_name(tensors: Mapping[str, Tensor], config: Config, family: Family = LLAMA) -> dict[str, Any]:
     """Renames tensors, or their gradients, from transformers' names to ours."""
     found = {}
-    for filled in LLAMA.table(config.model).slices:
+    for filled in family.table(config.model).slices:
         axes = 1 if "decoder.layers" in filled.key else 0
         values = read_slice(filled, filled.at, lambda name: tensors[name])
         found[global_name(filled.key, filled.at.offset[:axes])] = values.reshape(values.shape[axes:]).numpy().copy()
@@ -160,12 +161,12 @@ def adapted(model: Any, config: Config) -> tuple[Any, dict[str, Tensor]]:
     return found, names | learned(dict(found.named_parameters()), config)
 
 
-def learned(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+def learned(tensors: Mapping[str, Tensor], config: Config, family: Family = LLAMA) -> dict[str, Tensor]:
     """Returns the trained tensors of `adapted`, or their gradients, under our names."""
     assert config.adapter is not None
     theirs = {
         name.replace(".default", "").replace(".modules_to_save", ""): each.detach() for name, each in tensors.items()
     }
-    named = peft_schema.tensors(LLAMA, config.model, config.adapter)
+    named = peft_schema.tensors(family, config.model, config.adapter)
     # a tied table has two names in files, and one among the parameters
-    return {each.key: theirs[each.name] for each in named if each.name in theirs}
+    return {canonical_name(each.key): theirs[each.name] for each in named if each.name in theirs}

@@ -110,6 +110,52 @@ def test_tables_that_learn_whole_are_exact(pool: Pool, layouts: str, changes: di
     assert_passes(check(pool, user, layouts, num_steps=2), *TABLES)
 
 
+OTHER_NORMS: dict[str, dict[str, Any]] = {
+    "heads": {"model__qk_norm": True, "model__norm": "layernorm", "train__recompute": "full"},
+    "full width": {"model__qk_norm": True, "model__qk_norm_width": "full", "adapter__base_dtype": "bf16"},
+    "delta net": {
+        "model__delta_net": {
+            "num_key_heads": 2,
+            "num_value_heads": 4,
+            "key_head_dim": 8,
+            "value_head_dim": 8,
+            "full_attention_every": 2,
+        },
+        "model__sliding_window": None,
+        "model__global_attention_every": None,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("full width", "tp2spmbs8,pp2mbs4"),
+        pytest.param("heads", "tp2spcp2mbs4,pp2vpp2mbs2,dp2mbs4", marks=pytest.mark.nightly),
+        pytest.param("delta net", "tp2spmbs8,cp2mbs8", marks=pytest.mark.nightly),
+    ],
+)
+def test_norms_that_learn_whole_are_exact(pool: Pool, name: str, layouts: str) -> None:
+    changes = OTHER_NORMS[name]
+    adapter = LORA | {"targets": ["qkv", "fc2"], "modules_to_save": ["norms"]}
+    adapter |= {key[9:]: value for key, value in changes.items() if key.startswith("adapter__")}
+    user = adapted(adapter, **{key: value for key, value in changes.items() if not key.startswith("adapter__")})
+    report = check(pool, user, layouts, num_steps=2)
+    assert_passes(report, *(each for each in report.tensors if "norm" in each))
+    assert "decoder.final_layernorm.weight" in report.tensors
+
+
+@pytest.mark.parametrize("fault", ["saved-module-times-tp", "sp-norms-not-reduced"])
+def test_a_wrong_gradient_of_norms_that_learn_whole_is_found(pool: Pool, fault: str) -> None:
+    user = adapted(LORA | {"targets": ["qkv"], "modules_to_save": ["norms"]})
+    report = check(
+        pool, user, "tp2mbs8,tp2spmbs8" if fault == "sp-norms-not-reduced" else "tp2mbs8", fault, num_steps=1
+    )
+    assert report.diagnosis is not None
+    assert (report.diagnosis.axis, report.diagnosis.kind) == ("sp" if "sp-" in fault else "tp", "gradient")
+    assert report.diagnosis.name == "decoder.final_layernorm.weight"
+
+
 @pytest.mark.parametrize(
     "layouts", ["pp2mbs4", pytest.param("tp2spmbs8,cp2mbs8,tp2pp2mbs4", marks=pytest.mark.nightly)]
 )

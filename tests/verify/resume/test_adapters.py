@@ -19,7 +19,7 @@ from tests.verify.resume.test_run import gone_on, lively_config
         (config, "tp2", 2, ["embedding", "output"]),
         pytest.param(config, "tp2", 2, [], marks=pytest.mark.nightly),
         # by day test_run.py has fp16 and dropout
-        pytest.param(lively_config, "pp2", 4, ["embedding", "output"], marks=pytest.mark.nightly),
+        pytest.param(lively_config, "pp2", 4, ["embedding", "output", "norms"], marks=pytest.mark.nightly),
     ],
 )
 def test_adapters_resume_bit_for_bit_and_on_another_layout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +97,11 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
     """
     model.requires_grad_(False)
     is_first = not model.has_adapters
-    model.has_adapters, model.learned_whole = True, plan.learned_whole(section, adapter)
+    model.has_adapters, model.learns_whole = True, partial(plan.is_learned_whole, section, adapter)
     for module in learned_modules(model, section, adapter):
         module.requires_grad_(True)
+    for name, parameter in model.decoder.named_parameters():
+        parameter.requires_grad_("norms" in adapter.modules_to_save and plan.is_norm(name))
     builder = _Builder(section, adapter, model.config, collection)
     if model.pre_process:
         # Full recomputation and the pipeline follow what needs a gradient, starting at the input: with a frozen table
@@ -114,7 +117,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
 
 
 def learned_modules(model: Any, section: ModelSection, adapter: AdapterSection) -> list[nn.Module]:
-    """Returns the modules of a stage that learn whole; see `attach`."""
+    """Returns the modules of a stage with matrices that learn whole; see `attach`."""
     found: list[nn.Module] = []
     # also the copy of the table on the last stage, where depths of multi-token prediction look up
     if "embedding" in adapter.modules_to_save and hasattr(model, "embedding"):

@@ -55,9 +55,11 @@ def all_shapes(config: Config) -> dict[str, Shape]:
 
 
 def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
-    """Says whether a tensor is trained: in a model with adapters only these are, and tables that are saved whole."""
+    """Says whether a tensor is trained: in a model with adapters only these are, and what is saved whole."""
     if adapter is None or "_adapter." in name:
         return True
+    if "norm" in name:
+        return "norms" in adapter.modules_to_save and not name.startswith("mtp.")
     return {EMBEDDING: "embedding", OUTPUT: "output"}.get(name) in adapter.modules_to_save
 
 
