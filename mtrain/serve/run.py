@@ -142,6 +142,7 @@ def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[No
     server = uvicorn.Server(
         uvicorn.Config(
             app.asgi(),
+            http="h11",  # bounds the headers; uvicorn would take httptools, which does not, where that is installed
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -311,6 +311,22 @@ def test_a_body_that_does_not_arrive_is_given_up(
 
 @pytest.mark.fault(
     "clients",
+    "a client whose headers do not end",
+    happens="answered by 400 after 64 KiB of them",
+    exit_code=None,
+)
+@pytest.mark.waits
+def test_headers_that_do_not_end_are_refused(tmp_path: Path, notice: Notice) -> None:
+    (folder := RunFolder(tmp_path)).create()
+    with _listening(app_of(tmp_path), "127.0.0.1", 0, folder):
+        address = httpx.URL((tmp_path / "service.json").read_text().split('"')[3])
+        with socket.create_connection(("127.0.0.1", address.port or 0), timeout=30) as client, notice:
+            client.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-filler: " + b"x" * 100_000)
+            assert client.recv(10_000).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.fault(
+    "clients",
     "1,000 connections that say half a request and wait",
     happens="another client is answered; the number of open files (ulimit -n) is the limit",
     exit_code=None,
