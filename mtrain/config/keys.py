@@ -121,7 +121,7 @@ def texts_of(section: type[Section]) -> dict[str, str]:
             for field, after in zip(tree.body, tree.body[1:]):
                 if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                     texts[ast.unparse(field.target)] = str(ast.literal_eval(after.value))
-    return texts
+    return {name: text for name, text in texts.items() if name in section.model_fields}
 
 
 def _kind(section: type[Section]) -> str:
