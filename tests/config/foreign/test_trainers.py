@@ -16,6 +16,7 @@ from mtrain.config.foreign.translation import Put, Translation
 from mtrain.config.foreign.verl import VERL as VERL_KEYS
 from mtrain.config.foreign.verl import from_verl
 from mtrain.config.load import load_config
+from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.messages import sections_at
 from tests.cli.command_line import call
 from tests.config.samples import content
@@ -254,4 +255,7 @@ def test_keys_of_other_programs_are_none_of_ours_in_their_sections() -> None:
     """Each names a key that there is."""
     for name, key in OURS.items():
         *place, last = key.split(".")
+        if place == ["model", "megatron"]:
+            assert last in PROVEN, (name, key)
+            continue
         assert any(last in each.model_fields for each in sections_at(tuple(place))), (name, key)
