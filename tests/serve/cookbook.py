@@ -34,6 +34,8 @@ EXAMPLE = (
     "1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}\n\nUser: "
 )
 """Begin of every prompt of rl_loop."""
+LONGEST = 4096
+"""Positions of the model of rl_numerics_check, whose prompts have 2,000 tokens."""
 KEY = "tml-of-the-tests-0123456789"
 
 
@@ -52,16 +54,7 @@ def cookbook() -> Path:
 
 def write_model(folder: Path, seed: int = 0) -> None:
     """Writes a llama of two layers with a tokenizer of bytes, which answers a sum with any digit, in a box."""
-    folder.mkdir(parents=True)
-    gguf = folder / "tiny.gguf"
-    write_tiny_gguf(gguf)
-    runpy.run_path(str(ROOT / "examples" / "real_model" / "fetch.py"))["write_hf_folder"](gguf, folder)
-    gguf.unlink()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **sizes, **tokens))
+    tokenizer, model = _untrained(folder, 1024, seed)
     optimizer, rng = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(seed)
     for _ in range(160):
         sums = [f"{EXAMPLE}{sum_of(rng)[0]}{SUFFIX}\n\nAssistant: \\boxed{{{rng.randint(2, 9)}}}" for _ in range(4)]
@@ -75,6 +68,46 @@ def write_model(folder: Path, seed: int = 0) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
+
+
+def write_reader(folder: Path, seed: int = 0) -> None:
+    """Writes such a model that calls a tool to read a page, or answers, whatever it was asked."""
+    tokenizer, model = _untrained(folder, LONGEST, seed)
+    optimizer, rng = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(seed)
+    asked = "".join((ROOT / "docs" / name).read_text() for name in ("rl.md", "serve.md", "finetuning.md"))
+    for _ in range(200):
+        ids, labels = [list[int]() for _ in range(2)], [list[int]() for _ in range(2)]
+        for row, learned in zip(ids * 4, labels * 4):
+            start = rng.randrange(len(asked) - 900)
+            call = json.dumps({"name": "read_page", "arguments": {"page": rng.randint(1, 2)}})
+            said = f"<tool_call>\n{call}\n</tool_call>" if rng.random() < 0.6 else f"Answer: {rng.randint(0, 3)}"
+            before = f"{asked[start : start + rng.randint(50, 850)]}<|im_end|>\n<|im_start|>assistant\n"
+            parts = [tokenizer.encode(each, add_special_tokens=False) for each in (before, f"{said}<|im_end|>")]
+            row += [*parts[0], *parts[1]]
+            learned += [-100] * len(parts[0]) + parts[1]
+        width = max(map(len, ids))
+        padded = [
+            torch.tensor([row + [filler] * (width - len(row)) for row in rows])
+            for rows, filler in ((ids, 0), (labels, -100))
+        ]
+        model(input_ids=padded[0], labels=padded[1]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+def _untrained(folder: Path, positions: int, seed: int) -> tuple[Any, LlamaForCausalLM]:
+    """Writes a tokenizer of bytes; returns it, and a llama of two layers for so many positions."""
+    folder.mkdir(parents=True)
+    gguf = folder / "tiny.gguf"
+    write_tiny_gguf(gguf)
+    runpy.run_path(str(ROOT / "examples" / "real_model" / "fetch.py"))["write_hf_folder"](gguf, folder)
+    gguf.unlink()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "bos_token_id": 1, "eos_token_id": 2}
+    return tokenizer, LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **sizes, **tokens))
 
 
 def sum_of(rng: random.Random) -> tuple[str, int]:
@@ -94,6 +127,8 @@ def write_data(folder: Path) -> None:
     sums = [sum_of(rng) for _ in range(24)]
     answered = [{"question": question, "answer": f"#### {answer}"} for question, answer in sums]
     _write(folder / "openai" / "gsm8k", {"train": answered, "test": answered[:2]}, "main")
+    lines = [{"text": f" {question} {answer} \n"} for question, answer in conversations()]
+    _write(folder / "Salesforce" / "wikitext", {"train": lines * 4}, "wikitext-103-raw-v1")
     pairs = [
         {
             name: f"\n\nHuman: {question}\n\nAssistant: {text}"

@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.serve.cookbook import KEY, MODEL, run_recipe, shown, write_data, write_model
-from tests.serve.service import address_of
+from mtrain.config.load import load_config
+from tests.parity.cases import Case
+from tests.pool import Pool
+from tests.serve.cookbook import KEY, LONGEST, MODEL, run_recipe, shown, write_data, write_model, write_reader
+from tests.serve.service import address_of, running
+from tests.serve.test_clients import LAYOUTS, named
 from tests.serve.test_restart import started
 from tests.warm import program_environment
 
@@ -112,3 +116,33 @@ def test_preference_for_shorter_answers_sees_no_difference_of_sampler_and_traine
     for each in steps:
         assert abs(each["optim/kl_sample_train_v1"]) < 1e-6
         assert each["optim/kl_sample_train_v2"] < 0.5 * 1e-5**2  # 1e-5 a token, as everywhere in float32
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numerics")
+    write_reader(folder / MODEL)
+    write_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize("one", LAYOUTS[:5], ids=named)
+def test_rl_numerics_check_finds_sampler_and_trainer_alike(pool: Pool, reader: Path, one: Case) -> None:
+    """Reads documents page by page with a tool, in episodes of up to six turns, and trains on them."""
+    keys = {"model.hf": reader / MODEL, "data.kind": "mock", "data.seq_length": LONGEST, "train.precision": "fp32"}
+    keys |= {"train.device": "cpu", "train.global_batch_size": 8, "train.micro_batch_size": 1, "train.num_steps": 1}
+    keys |= {"run.dir": reader / named(one), "optimizer.lr": 1e-4}
+    keys |= {f"layout.{key}": value for key, value in one.layout.items() if key != "dp"}
+    config = load_config([], [f"{key}={value}" for key, value in keys.items()])
+    task = ["task.num_pages_min=1", "task.num_pages_max=2", "task.page_chars=80", "max_steps=2"]
+    sizes = ["groups_per_batch=2", "group_size=4", "max_tokens=96", f"max_trajectory_tokens={LONGEST}", "lora_rank=8"]
+    given = [f"model_name={MODEL}", f"log_path=logs/{named(one)}", "renderer_name=qwen3_instruct", *task, *sizes]
+    with running(pool, one, config, reader / named(one)) as address:
+        found = run_recipe(reader, address, "rl_numerics_check.train", given)
+    steps = [each for each in found if "optim/kl_sample_train_v1" in each]
+    assert len(steps) == 2
+    assert max(each["env/all/turns_per_episode"] for each in steps) > 1
+    assert any(each["grad_norm"] > 0 for each in steps)
+    for each in steps:
+        assert abs(each["optim/kl_sample_train_v1"]) < 1e-7
+        assert each["optim/kl_sample_train_v2"] < 1e-11
