@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +172,15 @@ def test_figures_of_another_machine_or_of_small_sizes_are_not_mixed(
         benchmarks.main(small, None, "--help")
     with refuses(typer.BadParameter):
         benchmarks.main(None, None, "nonsense")
+
+
+@pytest.mark.nightly  # a layer of GPT-OSS has 50 MB an expert, and a table of its vocabulary 190
+def test_a_model_in_mxfp4_is_converted_and_comes_back(tmp_path: Path) -> None:
+    small = ("--mxfp4", "--layers", "1", "--experts", "4", "--rounds", "1")
+    command = [sys.executable, str(ROOT / "tools" / "bench" / "convert.py"), str(tmp_path / "models"), *small]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "0.484 GB came back byte for byte\n" in text
+    names = ("import and proof, 1 worker", "export and proof, 1 worker", "transformers", "export in MXFP4 and proof")
+    rows = [re.search(rf"^{name}.* ([\d.]+)$", text, re.MULTILINE) for name in names]
+    assert all(row is not None and float(row[1]) > 0 for row in rows), text
+    assert not (tmp_path / "models").exists()
