@@ -4,6 +4,7 @@ import enum
 import functools
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -273,6 +274,8 @@ def _verify(
     with one_message(), prefixed_traceback():
         require_ground()
         config = loaded_config(arguments, last_overrides, counts_epochs=True)
+        if verb != backend.__name__:
+            config = on_several_ranks(config, options.max_ranks)
         from mtrain.verify.report.print import console, print_report, write_report  # loads torch
 
         folder = Path(config.run.dir) / verb if options.output is None else options.output
@@ -280,6 +283,23 @@ def _verify(
         write_report(report, folder)
         print_report(report, folder, console())
     raise typer.Exit(0 if report.passed else 1)
+
+
+def on_several_ranks(config: "Config", max_ranks: int) -> "Config":
+    """Returns the configuration on CPUs, hiding a machine's only GPU, where train.device=auto would take that one.
+
+    One rank runs on it, so that no layout would be compared.
+    """
+    if config.train.device != "auto" or max_ranks == 1:
+        return config
+    import torch
+
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA reads what is hidden when it starts
+    if torch.cuda.device_count() != 1:
+        return config
+    _show("note: ranks compute on CPUs, since one GPU has one rank; train.device=cuda checks that one")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})
 
 
 def _show(line: str) -> None:

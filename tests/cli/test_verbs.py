@@ -1,15 +1,20 @@
 """Every verb: what it takes, what it says of bad input, and that its name of 0.1.0 still works."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from mtrain.cli.verify import on_several_ranks
+from mtrain.config.schema.train import Device
 from mtrain.verify.planted.inject import NAMES
 from mtrain.verify.resume.inject import RESUME_NAMES
 from tests.cli.command_line import call, command, options
+from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.paths import ROOT
 from tests.warm import completed, program_environment
@@ -160,3 +165,23 @@ def test_the_old_inspect_takes_a_path_alone(tmp_path: Path) -> None:
     done = completed([sys.executable, ROOT / "tools" / "inspect_checkpoint.py", tmp_path / "nowhere"])
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert done.stderr.startswith(f"error: {tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "max_ranks", "hidden"),
+    [("auto", 1, 8, True), ("auto", 1, 1, False), ("cuda", 1, 8, False), ("auto", 2, 8, False), ("auto", 0, 8, False)],
+)
+def test_layouts_are_verified_on_cpus_where_there_is_one_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: Device,
+    gpus: int,
+    max_ranks: int,
+    hidden: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = on_several_ranks(config(train__device=device), max_ranks)
+    assert found.train.device == ("cpu" if hidden else device)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0")
+    assert ("train.device=cuda checks that one" in capsys.readouterr().out) == hidden
