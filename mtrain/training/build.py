@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a training run on this rank."""
+    """A training run on this rank."""
 
     model: RankModel
     objective: Objective
@@ -75,8 +75,8 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Parts of a training step on this rank."""
+class BuiltStep:
+    """A training step on this rank, and the model that it trains."""
 
     model: RankModel
     teacher: Teacher | None
@@ -88,13 +88,13 @@ TeacherOf = Callable[[Config, Groups], Teacher | None]
 """Function that returns the teacher; None if no loss function compares with one."""
 
 
-def build_parts(
+def build_step(
     config: Config,
     groups: Groups,
     objective: Objective,
     teacher_of: TeacherOf = load_teacher,
     weights_follow: bool = False,
-) -> Parts:
+) -> BuiltStep:
     """Builds the model with initial weights, its optimizer and its step. Collective over the world.
 
     Args:
@@ -111,7 +111,7 @@ def build_parts(
     chunks = build_model(config, groups, weights_follow)
     model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
     teacher = teacher_of(config, groups)
-    return Parts(model, teacher, TrainingStep(model, objective, teacher))
+    return BuiltStep(model, teacher, TrainingStep(model, objective, teacher))
 
 
 def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
@@ -141,15 +141,15 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     references = References(config, folder, groups, objective.preference, loader)
     references.score_apart()
     # before weights are loaded, as loading fills existing tensors; a teacher is a separate model
-    parts = build_parts(config, groups, objective, teacher_of, weights_follow=True)
+    built = build_step(config, groups, objective, teacher_of, weights_follow=True)
     # before the run's own weights are loaded, since this overwrites the model's weights
-    references.use(parts.model)
-    resumed = resume_or_initialize(parts.model, folder, loader)
+    references.use(built.model)
+    resumed = resume_or_initialize(built.model, folder, loader)
     return Run(
-        parts.model,
+        built.model,
         objective,
-        parts.teacher,
-        parts.training,
+        built.teacher,
+        built.training,
         loader,
         validation,
         resumed.step,

@@ -30,7 +30,7 @@ from mtrain.plan.layout import Layout
 from mtrain.plan.lr import learning_rate
 from mtrain.runs.folder import RunFolder
 from mtrain.training.batches import GlobalBatches, checked_config
-from mtrain.training.build import build_parts
+from mtrain.training.build import build_step
 from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.forward import AskedScores, forward_totals, reading, scores_of_samples, token_scores
 from mtrain.training.hf_tensors import HfContent, HfTensors, need_group
@@ -84,10 +84,10 @@ class Engine(Turns):
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
             self._groups, self.config = groups, config
             self._objective = Objective.from_config(config.loss, config.model)
-            self._parts = build_parts(config, groups, self._objective, weights_follow=True)
-            initialize(self._parts.model)
+            self._built_step = build_step(config, groups, self._objective, weights_follow=True)
+            initialize(self._built_step.model)
             if config.adapter is not None:
-                self._base = SharedBase(self._parts)
+                self._base = SharedBase(self._built_step)
                 held.callback(self._base.close)
             self._batches = GlobalBatches(config, groups)
             # a failure above closes all that was opened; from here on `close` does
@@ -233,12 +233,12 @@ class Engine(Turns):
         Raises:
             NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
         """
-        parts = self._built()
+        built = self._built()
         # data are read once, so whether some sample has a temperature or routed experts is not known; without it is 1,
         # and routers choose
         has_routes = self.config.model.experts is not None
         objective = replace(self._objective_of(loss, options), has_temperatures=True, has_routes=has_routes)
-        totals = forward_totals(parts.model, objective, self._batches.passes(batches, objective.extras), parts.teacher)
+        totals = forward_totals(built.model, objective, self._batches.passes(batches, objective.extras), built.teacher)
         return EvalResult.of(totals.terms, totals.diagnostics)
 
     def generate(
@@ -398,7 +398,7 @@ class Engine(Turns):
         self._held.__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
-        model, state = self.config.model, "closed" if self._parts is None else f"step {self.step}"
+        model, state = self.config.model, "closed" if self._built_step is None else f"step {self.step}"
         place = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
         return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {place}; {state}>"
 

@@ -33,8 +33,8 @@ from mtrain.training.totals import check_factors, check_totals, planned_denomina
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """Parts that do the work of a step, in this order; a planted fault replaces one of them."""
+class StepFunctions:
+    """Functions and classes that do the work of a step, in this order; a planted fault replaces one of them."""
 
     factors: type[NumeratorFactors] = NumeratorFactors
     slice_rows: Callable[[Sequence[Microbatch], Groups], list[Microbatch]] = slice_for_rank
@@ -65,7 +65,7 @@ class TrainingStep:
         model: RankModel,
         objective: Objective,
         teacher: Teacher | None = None,
-        parts: StepParts = StepParts(),
+        functions: StepFunctions = StepFunctions(),
     ) -> None:
         """Connects the model's hooks for gradients and routers.
 
@@ -73,13 +73,13 @@ class TrainingStep:
             model: Model that is trained.
             objective: Objective that is minimised.
             teacher: Teacher; needed if a term of the objective compares with one.
-            parts: Parts that do the work.
+            functions: Functions and classes that do the work.
         """
         self._model, self._config, self._groups = model, model.config, model.groups
         self._chunks, self._optimizer = model.chunks, model.optimizer
         self._objective, self._teacher = objective, teacher
-        self._num_microbatches, self._parts = num_microbatches(model.config, model.groups), parts
-        self.routers = parts.routers(model.config, model.groups, model.chunks)
+        self._num_microbatches, self._functions = num_microbatches(model.config, model.groups), functions
+        self.routers = functions.routers(model.config, model.groups, model.chunks)
         self.local_gradients: Tensor | None = None
         """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
         backward pass, where it never exists."""
@@ -140,7 +140,7 @@ class TrainingStep:
         if step.factors is None:
             # starts its collective now and waits for it after the first forward pass (fp16 on CPUs: at once)
             is_fp16 = self._optimizer.scales_loss
-            step.factors = self._parts.factors([*planned.values()], objective, is_fp16, self._groups)
+            step.factors = self._functions.factors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise _denominators_too_late(objective)
         step.sums.pairs.diagnostics.expect(objective.reported)
@@ -148,8 +148,8 @@ class TrainingStep:
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then slices out its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
-        rows = self._parts.slice_rows(shared, self._groups)
-        output_loss = self._parts.output_loss(batches, rows, self._model, objective, self._teacher)
+        rows = self._functions.slice_rows(shared, self._groups)
+        output_loss = self._functions.output_loss(batches, rows, self._model, objective, self._teacher)
         # the factor by which megatron-core multiplies the objective before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 
@@ -166,7 +166,7 @@ class TrainingStep:
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
             nullcontext() if is_last else deferred_grad_sync(self._chunks),
         ):
-            self._parts.run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
+            self._functions.run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
         # a rank that asked for no factor finishes the collective here, before the next one
         factors.wait()
         if self._optimizer.scales_loss:
@@ -205,7 +205,7 @@ class TrainingStep:
         if step.is_deferred:
             start_grad_sync(self._chunks, self._config.train)
         norm_sq = self._optimizer.local_grad_norm_sq
-        reduced = self._parts.finalize(self._chunks, step.sums, self._groups, stop_requested, norm_sq)
+        reduced = self._functions.finalize(self._chunks, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if (compared := step.preference) is not None:

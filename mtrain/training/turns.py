@@ -33,7 +33,7 @@ from mtrain.mcore.state.held import (
     put_back_optimizer,
     put_back_weights,
 )
-from mtrain.training.build import Parts
+from mtrain.training.build import BuiltStep
 from mtrain.training.forward import check_adapters_off
 from mtrain.training.open_engines import open_engines
 from mtrain.training.resume import initialize, load_base, load_start_adapter
@@ -63,18 +63,18 @@ class Held(NamedTuple):
 class SharedBase:
     """Chunks of a frozen model, which hold one of several sets of adapters at a time."""
 
-    def __init__(self, first: Parts) -> None:
+    def __init__(self, first: BuiltStep) -> None:
         """
         Args:
-            first: Parts that the model was built with.
+            first: Step that the model was built with.
         """
         self._sets = {id(first): AdapterSet(map(unwrap, first.model.chunks))}
-        self._names: dict[str, Parts] = {}
-        self._current: Parts | None = first
+        self._names: dict[str, BuiltStep] = {}
+        self._current: BuiltStep | None = first
         self.is_closed = False
         """Whether the engine that built the model was closed."""
 
-    def add(self, name: str, adapter: AnyAdapter, objective: Objective) -> Parts:
+    def add(self, name: str, adapter: AnyAdapter, objective: Objective) -> BuiltStep:
         """Builds adapters with an optimizer, and puts them in; they are still to be drawn. Collective."""
         first = self._current
         assert first is not None, "the caller has put a set in"
@@ -82,19 +82,19 @@ class SharedBase:
         config = first.model.config.model_copy(update={"adapter": adapter})
         chunks = build_adapters(first.model.chunks, config, first.model.groups)
         model = RankModel(config, first.model.groups, chunks, Optimizer(config, chunks, first.model.groups))
-        made = Parts(model, first.teacher, TrainingStep(model, objective, first.teacher))
+        made = BuiltStep(model, first.teacher, TrainingStep(model, objective, first.teacher))
         self._sets[id(made)] = AdapterSet(map(unwrap, chunks))
         self._names[name], self._current = made, made
         return made
 
-    def put_in(self, parts: Parts) -> Parts:
+    def put_in(self, built: BuiltStep) -> BuiltStep:
         """Makes a set that of the model, and returns it."""
-        if self._current is not parts:
+        if self._current is not built:
             self._take_out()
-            self._sets[id(parts)].put_in()
-            parts.training.routers.watch()
-            self._current = parts
-        return parts
+            self._sets[id(built)].put_in()
+            built.training.routers.watch()
+            self._current = built
+        return built
 
     def has(self, name: str) -> bool:
         """Says whether there are adapters of a name."""
@@ -134,7 +134,7 @@ class Turns:
     _groups: Groups
     _objective: Objective
     _held: contextlib.ExitStack
-    _parts: Parts | None = None
+    _built_step: BuiltStep | None = None
     _base: SharedBase | None = None
     _open: OpenStep | None = None
     _tokens: int = 0
@@ -183,8 +183,8 @@ class Turns:
                 "trains a part of it; remove it"
             )
         other = copy.copy(self)
-        other._parts = base.add(name, given, self._objective)
-        other.config = other._parts.model.config
+        other._built_step = base.add(name, given, self._objective)
+        other.config = other._built_step.model.config
         other._is_bare, other._held = False, contextlib.ExitStack()
         other._held.callback(base.remove, name)
         other.begin_anew(seed)
@@ -275,14 +275,14 @@ class Turns:
 
     def _let_go(self) -> None:
         open_engines.discard(self)
-        if self._parts is not None:
-            let_go(self._parts.model.chunks)
-        self._open = self._parts = None
+        if self._built_step is not None:
+            let_go(self._built_step.model.chunks)
+        self._open = self._built_step = None
 
-    def _built(self) -> Parts:
-        if self._parts is None or (self._base is not None and self._base.is_closed):
+    def _built(self) -> BuiltStep:
+        if self._built_step is None or (self._base is not None and self._base.is_closed):
             raise RuntimeError("this Engine is closed; make another one")
-        return self._parts if self._base is None else self._base.put_in(self._parts)
+        return self._built_step if self._base is None else self._base.put_in(self._built_step)
 
     def _checked_adapter(self, section: Mapping[str, Any]) -> AnyAdapter:
         """Checks a section by all rules of the configuration.

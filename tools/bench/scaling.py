@@ -172,21 +172,21 @@ def measure(groups: Groups, config: Config, rounds: int) -> OfRank:
     """Measures the step with the least processor time of several; then counts the collectives of another one."""
     from mtrain.data.loader import StepLoader
     from mtrain.loss.objective import Objective
-    from mtrain.training.build import build_parts
+    from mtrain.training.build import build_step
     from tools.bench.traffic import measured
 
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
+    built = build_step(config, groups, Objective.from_config(config.loss, config.model))
     batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None
 
     def step() -> None:
-        totals = parts.training.forward_backward(batches)
-        parts.training.update(totals, config.optimizer.lr)
+        totals = built.training.forward_backward(batches)
+        built.training.update(totals, config.optimizer.lr)
 
     step()
     found: list[tuple[float, float, slots.Timeline, list[float]]] = []
     for _ in range(rounds):
         start, of_gloo = time.process_time(), gloo_seconds()
-        with slots.recorded(parts.model.chunks, groups.layout, groups.pp_rank) as timeline:
+        with slots.recorded(built.model.chunks, groups.layout, groups.pp_rank) as timeline:
             step()
         end = time.process_time()
         found.append((end - start, gloo_seconds() - of_gloo, timeline, timeline.costs(end)))

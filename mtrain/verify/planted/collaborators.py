@@ -19,7 +19,7 @@ from mtrain.data.samples.sft import sample_of_record
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.optimizer import Optimizer
 from mtrain.plan.lr import LearningRate, learning_rate
-from mtrain.training.step import StepParts
+from mtrain.training.step import StepFunctions
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=nn.Module)
@@ -30,8 +30,8 @@ def _unchanged(chunks: Sequence[nn.Module]) -> None:
     pass
 
 
-def _sound_parts(groups: Groups) -> StepParts:
-    return StepParts()
+def _sound_functions(groups: Groups) -> StepFunctions:
+    return StepFunctions()
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Collaborators:
     change_model: Callable[[Sequence[nn.Module]], None] = _unchanged
     """Function that changes the chunks after they are built, before they have weights and an optimizer."""
     optimizer: type[Optimizer] = Optimizer
-    step: Callable[[Groups], StepParts] = _sound_parts
+    step: Callable[[Groups], StepFunctions] = _sound_functions
     rate: LearningRate = learning_rate
 
 
@@ -84,9 +84,9 @@ def configured(name: str, change: Callable[[Any], Mapping[str, Any]]) -> Callabl
     return changed
 
 
-def step_of(**parts: Any) -> Callable[[Groups], StepParts]:
-    """Returns a function of the groups that makes a step with some other parts."""
-    return lambda groups: StepParts(**parts)
+def step_of(**functions: Any) -> Callable[[Groups], StepFunctions]:
+    """Returns a function of the groups that makes a step with some other functions."""
+    return lambda groups: StepFunctions(**functions)
 
 
 ALONE = torch.distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]

@@ -38,7 +38,7 @@ from mtrain.mcore.model.norm import Norm
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.plan import padded_vocab_size
 from mtrain.training.output.loss import OutputLoss
-from mtrain.training.step import StepParts
+from mtrain.training.step import StepFunctions
 from mtrain.verify.planted.collaborators import ALONE, Collaborators, become, configured, modules, step_of
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 
@@ -103,7 +103,7 @@ _Factor = Callable[[Microbatch], float]
 def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], LossOfLogits]) -> Collaborators:
     """Replaces the loss of the microbatches of a step."""
 
-    def parts(groups: Groups) -> StepParts:
+    def functions(groups: Groups) -> StepFunctions:
         def faulty(
             chunks: Sequence[Any],
             batches: Sequence[Microbatch],
@@ -113,9 +113,9 @@ def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], Lo
         ) -> None:
             run_schedule(chunks, batches, change(loss, batches, groups), accumulator, config)
 
-        return StepParts(run_schedule=faulty)
+        return StepFunctions(run_schedule=faulty)
 
-    return Collaborators(step=parts)
+    return Collaborators(step=functions)
 
 
 def _scaled(factors: Callable[[Sequence[Microbatch], Groups], _Factor]) -> Collaborators:

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from mtrain.config.schema.train import AdamWSection
-from mtrain.training.step import StepParts
+from mtrain.training.step import StepFunctions
 from mtrain.verify.planted.collaborators import SOUND, with_values
 from mtrain.verify.planted.faults import PLANTS
 from mtrain.verify.planted.shared_inject import POLICY_LOSSES
@@ -75,7 +75,7 @@ def test_every_fault_is_one_other_collaborator() -> None:
 
 
 def test_a_step_is_made_of_its_parts() -> None:
-    assert {field.name for field in dataclasses.fields(StepParts)} == {
+    assert {field.name for field in dataclasses.fields(StepFunctions)} == {
         "factors",
         "slice_rows",
         "output_loss",

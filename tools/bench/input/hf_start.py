@@ -32,7 +32,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.state.start_weights import load_hf_weights
 from mtrain.plan.layout import Layout
-from mtrain.training.build import build_parts
+from mtrain.training.build import build_step
 from mtrain.verify.core.ranks import Pool
 from tools.bench.convert import write_model
 
@@ -52,8 +52,8 @@ class Speed(NamedTuple):
 def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Speed:
     """Measures the three contenders in turn."""
     objective = Objective.from_config(config.loss, config.model)
-    parts = build_parts(config, groups, objective, weights_follow=True)
-    num_bytes = sum(each.numel() for chunk in parts.model.chunks for each in chunk.parameters()) * 2
+    built = build_step(config, groups, objective, weights_follow=True)
+    num_bytes = sum(each.numel() for chunk in built.model.chunks for each in chunk.parameters()) * 2
     read = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)
     whole = torch.zeros(num_bytes // 2)
 
@@ -65,7 +65,7 @@ def measure(groups: Groups, folder: Path, config: Config, num_rounds: int) -> Sp
         whole.copy_(read)
 
     actions: list[Callable[[], None]] = [
-        lambda: load_hf_weights(folder, parts.model),
+        lambda: load_hf_weights(folder, built.model),
         plain,
         filled,
     ]

@@ -26,7 +26,7 @@ from mtrain.mcore.distributed.groups import Groups, opened_groups
 from mtrain.mcore.distributed.init import joined_distributed
 from mtrain.mcore.distributed.party import Purpose
 from mtrain.plan.layout import Layout
-from mtrain.training.build import build_parts
+from mtrain.training.build import build_step
 from tools.bench.one_gpu.reference import Llama
 from tools.bench.one_gpu.shapes import Bench
 
@@ -60,8 +60,8 @@ def one_rank(bench: Bench) -> Iterator[Groups]:
 
 def ours(bench: Bench, config: Config, groups: Groups) -> Contender:
     """Builds a step as `mtrain train` runs it; rows are read once."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
-    batches, training = StepLoader(config, 0, 1).batches(0), parts.training
+    built = build_step(config, groups, Objective.from_config(config.loss, config.model))
+    batches, training = StepLoader(config, 0, 1).batches(0), built.training
     opened: list[Any] = []
 
     def accumulate() -> None:

@@ -24,7 +24,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
-from mtrain.training.build import build_parts
+from mtrain.training.build import build_step
 from mtrain.verify.core.ranks import Pool
 
 WARM_UP_STEPS = 2
@@ -58,15 +58,15 @@ def measure(groups: Groups, configs: dict[str, Config], num_rounds: int) -> dict
     torch.set_num_threads(1)
     contenders: dict[str, tuple[Any, StepLoader]] = {}
     for choice, config in configs.items():
-        parts = build_parts(config, groups, Objective.from_config(config.loss))
-        contenders[choice] = parts, StepLoader(config, groups.dp_rank, groups.layout.dp)
+        built = build_step(config, groups, Objective.from_config(config.loss))
+        contenders[choice] = built, StepLoader(config, groups.dp_rank, groups.layout.dp)
     found = {choice: Seconds(0.0, [], []) for choice in configs}
     for step in range(WARM_UP_STEPS + num_rounds):
-        for choice, (parts, loader) in contenders.items():
+        for choice, (built, loader) in contenders.items():
             microbatches = loader.batches(step)
             start = time.process_time()
-            totals = parts.training.forward_backward(microbatches)
-            parts.training.update(totals, 1e-4)
+            totals = built.training.forward_backward(microbatches)
+            built.training.update(totals, 1e-4)
             seconds = time.process_time() - start
             found[choice].losses.append(totals.objective)
             if step < WARM_UP_STEPS:

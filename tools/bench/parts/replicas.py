@@ -25,7 +25,7 @@ from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.health.replicas import ReplicaCheck
 from mtrain.plan.layout import Layout
-from mtrain.training.build import build_parts
+from mtrain.training.build import build_step
 from mtrain.verify.core.ranks import Pool
 
 LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(dp=2, tp=2)]
@@ -57,18 +57,18 @@ def config_of(hidden_size: int, num_layers: int) -> Config:
 
 def measure(groups: Groups, config: Config, num_rounds: int) -> Cost:
     """Measures steps and checks in turn."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
+    built = build_step(config, groups, Objective.from_config(config.loss, config.model))
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     check, steps, checks = ReplicaCheck(groups), [], []
     for number in range(num_rounds + 1):
         began = time.perf_counter()
-        totals = parts.training.forward_backward(None if loader is None else loader.batches(number))
-        parts.training.update(totals, config.optimizer.lr)
+        totals = built.training.forward_backward(None if loader is None else loader.batches(number))
+        built.training.update(totals, config.optimizer.lr)
         done = time.perf_counter()
-        check.run(parts.model)
+        check.run(built.model)
         steps.append(done - began)
         checks.append(time.perf_counter() - done)
-    compared = check.compared_bytes(parts.model)
+    compared = check.compared_bytes(built.model)
     return Cost(compared, checks[0], statistics.median(checks[1:]), statistics.median(steps[1:]))
 
 

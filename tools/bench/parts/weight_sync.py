@@ -27,7 +27,7 @@ from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.plan.layout import Layout
-from mtrain.training.build import build_parts
+from mtrain.training.build import build_step
 from mtrain.training.hf_tensors import HfTensors
 from mtrain.verify.core.ranks import Pool
 from tools.bench.parts.replicas import config_of
@@ -46,10 +46,10 @@ class Speed(NamedTuple):
 
 def measure(groups: Groups, config: Config, num_rounds: int) -> Speed:
     """Measures the three in turn; planning is part of a sync."""
-    parts = build_parts(config, groups, Objective.from_config(config.loss, config.model))
+    built = build_step(config, groups, Objective.from_config(config.loss, config.model))
 
     def stream(everywhere: bool) -> Iterable[tuple[str, Tensor]]:
-        planned = HfTensors(parts.model, "merged")
+        planned = HfTensors(built.model, "merged")
         return planned.stream(BUCKET_BYTES, everywhere)
 
     own = [tensor for _, tensor in stream(True)]
