@@ -98,7 +98,7 @@ def test_sections_after_the_deadline_are_left_out(tmp_path: Path, monkeypatch: p
         main(tmp_path, "cpu", True, sections="products; 1B; experts")
     assert ended.value.exit_code == 1
     report = json.loads((tmp_path / "report.json").read_text())
-    assert given == [300, 40.0], "ten times as long on a CPU: 5,300 s in all"
+    assert given == [500, 40.0], "ten times as long on a CPU: 5,300 s in all"
     assert report["sections"]["experts"]["error"] == "left out: the time of all sections is up"
     assert "| experts | **failed**: left out" in (tmp_path / "report.md").read_text()
 
