@@ -2,7 +2,7 @@
 
 EXAMPLES = {
     "init": "mtrain init my-runs",
-    "plan": "mtrain plan configs/model/qwen3_32b.yaml --gpus 64",
+    "plan": "mtrain plan configs/model/qwen3_32b.yaml --gpus 64 --seq-length 8192 --global-batch-size 128",
     "config": "mtrain config train.num_epochs optimizer.warmup_ratio",
     "check": (
         "mtrain check configs/model/llama3.2_1b.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml "
@@ -12,13 +12,17 @@ EXAMPLES = {
     "launch local": (
         "mtrain launch local -n 8 configs/model/llama3.2_1b.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml"
     ),
-    "launch slurm": "mtrain launch slurm configs/start/llama3_8b_pretrain.yaml --nodes 4 --gpus-per-node 8",
+    "launch slurm": (
+        "mtrain launch slurm configs/model/llama3_8b.yaml configs/start/llama3_8b_pretrain.yaml --nodes 4 "
+        "--gpus-per-node 8"
+    ),
     "launch kubernetes": (
-        "mtrain launch kubernetes configs/start/llama3_8b_pretrain.yaml run.dir=/runs/first --nodes 4 "
-        "--gpus-per-node 8 --image registry.example/mtrain:1 --volume runs:/runs"
+        "mtrain launch kubernetes configs/model/llama3_8b.yaml configs/start/llama3_8b_pretrain.yaml "
+        "run.dir=/runs/first --nodes 4 --gpus-per-node 8 --image registry.example/mtrain:1 --volume runs:/runs"
     ),
     "launch torchrun": (
-        "mtrain launch torchrun configs/start/llama3_8b_pretrain.yaml --nodes 4 --gpus-per-node 8 --first-node gpu-1"
+        "mtrain launch torchrun configs/model/llama3_8b.yaml configs/start/llama3_8b_pretrain.yaml --nodes 4 "
+        "--gpus-per-node 8 --first-node gpu-1"
     ),
     "status": "mtrain status runs --watch",
     "report": "mtrain report runs/first",

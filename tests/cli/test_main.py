@@ -87,6 +87,23 @@ def test_every_help_has_an_example() -> None:
         assert example.split()[1:].index(words[-1]) == len(words) - 1, example
 
 
+NEEDS_A_MODEL = "models/"
+"""Beginning of a path in examples that only its reader has."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [line.split()[1:] for line in EXAMPLES.values() if "configs/" in line and NEEDS_A_MODEL not in line],
+    ids=lambda words: "-".join(words[:2]).partition("-configs")[0],
+)
+def test_the_configuration_of_an_example_is_whole(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    if words[0] in ("plan", "check"):  # both need nothing else
+        assert call(*words)[0] == 0, call(*words)
+    else:
+        loaded_config([each for each in words if each.startswith("configs/") or re.match(r"\w+\.\w+=", each)])
+
+
 SHELL_IS_NAMED = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 """Environment in which the shell is an argument; else it is the one that has started the program."""
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import mtrain
+from mtrain.cli.arguments import loaded_config
 from mtrain.config import renamed
 from tests.docs.pictures import FOLDER, PICTURES, packages, write
 from tests.paths import ROOT
@@ -111,3 +112,28 @@ def test_pre_commit_formats_as_the_check_does() -> None:
     assert minor is not None, "one minor version"
     installed = subprocess.run([sys.executable, "-m", "ruff", "--version"], capture_output=True, text=True, check=True)
     assert installed.stdout.startswith(f"ruff {minor[1]}.")
+
+
+COMMAND = re.compile(r"mtrain (?:check|train|launch \w+|verify \w+|serve) ([^`#\n]*)")
+KEY_VALUE = re.compile(r"[a-z]+\.\w+=")
+
+
+def complete_commands(page: Path) -> list[list[str]]:
+    """Returns files and values of a page's commands that name shipped configurations and no weights."""
+    found = []
+    for given in COMMAND.findall(page.read_text().replace("\\\n", " ")):
+        words = [each for each in given.split() if each.endswith(".yaml") or "..." in each or KEY_VALUE.match(each)]
+        files = [each for each in words if not KEY_VALUE.match(each)]
+        is_shipped = files and all(each.startswith("configs/") for each in files)
+        if is_shipped and not re.search("model.hf|--hf|quickstart_finetune", given):
+            found.append(words)
+    return found
+
+
+def test_commands_of_pages_have_whole_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    commands = [words for page in pages for words in complete_commands(page)]
+    assert len(commands) > 25
+    for words in commands:
+        loaded_config(words)
