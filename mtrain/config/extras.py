@@ -22,7 +22,7 @@ def key_and_sizes(extra: str) -> tuple[str, tuple[int, ...]]:
     number, one size for a list, two (layers x experts) for routed_experts.
 
     Raises:
-        ValueError: What follows the colon are no whole numbers of at least 1, or too many.
+        ValueError: The colon is not followed by whole numbers of at least 1, or by too many of them.
     """
     key, colon, text = extra.partition(":")
     sizes = text.split("x") if colon else []

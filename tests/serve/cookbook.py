@@ -97,7 +97,7 @@ def write_reader(folder: Path, seed: int = 0) -> None:
 
 
 def _untrained(folder: Path, positions: int, seed: int) -> tuple[Any, LlamaForCausalLM]:
-    """Writes a tokenizer of bytes; returns it, and a llama of two layers for so many positions."""
+    """Writes a tokenizer of bytes; returns it, and a llama of two layers with that number of positions."""
     folder.mkdir(parents=True)
     gguf = folder / "tiny.gguf"
     write_tiny_gguf(gguf)

@@ -101,13 +101,11 @@ class Trained(NamedTuple):
 def train(groups: Groups, config: Config, batches: Sequence[Batch]) -> Trained:
     """Makes one step for each batch, after passes without a gradient over the first one."""
     with free(groups), Engine(config) as engine:
-        before, steps = _weights(engine), []
+        before = _weights(engine)
         found, loss = engine.forward(batches[0], routed_experts=True), engine.evaluate([batches[0]]).loss
         members = [GroupMember(group, "chosen") for group in range(len(batches[0]))]
         scores = engine.scores([replace(datum, member=each) for datum, each in zip(batches[0], members)])
-        for batch in batches:
-            engine.forward_backward(batch)
-            steps.append(engine.optim_step())
+        steps = _made(engine, batches)
         log_probs, routes = ([each.numpy() for each in of] for of in (found.log_probs, found.routed_experts))
         return Trained(log_probs, routes, loss, scores, before, steps, _weights(engine))
 
@@ -124,11 +122,16 @@ class Steps(NamedTuple):
 def steps_of(groups: Groups, config: Config, batches: Sequence[Batch]) -> Steps:
     """Makes one step for each batch."""
     with free(groups), Engine(config) as engine:
-        before, steps = _weights(engine), []
-        for batch in batches:
-            engine.forward_backward(batch)
-            steps.append(engine.optim_step())
-        return Steps(before, steps, _weights(engine))
+        return Steps(_weights(engine), _made(engine, batches), _weights(engine))
+
+
+def _made(engine: Engine, batches: Sequence[Batch]) -> list[StepResult]:
+    """Makes one step for each batch."""
+    steps = []
+    for batch in batches:
+        engine.forward_backward(batch)
+        steps.append(engine.optim_step())
+    return steps
 
 
 def _weights(engine: Engine) -> Arrays | None:

@@ -158,6 +158,13 @@ def write_tokenizer(folder: Path) -> None:
     model.save(str(folder / "tokenizer.json"))
 
 
+def write_folder(folder: Path, template: str) -> None:
+    """Writes a tokenizer of `write_tokenizer` and a chat template into a folder, whose turns end with <|im_end|>."""
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "chat_template.jinja").write_text(template)
+
+
 def folder_of(name: str, tokenizer: Path, folder: Path) -> Path:
     """Creates a tokenizer's folder with one of the templates."""
     folder.mkdir(exist_ok=True)

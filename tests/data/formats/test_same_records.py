@@ -30,7 +30,7 @@ from mtrain.data.formats.record_files import RecordFile, record_files
 from mtrain.data.formats.records import chunks
 from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
 from mtrain.tokenizer import load_tokenizer
-from tests.data.chat.cases import write_tokenizer
+from tests.data.chat.cases import write_folder
 
 RESERVED = "<|" + "".join(map(chr, range(0xF0000, 0xF0010)))
 """Beginning of special tokens, and the characters that mark places in a rendering, which are refused."""
@@ -50,9 +50,7 @@ Samples = list[list[tuple[list[int], list[float], float]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    write_tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_folder(folder, TEMPLATE)
     return folder
 
 

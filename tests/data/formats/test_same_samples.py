@@ -197,12 +197,10 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
-    from tests.data.chat.cases import write_tokenizer
+    from tests.data.chat.cases import write_folder
 
     folder = tmp_path_factory.mktemp("tables")
-    write_tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_folder(folder, TEMPLATE)
     section = {"kind": "sft", "seq_length": 9, "tokenizer": str(folder), "train": [{"path": "unused"}]}
     return encoder_of(SftSection.model_validate(section), load_tokenizer(folder))
 
