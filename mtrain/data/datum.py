@@ -26,7 +26,7 @@ from mtrain.loss.preference.member import ROLES, GroupMember
 class Datum:
     """One sequence for the loss: a text, a question with its answer, a rollout."""
 
-    input_ids: Sequence[int]
+    input_ids: Sequence[int] | NDArray[np.integer[Any]]
     """Token ids, at least one and at most data.seq_length + 1: every token but the last is read, every token but the
     first is predicted. Whole numbers (also of numpy, or a tensor of integers); floats and booleans are refused."""
     weights: Sequence[float] | None = None
@@ -34,7 +34,9 @@ class Datum:
     is not used, as nothing comes before it. None: every token counts 1."""
     weight: float = 1.0
     """What the whole sequence counts, at least 0."""
-    extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | float] = field(default_factory=dict)
+    extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float] = field(
+        default_factory=dict
+    )
     """Values that a loss function reads in addition to the weights, by name, such as advantages: finite numbers,
     float32 precision. One for the whole sequence; or one a token, of which the first is not used; or one a predicted
     token, as `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has
@@ -81,7 +83,7 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
             f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {most} tokens (data.seq_length="
             f"{length}{', and one that is only predicted' if head is None else ''}); cut it, or raise data.seq_length"
         )
-    datum = replace(datum, input_ids=ids.tolist(), weight=_number(datum.weight, f"{name}: weight"))
+    datum = replace(datum, input_ids=ids, weight=_number(datum.weight, f"{name}: weight"))
     if head is not None:
         is_number = LABEL in needed or config.loss.function in NUMBER_LOSSES
         datum = _numbered(datum, name) if is_number else _judged(datum, name, head)
@@ -245,7 +247,10 @@ def _check_top_k(
 
 
 def _checked_extra(
-    given: Sequence[Sequence[float]] | Sequence[float] | float, num_tokens: int, extra: str, name: str
+    given: Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float,
+    num_tokens: int,
+    extra: str,
+    name: str,
 ) -> NDArray[np.float32] | float:
     """Checks one extra; returns it as [num_tokens - 1], [num_tokens - 1, k], or one number."""
     # a number that float32 cannot hold becomes inf, and is refused as such below

@@ -39,6 +39,10 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
     Raises:
         ValueError: The value is no row of ids, or one of its elements is no id; names the element and its place.
     """
+    if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu":
+        whole: NDArray[Any] = given
+        if not len(whole) or (whole.min() >= 0 and whole.max() < size):
+            return whole.astype(np.int64)
     values = _row(given, name)
     # nearly always all are plain ints, which numpy checks much faster than a loop
     if {*map(type, values)} <= {int}:

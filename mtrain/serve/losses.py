@@ -29,9 +29,9 @@ _POLICY = ("logprobs", "advantages")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 _MASK = "sequence_ratio_mask"
 """Tokens over which gspo takes the ratio of their sequence; without it those that have an advantage."""
-_TARGETS, _WEIGHTS, _PLACE, _PLACE_HIGH = "target_tokens", "weights", "place", "place_high"
-_PLACE_BASE = 2**20
-"""A float32 holds whole numbers up to 2^24: a place is two of them."""
+_TARGETS, _WEIGHTS, _PLACE = "target_tokens", "weights", "place"
+_MOST_TOKENS = 2**24
+"""Number of tokens of a batch up to which a float32, as extras are, counts them: more than the largest body holds."""
 
 
 @dataclass
@@ -68,16 +68,14 @@ class Batch:
             raise DataError(
                 f"loss_fn={loss} reads one target a token, but {width} were sent; send target_tokens [tokens]"
             )
-        data, lengths, start = [], [], 0
-        for number, each in enumerate(sent):
-            found = _extras(each, loss, thresholds, f"datum {number}", vocab_size)
-            length = len(each.tokens)
-            places = start + np.arange(length)
-            found[_PLACE] = (places % _PLACE_BASE).astype(np.float32)
-            found[_PLACE_HIGH] = (places // _PLACE_BASE).astype(np.float32)
-            data.append(Datum([*each.tokens, 0], extras={name: _given(found[name]) for name in found}))
-            lengths.append(length)
-            start += length
+        lengths = [len(each.tokens) for each in sent]
+        if sum(lengths) > _MOST_TOKENS:
+            raise DataError(f"data has {sum(lengths)} tokens; send at most {_MOST_TOKENS} at once")
+        places = np.split(np.arange(sum(lengths), dtype=np.float32), np.cumsum(lengths)[:-1])
+        data = []
+        for number, (each, place) in enumerate(zip(sent, places, strict=True)):
+            found = _extras(each, loss, thresholds, f"datum {number}", vocab_size) | {_PLACE: place}
+            data.append(Datum(np.append(each.tokens, 0), extras=found))
         names = tuple(each for name in found for each in columns(name, width if found[name].ndim == 2 else None))
         return cls(loss, data, lengths, width, names)
 
@@ -90,9 +88,10 @@ class Batch:
             log_probs = _log_probs(inputs, self.width or 1)
             losses = computed(log_probs, inputs, self.width or 1)
             if inputs.logits.first_index == 0:  # other ranks of TP compute the same numbers
-                places = inputs.extras[_PLACE].long() + _PLACE_BASE * inputs.extras[_PLACE_HIGH].long()
                 kept = inputs.weights != 0
-                self._found.append((places[kept], log_probs.detach()[kept], losses.detach()[kept]))
+                self._found.append(
+                    (inputs.extras[_PLACE][kept].long(), log_probs.detach()[kept], losses.detach()[kept])
+                )
             return weigh(losses, inputs)
 
         # the sequence's ratio needs all of its tokens at once
@@ -106,15 +105,11 @@ class Batch:
         for places, log_probs, losses in self._found:
             found[places, :width], found[places, width] = log_probs.double(), losses.double()
         self._found.clear()
-        dist.all_reduce(found)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(found)
         values = found.cpu().numpy()
         parts = np.split(values[:, :width].astype(np.float32), np.cumsum(self.lengths)[:-1])
         return [part if self.width is not None else part[:, 0] for part in parts], float(values[:, width].sum())
-
-
-def _given(values: NDArray[np.float32]) -> list[float]:
-    given: list[float] = values.tolist()
-    return given
 
 
 def _thresholds(loss: str, options: Mapping[str, float | str]) -> tuple[float, float] | None:
@@ -151,7 +146,7 @@ def _extras(
             f"{name} has the loss_fn_inputs {', '.join(sorted(sent.inputs)) or 'none'}, but {loss} reads "
             f"{', '.join(needed)}; send these"
         )
-    if not sent.tokens:
+    if not len(sent.tokens):
         raise DataError(f"{name} has no token; send at least one")
     shape = inputs[_TARGETS].shape
     for key, value in inputs.items():
@@ -162,7 +157,7 @@ def _extras(
             )
         if not np.isfinite(value).all():
             raise DataError(f"{name} has a number in {key} that is not finite; send finite numbers")
-    if not np.isin(inputs.get(_MASK, 0), (0, 1)).all():
+    if _MASK in inputs and not np.isin(inputs[_MASK], (0, 1)).all():
         raise DataError(f"{name} has a number in {_MASK} that is neither 0 nor 1; send these")
     targets = inputs[_TARGETS]
     if targets.dtype.kind != "i" or targets.min() < 0 or targets.max() >= vocab_size:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -18,7 +18,9 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.training.sampling.sampler import Completion
+
+if TYPE_CHECKING:  # loads torch, which the process that speaks HTTP does without
+    from mtrain.training.sampling.sampler import Completion
 
 _PACKAGE = "mtrain_serve"
 _FIELD = descriptor_pb2.FieldDescriptorProto
@@ -80,6 +82,7 @@ _REASONS = {"stop": 0, "length": 1}
 """Numbers of the reasons for the end of an answer."""
 NO_LOG_PROB = -99999.0
 """Log-probability that stands, with token 0, where there are no likeliest tokens."""
+_NO_TOKENS = np.empty(0, np.int32)
 _DTYPES: Mapping[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64}
 
 
@@ -119,7 +122,7 @@ _CLASS = _classes()
 class SentDatum:
     """A sequence with what its loss reads."""
 
-    tokens: list[int]
+    tokens: NDArray[np.int32]
     inputs: dict[str, NDArray[Any]]
     """Arrays by name, [tokens] or [tokens, k]."""
 
@@ -155,13 +158,13 @@ def read_batch(body: bytes) -> SentBatch:
 
 
 def _datum(message: Any, name: str) -> SentDatum:
-    tokens: list[int] = []
+    tokens = []
     for chunk in message.model_input:
         if chunk.HasField("image") or chunk.HasField("dmel"):
             raise DataError(f"{name} has an image or a sound, which no model here reads; send tokens")
-        tokens += _array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input").tolist()
+        tokens.append(_array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input"))
     inputs = {key: _tensor(each, f"{name}: {key}") for key, each in message.loss_fn_inputs.items()}
-    return SentDatum(tokens, inputs)
+    return SentDatum(np.concatenate([*tokens, _NO_TOKENS]), inputs)
 
 
 def _tensor(message: Any, name: str) -> NDArray[Any]:
