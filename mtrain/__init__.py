@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from mtrain.training.engine import Engine
     from mtrain.training.open_engines import close_all
     from mtrain.training.results import EvalResult, ForwardResult, StepResult
-    from mtrain.training.sampling.choice import SamplingParams
+    from mtrain.training.sampling.params import SamplingParams
     from mtrain.training.sampling.sampler import Completion
 
 _MODULES = {

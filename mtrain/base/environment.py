@@ -45,6 +45,12 @@ def _versions() -> Mapping[str, str]:
     return found
 
 
+def with_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which a new interpreter finds this package, wherever this one has found it."""
+    package = str(Path(__file__).parents[2])
+    return {**environ, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environ.get("PYTHONPATH")])])}
+
+
 class GitCheckout(NamedTuple):
     """Git checkout that this program runs from."""
 

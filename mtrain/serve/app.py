@@ -21,24 +21,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mtrain.base.errors import DataError
-from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.serve import bodies
 from mtrain.serve.asked import BaseModel, asked_of
 from mtrain.serve.checkpoints import FILE, Checkpoints, Run
 from mtrain.serve.desk import Desk, FullError, Request, Sessions
-from mtrain.serve.http import bytes_of, fault, read_body, read_in_thread
-from mtrain.serve.protocol import read_batch
-from mtrain.serve.store import Lora, Place, Store
-from mtrain.serve.work import (
+from mtrain.serve.http import bytes_of, fault, read_body, read_with
+from mtrain.serve.operations import (
     CreateModel,
     Done,
     Failed,
     KeepSampler,
     LoadWeights,
+    Operation,
     OptimStep,
     Save,
     Unload,
 )
+from mtrain.serve.protocol import read_batch
+from mtrain.serve.store import Lora, Place, Store
 
 _POLL_S = 25.0
 """Time that a future is waited for in one request; the SDK gives up after 45 s."""
@@ -225,7 +225,7 @@ class App:
 
     async def forward_backward(self, request: HttpRequest) -> Response:
         """Adds the gradient of a batch, or computes its outputs alone."""
-        sent = await read_in_thread(request, read_batch)
+        sent = await read_with(request, read_batch)
         return self._ordered(sent, sent.model_id, sent.seq_id)
 
     async def optim_step(self, request: HttpRequest) -> Response:
@@ -234,7 +234,8 @@ class App:
         if body.adam_params is None:
             raise DataError("optim_step needs adam_params; the optimizer of this service is AdamW")
         given = body.adam_params
-        options = AdamOptions(given.beta1, given.beta2, given.eps, given.weight_decay, max(0.0, given.grad_clip_norm))
+        options = given.model_dump(include={"beta1", "beta2", "eps", "weight_decay"})
+        options["clip_grad"] = max(0.0, given.grad_clip_norm)
         return self._ordered(OptimStep(body.model_id, given.learning_rate, options), body.model_id, body.seq_id)
 
     async def save_weights(self, request: HttpRequest) -> Response:
@@ -256,7 +257,10 @@ class App:
         run = self._runs.get(body.model_id)
         of_run = None if run is None else run.user_metadata
         operation = Save(place, overwrite, body.ttl_seconds, body.user_metadata, of_run)
-        return self._ordered(operation, body.model_id, body.seq_id)
+        request = self._submitted(operation, body.model_id, body.seq_id)
+        if body.ttl_seconds is not None and not self.desk.listen(request, self.store.look_again):
+            self.store.look_again()
+        return _future(request, body.model_id)
 
     async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
         """Saves weights to sample from: under a name, or for this session alone."""
@@ -284,13 +288,16 @@ class App:
             {"type": "get_info", "model_data": names, "model_id": body.model_id, "model_name": self.base.name} | is_lora
         )
 
-    def _ordered(self, operation: Any, model_id: str, number: int) -> Response:
+    def _ordered(self, operation: Operation, model_id: str, number: int) -> Response:
+        return _future(self._submitted(operation, model_id, number), model_id)
+
+    def _submitted(self, operation: Operation, model_id: str, number: int) -> Request:
         if not self.desk.has_line(model_id):
             raise HTTPException(404, f"there is no model {model_id[:200]}; create one, or load a checkpoint")
         if number < 1:
             raise DataError(f"seq_id={number} is not offered: calls of a model are counted from 1")
         try:
-            return _future(self.desk.submit_in_order(operation, model_id, number), model_id)
+            return self.desk.submit_in_order(operation, model_id, number)
         except KeyError:
             raise HTTPException(410, f"call {number} of {model_id} is done and its result forgotten") from None
 

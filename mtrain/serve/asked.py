@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mtrain.base.errors import DataError
 from mtrain.serve.bodies import SampleBody
-from mtrain.serve.work import Sample
-from mtrain.training.sampling.choice import SamplingParams
+from mtrain.serve.operations import Sample
+from mtrain.training.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

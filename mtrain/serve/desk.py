@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mtrain.serve.work import Done, Failed, Operation
+from mtrain.serve.operations import Done, Failed, Operation
 
 _MOST_RESULTS = 4096
 """Number of results that are kept, the oldest are forgotten first: clients ask again only for a short time."""
@@ -47,13 +46,18 @@ class _Line:
 
 
 class Desk:
-    """Takes requests from the threads of HTTP, and hands them to the thread of the engine."""
+    """Takes requests as they arrive, and begins each when it is its turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[Request], object]) -> None:
+        """Opens the desk.
+
+        Args:
+            begin: Function that gives a request to the engine, which works on one after the other.
+        """
+        self._begin = begin
         self._lock = threading.Lock()
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self._lines: dict[str, _Line] = {}
-        self._ready: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._num_open = 0
 
@@ -79,7 +83,7 @@ class Desk:
         with self._lock:
             request, is_new = self._made(operation, request_id or f"request:{next(self._numbers)}")
             if is_new:
-                self._ready.put(request)
+                self._begin(request)
             return request
 
     def submit_in_order(self, operation: Operation, model_id: str, number: int) -> Request:
@@ -94,16 +98,9 @@ class Desk:
                     raise KeyError(request.id)
                 heapq.heappush(line.waiting, (number, request))
                 while line.waiting and line.waiting[0][0] == line.next:
-                    self._ready.put(heapq.heappop(line.waiting)[1])
+                    self._begin(heapq.heappop(line.waiting)[1])
                     line.next += 1
             return request
-
-    def take(self, timeout_s: float) -> Request | None:
-        """Returns the next request for the engine; None if there was none for so long."""
-        try:
-            return self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
 
     def finish(self, request: Request, result: Done | Failed) -> None:
         """Sets a result, and tells those who wait for it."""

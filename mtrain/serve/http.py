@@ -16,6 +16,8 @@ from mtrain.serve.bodies import Body
 
 MOST_BYTES = 64 * 2**20
 """Largest body of a request, also when it is decompressed: twelve times what the SDK sends in one chunk."""
+_SMALL_BYTES = 2**18
+"""Size of a body, decompressed, that is read at once: a thread would take longer to start, and an idle engine wait."""
 _BODY_TIMEOUT_S = 60.0
 """Time that a body may take to arrive."""
 
@@ -48,13 +50,16 @@ async def bytes_of(request: HttpRequest) -> bytes:
     return body if encoding == "identity" else await run_in_threadpool(_decompressed, body)
 
 
-async def read_in_thread(request: HttpRequest, read: Callable[[bytes], T]) -> T:
-    """Reads a body with `read`, decompressed, in a thread: both at once, since the engine may wait for it.
+async def read_with(request: HttpRequest, read: Callable[[bytes], T]) -> T:
+    """Reads a body with `read`, decompressed; a large one in a thread, so that other clients do not wait.
 
     Raises:
         HTTPException: It is too large, too slow, or compressed in a way that is not understood.
     """
     body, encoding = await _arrived(request)
+    start = body if encoding == "identity" else _decompressed(body, _SMALL_BYTES)
+    if len(start) <= _SMALL_BYTES:
+        return read(start)
     return await run_in_threadpool(lambda: read(body if encoding == "identity" else _decompressed(body)))
 
 
@@ -76,11 +81,16 @@ async def _arrived(request: HttpRequest) -> tuple[bytes, str]:
     return b"".join(parts), encoding
 
 
-def _decompressed(body: bytes) -> bytes:
+def _decompressed(body: bytes, most: int = MOST_BYTES) -> bytes:
+    """Returns the content; where it is larger than `most`, one byte more than that.
+
+    Raises:
+        HTTPException: It is none, or larger than any body may be.
+    """
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
             # one byte more than allowed tells a bomb, which is never held whole
-            whole: bytes = stream.read(MOST_BYTES + 1)
+            whole: bytes = stream.read(most + 1)
     except (OSError, pa.ArrowException) as error:
         raise HTTPException(400, f"the body is no zstd stream ({error})") from None
     if len(whole) > MOST_BYTES:

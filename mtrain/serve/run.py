@@ -1,4 +1,4 @@
-"""Runs a service: HTTP in a thread of the first rank, the engine in the main thread of every rank."""
+"""Runs a service: HTTP in a process that the first rank starts, the engine on every rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import logging
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-import uvicorn
 
 from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults, write_atomically
@@ -22,17 +20,15 @@ from mtrain.base.signals import StopSignal
 from mtrain.config.schema.loss import LossSection
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.runs.folder import RunFolder
-from mtrain.serve.app import App
 from mtrain.serve.asked import BaseModel
 from mtrain.serve.checked import check_served, check_token
-from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.link import Link, Setup, linked
+from mtrain.serve.operations import Operation
 from mtrain.serve.store import Store
-from mtrain.serve.work import Operation, Served, Worker
+from mtrain.serve.work import Served, Worker
 
 _log = logging.getLogger(__name__)
 
-_SESSION_S = 600.0
-"""Time without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
 _WILDCARDS = ("0.0.0.0", "::")
 """Hosts that stand for every address of a machine, at none of which a client elsewhere finds it."""
 
@@ -42,6 +38,10 @@ class _Stop:
     """Order that ends the work of every rank."""
 
     received: signal.Signals
+
+
+class _Lost:
+    """Order that ends the work of every rank with an error."""
 
 
 def serve(served: Served, host: str, port: int, token: str | None) -> None:
@@ -68,51 +68,57 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
     worker = Worker(served, store)
     try:
         with contextlib.ExitStack() as held:
-            desk, sessions = Desk(), Sessions(_SESSION_S)
 
-            def opened() -> App:
+            def opened() -> Link:
                 folder.create()
                 held.enter_context(folder.locked())
                 folder.clear_requeue()
                 store.restore()
-                model, has_tokenizer = config.model, served.tokenizer is not None
-                stops = _stops(model.hf)
-                base = BaseModel(served.name, config.data.seq_length, stops, has_tokenizer, model.tied_embeddings)
-                app = App(base, desk, sessions, store, token)
-                held.enter_context(_listening(app, host, port, folder))
-                return app
+                return held.enter_context(_listening(served, store, host, port, token))
 
-            holder: list[App] = []
+            holder: list[Link] = []
             on_first_rank(lambda: holder.append(opened()))
-            stopped = _work(worker, desk, sessions, holder[0] if holder else None, config.train.process_group_timeout_s)
+            stopped = _work(worker, holder[0] if holder else None, config.train.process_group_timeout_s)
             if holder and stopped is not signal.SIGINT:  # Ctrl-C means that nobody wants it any more
                 folder.set_requeue(f"{stopped.name} to a service")
     finally:
         worker.close()
 
 
-def _work(worker: Worker, desk: Desk, sessions: Sessions, app: App | None, timeout_s: float) -> signal.Signals:
+def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals:
     """Runs operations until the first rank is asked to stop; returns the signal. Collective."""
     idle_s = min(5.0, timeout_s / 4)  # ranks that wait for an operation would take silence for a lost rank
     with StopSignal() as stop:
         while True:
-            request = None
-            agreed: list[Operation | _Stop | None] = [None]
-            if app is not None:
-                for session_id in sessions.lost():
-                    app.unload(session_id)
-                app.store.expire()
-                stopped = stop.received
-                request = None if stopped else desk.take(idle_s)
-                agreed = [_Stop(stopped) if stopped else None if request is None else request.operation]
-            if dist.get_world_size() > 1:  # a rank alone would wait for threads of gloo, which the clients keep waiting
+            request_id = None
+            agreed: list[Operation | _Stop | _Lost | None] = [None]
+            if link is not None:
+                try:
+                    if stop.received:
+                        agreed = [_Stop(stop.received)]
+                    elif (taken := link.take(idle_s)) is not None:
+                        request_id, agreed = taken[0], [taken[1]]
+                except EOFError:
+                    agreed = [_Lost()]
+            if dist.get_world_size() > 1:
                 dist.broadcast_object_list(agreed, src=0)
             operation = agreed[0]
             if isinstance(operation, _Stop):
                 return operation.received
+            if isinstance(operation, _Lost):
+                raise _lost()
             result = None if operation is None else worker.run(operation)
-            if request is not None and result is not None:
-                desk.finish(request, result)
+            if link is not None and request_id is not None and result is not None:
+                link.finish(request_id, result)
+
+
+def _lost() -> MachineError:
+    error = MachineError(
+        "the process that speaks HTTP with the clients of this service has ended, probably for lack of memory; free "
+        "memory and start the service again: every checkpoint that it acknowledged is there"
+    )
+    error.on_every_rank = True
+    return error
 
 
 def listener_at(host: str, port: int) -> socket.socket:
@@ -133,35 +139,21 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _listening(app: App, host: str, port: int, folder: RunFolder) -> Iterator[None]:
-    """Listens in a thread, and says where."""
-    listener = listener_at(host, port)
+def _listening(served: Served, store: Store, host: str, port: int, token: str | None) -> Iterator[Link]:
+    """Listens in a process of its own, and says where."""
+    config, folder = served.config, Path(served.config.run.dir)
+    has_tokenizer, has_tied_output = served.tokenizer is not None, config.model.tied_embeddings
+    base = BaseModel(served.name, config.data.seq_length, _stops(config.model.hf), has_tokenizer, has_tied_output)
     # on Slurm, nodes know each other by its names
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname()) if host in _WILDCARDS else host
-    address = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app.asgi(),
-            http="h11",  # bounds the headers; uvicorn would take httptools, which does not, where that is installed
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=65536,
-        )
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True, name="http")
-    thread.start()
-    with disk_faults(f"write {folder.path}"):
-        found = {"address": address, "model": app.base.name, "slurm_job": os.environ.get("SLURM_JOB_ID")}
-        write_atomically(folder.path / "service.json", json.dumps(found))
-    _log.info(f"serving {app.base.name} at {address}")
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with listener_at(host, port) as listener:
+        address = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+        with linked(Setup(base, folder, token, store.lock, listener.fileno())) as link:
+            with disk_faults(f"write {folder}"):
+                found = {"address": address, "model": base.name, "slurm_job": os.environ.get("SLURM_JOB_ID")}
+                write_atomically(folder / "service.json", json.dumps(found))
+            _log.info(f"serving {base.name} at {address}")
+            yield link
 
 
 def _stops(hf: str | None) -> frozenset[int]:

@@ -6,14 +6,16 @@ not finish. Names of clients are checked before they become parts of a path.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
+import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -121,11 +123,19 @@ class Described:
 class Store:
     """Folder of a service; every rank may have one, but the first rank writes descriptions."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, lock: int | None = None) -> None:
+        """Makes no folder yet.
+
+        Args:
+            path: Run folder.
+            clock: Function that returns the time in seconds since 1970.
+            lock: `lock` of the store of another process in this folder; None: there is no other yet.
+        """
         self.clock = clock
+        self.lock = os.memfd_create("mtrain-store") if lock is None else lock
+        """Descriptor of a file in memory, for another process of this machine. The file is locked while a checkpoint is
+        read or changes, which clients and the engine do in threads and processes of their own."""
         self._root = path / "served"
-        self._lock = threading.RLock()
-        """Held while a description changes, which clients and the engine do in threads of their own."""
         self._next_expiry = 0.0
         """Time before which no checkpoint expires; 0: not known yet."""
 
@@ -144,7 +154,7 @@ class Store:
     def publish(self, described: Described, place: Place) -> None:
         """Puts what was saved into `fresh` into its place, in that of an older checkpoint of the name."""
         folder, new, old = self.folder(place), self._beside(place, "new"), self._beside(place, "old")
-        with self._lock, disk_faults(f"write {folder}"):
+        with self._locked(), disk_faults(f"write {folder}"):
             self._describe(new, described)
             shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
@@ -153,7 +163,7 @@ class Store:
             shutil.rmtree(old, ignore_errors=True)
 
     def restore(self) -> None:
-        """Puts back what a service that was killed had moved away, and removes saves that did not finish."""
+        """Puts back what a service that was killed had moved away, and removes saves and removals that did not end."""
         with disk_faults(f"read {self._root}"):
             for old in self._root.glob("*/*/.old.*"):
                 place = old.with_name(old.name.removeprefix(".old."))
@@ -161,8 +171,8 @@ class Store:
                     shutil.rmtree(old)
                 else:
                     old.rename(place)
-            for new in self._root.glob("*/*/.new.*"):
-                shutil.rmtree(new)
+            for left in (*self._root.glob("*/*/.new.*"), *self._root.glob("*/*/.gone.*")):
+                shutil.rmtree(left)
 
     def described(self, place: Place) -> Described:
         """Returns the description of a checkpoint.
@@ -175,6 +185,24 @@ class Store:
             raise DataError(f"there is no checkpoint {place}; list those of a training run, and name one of them")
         return found
 
+    @contextmanager
+    def reading(self, place: Place) -> Iterator[Described]:
+        """Keeps a checkpoint from being removed inside the `with` block; yields its description.
+
+        Raises:
+            DataError: There is no such checkpoint.
+        """
+        with self._locked():
+            yield self.described(place)
+
+    def is_free(self, place: Place) -> bool:
+        """Says whether a name can be given to a new checkpoint; removes one whose time is over."""
+        with self._locked():
+            found = self._read(self.folder(place) / _DESCRIPTION)
+            if found is not None and found.is_over(self.clock()):
+                self._remove(place)
+            return not self.folder(place).exists()
+
     def all(self) -> list[Described]:
         """Returns all checkpoints, the newest first."""
         now = self.clock()
@@ -186,27 +214,30 @@ class Store:
         Raises:
             DataError: There is no such checkpoint.
         """
-        with self._lock, disk_faults(f"write {self.folder(place)}"):
+        with self._locked(), disk_faults(f"write {self.folder(place)}"):
             ends = None if ttl_seconds is None else self.clock() + ttl_seconds
             self._describe(self.folder(place), replace(self.described(place), expires_at=ends))
 
     def expire(self) -> None:
-        """Removes the checkpoints whose time is over. In the thread of the engine, so that none is being read."""
+        """Removes the checkpoints whose time is over."""
         now = self.clock()
         if now < self._next_expiry:
             return
-        with self._lock:
-            found = self._on_disk()
-            ends = [each.expires_at for each in found if each.expires_at is not None and not each.is_over(now)]
-            self._next_expiry = min(ends, default=math.inf)
-        for each in found:
-            if each.is_over(now):
-                place = Place.parsed(each.address)
-                try:
-                    self._remove(place)
-                except MachineError as fault:  # a disk that refuses is no reason to stop
-                    self._next_expiry = now + _RETRY_S
-                    _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
+        self._next_expiry = math.inf  # lifetimes that are given from here on lower it again
+        for each in self._on_disk():
+            if not each.is_over(now):
+                self._note(each.expires_at)
+                continue
+            place = Place.parsed(each.address)
+            try:
+                self.is_free(place)
+            except MachineError as fault:  # a disk that refuses is no reason to stop
+                self._note(now + _RETRY_S)
+                _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
+
+    def look_again(self) -> None:
+        """Notes that a checkpoint has got a lifetime in another process."""
+        self._next_expiry = 0.0
 
     def files(self, place: Place) -> list[str]:
         """Returns the files of a checkpoint, as paths in its folder.
@@ -225,20 +256,30 @@ class Store:
         Raises:
             DataError: There is no such checkpoint.
         """
-        self.described(place)
-        self._remove(place)
+        with self._locked():
+            self.described(place)
+            self._remove(place)
 
     def _remove(self, place: Place) -> None:
-        with self._lock, disk_faults(f"remove {self.folder(place)}"):
-            gone = self._beside(place, "new")  # a removal that is killed is finished by `restore`
+        with disk_faults(f"remove {self.folder(place)}"):
+            gone = self._beside(place, "gone")  # a removal that is killed is finished by `restore`
             shutil.rmtree(gone, ignore_errors=True)
             self.folder(place).rename(gone)
             shutil.rmtree(gone)
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # opened anew: threads that share an open file would share its lock
+        with open(f"/proc/self/fd/{self.lock}", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def _describe(self, folder: Path, described: Described) -> None:
         write_atomically(folder / _DESCRIPTION, json.dumps(asdict(described)))
-        if described.expires_at is not None:
-            self._next_expiry = min(self._next_expiry, described.expires_at)
+        self._note(described.expires_at)
+
+    def _note(self, expires_at: float | None) -> None:
+        self._next_expiry = min(self._next_expiry, math.inf if expires_at is None else expires_at)
 
     def _on_disk(self) -> list[Described]:
         found = [self._read(each) for each in self._root.glob(f"*/*/[!.]*/{_DESCRIPTION}")]

@@ -5,12 +5,12 @@ Every rank is given the same operations in the same order, so each knows of ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,12 +24,23 @@ from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.plan.adapters import all_matrices
 from mtrain.serve.likeliest import ends_with, likeliest_of_prompt, log_probs_of_prompt
 from mtrain.serve.losses import Batch
+from mtrain.serve.operations import (
+    CreateModel,
+    Done,
+    Failed,
+    KeepSampler,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    Sample,
+    Save,
+    Unload,
+)
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
 from mtrain.serve.store import Described, Kind, Lora, Place, Store
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.engine import Engine
 from mtrain.training.export import export_whole, exported_through_checkpoint
-from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.turns import Held
 
 _ALPHA = 32.0
@@ -109,98 +120,6 @@ class Served:
             raise ConfigError(
                 f"this model cannot have an adapter of rank {lora.rank} on {', '.join(targets)}: {reasons}"
             ) from None
-
-
-@dataclass(frozen=True)
-class CreateModel:
-    """A new model at its beginning, or from a checkpoint."""
-
-    model_id: str
-    lora: Lora
-    source: Place | None = None
-    with_optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class LoadWeights:
-    """A model goes on from a checkpoint."""
-
-    model_id: str
-    source: Place
-    with_optimizer: bool
-
-
-@dataclass(frozen=True)
-class OptimStep:
-    """One update."""
-
-    model_id: str
-    lr: float
-    options: AdamOptions
-
-
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint by name."""
-
-    place: Place
-    overwrite: bool = False
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
-    run_metadata: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class KeepSampler:
-    """Weights to sample from: those of a model now, of a checkpoint, or of the base model."""
-
-    sampler_id: str
-    model_id: str | None = None
-    source: Place | None = None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Answers to one prompt."""
-
-    sampler_id: str
-    prompt: list[int]
-    num_samples: int
-    sampling: SamplingParams
-    stop_texts: tuple[str, ...] = ()
-    num_likeliest: int = 0
-    """Number of likeliest tokens in the place of each token of an answer."""
-    with_prompt_log_probs: bool = False
-    num_likeliest_of_prompt: int = 0
-    last_n: int | None = None
-    """Number of the prompt's last tokens that are asked for; None: all."""
-
-
-@dataclass(frozen=True)
-class Unload:
-    """Models and samplers that nobody uses any more."""
-
-    model_ids: tuple[str, ...]
-    sampler_ids: tuple[str, ...]
-
-
-Operation = CreateModel | LoadWeights | OptimStep | Save | KeepSampler | Sample | Unload | SentBatch
-
-
-@dataclass(frozen=True)
-class Done:
-    """Answer to an operation."""
-
-    content: bytes | dict[str, Any]
-    """Protobuf, or JSON."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """An operation that changed nothing, and why."""
-
-    message: str
-    category: Literal["user", "server"]
 
 
 @dataclass(frozen=True)
@@ -358,9 +277,15 @@ class Worker:
                 self._current.pop(id(engine), None)
                 self._shapes.pop(shape).close()
 
+    @contextmanager
+    def _reading(self, source: Place) -> Iterator[Described]:
+        """Keeps clients from removing a checkpoint inside the `with` block. Collective."""
+        with ExitStack() as held:
+            yield on_first_rank(lambda: held.enter_context(self._store.reading(source)))
+
     def _load(self, engine: Engine, source: Place, with_optimizer: bool) -> None:
-        on_first_rank(lambda: self._store.described(source))
-        engine.load(self._store.folder(source))
+        with self._reading(source):
+            engine.load(self._store.folder(source))
         if not with_optimizer:
             engine.forget_optimizer()
 
@@ -387,7 +312,7 @@ class Worker:
         if not model.has_gradients:
             raise DataError("optim_step needs a forward_backward before it; send one")
         model.has_gradients = False
-        done = model.engine.optim_step(asked.lr, asked.options)
+        done = model.engine.optim_step(asked.lr, AdamOptions(**asked.options))
         return Done({"metrics": {"grad_norm": done.grad_norm, "step": float(done.step)}})
 
     def _save(self, asked: Save) -> Done:
@@ -395,8 +320,7 @@ class Worker:
         place, store = asked.place, self._store
 
         def begun() -> Any:
-            store.expire()  # the name may be free by now
-            if store.folder(place).exists() and not asked.overwrite:
+            if not asked.overwrite and not store.is_free(place):
                 raise DataError(f"{place} exists already; take another name, or overwrite=True")
             return store.fresh(place)
 
@@ -433,10 +357,10 @@ class Worker:
         return Done({"sampling_session_id": asked.sampler_id, "type": "save_weights_for_sampler"})
 
     def _weights_of(self, source: Place) -> _Kept:
-        described = on_first_rank(lambda: self._store.described(source))
-        engine = self._engine_of(described.adapter)
-        self._leave(engine)
-        engine.load(self._store.folder(source))
+        with self._reading(source) as described:
+            engine = self._engine_of(described.adapter)
+            self._leave(engine)
+            engine.load(self._store.folder(source))
         return _Kept(engine, engine.hold(weights_only=True))
 
     def _sample(self, asked: Sample) -> Done:

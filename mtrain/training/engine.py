@@ -38,7 +38,7 @@ from mtrain.training.open_engines import open_engines
 from mtrain.training.results import EvalResult, ForwardResult, StepResult
 from mtrain.training.resume import initialize
 from mtrain.training.run_folder import Position, load_from, save_at
-from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
 from mtrain.training.turns import SharedBase, Turns
 from mtrain.training.weight_deltas import WeightDeltas

@@ -38,7 +38,7 @@ from mtrain.hf.schema.peft import tensors
 from mtrain.hf.schema.registry import FAMILIES, family_of_run
 from mtrain.plan import num_parameters
 from mtrain.plan.layout import Layout
-from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.verify.hf import verify_hf
 from mtrain.verify.parity import Request, verify_parity
 from tests.hf import hf_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -13,12 +14,11 @@ import torch.distributed as dist
 
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.serve.app import App
-from mtrain.serve.asked import BaseModel
-from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.link import Link, framed
+from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, Unload
 from mtrain.serve.run import _work, serve
 from mtrain.serve.store import Lora, Store
-from mtrain.serve.work import CreateModel, Done, KeepSampler, Served, Unload, Worker
+from mtrain.serve.work import Served, Worker
 from tests.training.engine_ranks import free
 
 
@@ -49,18 +49,25 @@ def shapes(groups: Groups, config: Config, folder: str) -> list[int]:
     return found
 
 
+class _LastCall(Link):
+    """An engine's end that asks the service to stop after the third call."""
+
+    def finish(self, request_id: str, result: Done | Failed) -> None:
+        super().finish(request_id, result)
+        if request_id == "2":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def broadcasts(groups: Groups, config: Config, folder: str) -> int:
     """Counts the broadcasts by which ranks agree on each of three calls, and on the end."""
     with free(groups), mock.patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as sent:
-        worker, desk, sessions = Worker(Served(config), Store(Path(folder))), Desk(), Sessions(600)
-        app = None
-        if groups.rank == 0:
-            app = App(BaseModel("base", 32, frozenset()), desk, sessions, Store(Path(folder)), None)
-            last = [desk.submit(Unload((), ())) for _ in range(3)][-1]
-            assert desk.listen(last, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        before = sent.call_count
-        assert _work(worker, desk, sessions, app, 60) is signal.SIGTERM
-        found = sent.call_count - before
+        worker, (own, other) = Worker(Served(config), Store(Path(folder))), socket.socketpair()
+        with own, other:
+            for number in range(3):
+                other.sendall(framed((f"{number}", Unload((), ()))))
+            before = sent.call_count
+            assert _work(worker, _LastCall(own) if groups.rank == 0 else None, 60) is signal.SIGTERM
+            found = sent.call_count - before
         worker.close()
     return found
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import resource
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,18 @@ from tinker.proto import tinker_public_pb2
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.runs.folder import RunFolder
 from mtrain.serve.app import App
 from mtrain.serve.asked import BaseModel
 from mtrain.serve.checked import check_token
-from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.desk import Desk, Request, Sessions
 from mtrain.serve.http import MOST_BYTES
+from mtrain.serve.http_process import server_of
 from mtrain.serve.losses import Batch
+from mtrain.serve.operations import CreateModel
 from mtrain.serve.protocol import SentDatum, read_batch
-from mtrain.serve.run import _listening, listener_at
+from mtrain.serve.run import listener_at
 from mtrain.serve.store import Lora, Place, Store
-from mtrain.serve.work import CreateModel, Served
+from mtrain.serve.work import Served
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity.cases import case
@@ -41,13 +43,27 @@ from tests.parity.expert_models import MIXTRAL
 KEY = "tml-of-the-tests-0123456789"
 
 
-def app_of(folder: Path, token: str | None = KEY) -> App:
-    return App(BaseModel("base", 32, frozenset()), Desk(), Sessions(600), Store(folder), token)
+def app_of(folder: Path, begin: Callable[[Request], object] = lambda request: None) -> App:
+    """Returns an application without an engine: what it accepts waits, unless `begin` does something."""
+    return App(BaseModel("base", 32, frozenset()), Desk(begin), Sessions(600), Store(folder), KEY)
+
+
+@contextlib.contextmanager
+def listening(app: App) -> Iterator[httpx.URL]:
+    """Serves in a thread; yields the address."""
+    with listener_at("127.0.0.1", 0) as listener:
+        server = server_of(app)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield httpx.URL(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
-    """A service without an engine: what it accepts waits."""
     app = app_of(tmp_path_factory.mktemp("service"))
     with TestClient(app.asgi(), headers={"x-api-key": KEY}, raise_server_exceptions=False) as found:
         yield found
@@ -230,7 +246,7 @@ def test_a_matrix_of_any_claimed_size_is_not_made(notice: Notice) -> None:
 
 
 def test_columns_and_lengths_have_to_fit() -> None:
-    tokens, targets = [1, 2, 3], np.array([2, 3, 4])
+    tokens, targets = np.array([1, 2, 3], np.int32), np.array([2, 3, 4])
     for inputs, fact in [
         ({"target_tokens": targets[:2]}, "target_tokens of shape [2]"),
         ({"target_tokens": targets, "weights": np.ones(2, np.float32)}, "weights of shape [2]"),
@@ -250,12 +266,12 @@ def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> N
     assert Served(experts).adapted(Lora(4)).adapter.targets == ("qkv", "proj", "experts", "output")  # type: ignore[union-attr]
     with refuses(ConfigError, "rank=0"):
         Served(experts).adapted(Lora(4, train_attn=False, train_mlp=False, train_unembed=False))
-    app = app_of(tmp_path)
+    begun: list[Request] = []
+    app = app_of(tmp_path, begun.append)
     app.base = replace(app.base, has_tied_output=True)
     with TestClient(app.asgi(), headers={"x-api-key": KEY}) as client:
         model_of(client)
-    made = app.desk.take(0)
-    assert made is not None
+    (made,) = begun
     assert isinstance(made.operation, CreateModel)
     assert all(app.base.is_called(name) for name in ("base", "owner/base"))
     assert not any(app.base.is_called(name) for name in ("other", "a/b/base", "base/other", ""))
@@ -264,12 +280,13 @@ def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> N
 
 
 def test_what_a_killed_service_had_moved_comes_back(tmp_path: Path) -> None:
-    """A save over an older one is killed between its two moves; another is not finished."""
+    """A save over an older one is killed between its two moves; another and a removal are not finished."""
     store, place = Store(tmp_path), Place.of("0" * 32 + ":train:0", "weights", "one")
     folder = store.folder(place)
     (folder.parent / ".old.one").mkdir(parents=True)
     (folder.parent / ".old.one" / "checkpoint.json").write_text("{}")
     (folder.parent / ".new.two").mkdir()
+    (folder.parent / ".gone.three").mkdir()
     store.restore()
     assert [each.name for each in folder.parent.iterdir()] == ["one"]
 
@@ -292,19 +309,14 @@ def test_a_body_that_does_not_arrive_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     monkeypatch.setattr("mtrain.serve.http._BODY_TIMEOUT_S", 0.3)
-    (folder := RunFolder(tmp_path)).create()
-    with _listening(app_of(tmp_path), "127.0.0.1", 0, folder):
-        address = httpx.URL((tmp_path / "service.json").read_text().split('"')[3])
-        with socket.create_connection(("127.0.0.1", address.port or 0)) as slow:
-            head = (
-                f"POST /api/v1/forward_backward HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: 99\r\n\r\n"
-            )
-            slow.sendall(head.encode() + b"a few")
-            with notice:
-                assert httpx.get(address.join("/api/v1/healthz"), headers={"x-api-key": KEY}).is_success
-                answer = b""
-                while b"}" not in answer and (part := slow.recv(10_000)):  # head and body may come one after the other
-                    answer += part
+    with listening(app_of(tmp_path)) as address, socket.create_connection(("127.0.0.1", address.port or 0)) as slow:
+        head = f"POST /api/v1/forward_backward HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: 99\r\n\r\n"
+        slow.sendall(head.encode() + b"a few")
+        with notice:
+            assert httpx.get(address.join("/api/v1/healthz"), headers={"x-api-key": KEY}).is_success
+            answer = b""
+            while b"}" not in answer and (part := slow.recv(10_000)):  # head and body may come one after the other
+                answer += part
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive in 0.3 s" in answer
 
@@ -317,12 +329,13 @@ def test_a_body_that_does_not_arrive_is_given_up(
 )
 @pytest.mark.waits
 def test_headers_that_do_not_end_are_refused(tmp_path: Path, notice: Notice) -> None:
-    (folder := RunFolder(tmp_path)).create()
-    with _listening(app_of(tmp_path), "127.0.0.1", 0, folder):
-        address = httpx.URL((tmp_path / "service.json").read_text().split('"')[3])
-        with socket.create_connection(("127.0.0.1", address.port or 0), timeout=30) as client, notice:
-            client.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-filler: " + b"x" * 100_000)
-            assert client.recv(10_000).startswith(b"HTTP/1.1 400 ")
+    with (
+        listening(app_of(tmp_path)) as address,
+        socket.create_connection(("127.0.0.1", address.port or 0), timeout=30) as client,
+        notice,
+    ):
+        client.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-filler: " + b"x" * 100_000)
+        assert client.recv(10_000).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.fault(
@@ -336,11 +349,9 @@ def test_a_thousand_connections_leave_room_for_a_client(tmp_path: Path, notice: 
     """Opens connections that say half a request and wait."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    folder, held = RunFolder(tmp_path), []
-    folder.create()
+    held = []
     try:
-        with _listening(app_of(tmp_path), "127.0.0.1", 0, folder):
-            address = httpx.URL((tmp_path / "service.json").read_text().split('"')[3])
+        with listening(app_of(tmp_path)) as address:
             for _ in range(1000):
                 held.append(socket.create_connection(("127.0.0.1", address.port or 0)))
                 held[-1].sendall(b"POST /api/v1/forward_backward HTTP/1.1\r\nhost: x\r\ncontent-le")

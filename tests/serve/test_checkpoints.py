@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_a_disk_that_refuses_keeps_a_checkpoint_for_a_minute(tmp_path: Path) -> 
     now = [1000.0]
     store = Store(tmp_path, lambda: now[0])
     place = put(store, "first", ends=1100.0)
-    in_the_way = store.folder(place).parent / ".new.first"
+    in_the_way = store.folder(place).parent / ".gone.first"
     in_the_way.touch()
     now[0] = 1100.0
     store.expire()
@@ -79,12 +80,41 @@ def test_a_disk_that_refuses_keeps_a_checkpoint_for_a_minute(tmp_path: Path) -> 
     assert not store.folder(place).exists()
 
 
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    """Lifetimes of one hold in the other, and what one reads or saves the other does not remove."""
+    now = [1000.0]
+    engine = Store(tmp_path, lambda: now[0])
+    clients = Store(tmp_path, lambda: now[0], engine.lock)
+    clients.expire()
+    place = put(engine, "first", ends=1100.0)
+    clients.look_again()
+    clients.set_lifetime(place, 200)
+    now[0] = 1150.0
+    clients.expire()
+    assert not engine.is_free(place)
+    now[0] = 1200.0
+    assert engine.is_free(place)
+    place = put(engine, "first")
+    half = engine.fresh(place) / "half"  # a save over it
+    half.mkdir(parents=True)
+    clients.remove(place)
+    assert half.exists()
+    place = put(engine, "second")
+    removal = threading.Thread(target=clients.remove, args=(place,))
+    with engine.reading(place):
+        removal.start()
+        removal.join(0.2)
+        assert engine.folder(place).exists()
+    removal.join(60)
+    assert engine.is_free(place)
+
+
 def test_a_file_has_an_address_of_its_own_and_none_leads_out(tmp_path: Path) -> None:
     store = Store(tmp_path)
     place = put(store, "out", "external_weights")
     (tmp_path / "secret").write_text("secret")
     (store.folder(place) / "link").symlink_to(tmp_path / "secret")
-    app = App(BaseModel("base", 32, frozenset()), Desk(), Sessions(600), store, KEY)
+    app = App(BaseModel("base", 32, frozenset()), Desk(lambda request: None), Sessions(600), store, KEY)
     with TestClient(app.asgi(), headers={"x-api-key": KEY}) as client:
         asked = client.get(f"/api/v1/training_runs/{RUN}/checkpoints/external_weights/out/external_weights_urls")
         assert list(asked.json()["urls"]) == ["model/part"]

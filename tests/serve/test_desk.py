@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.serve.desk import Desk, FullError
-from mtrain.serve.work import Done, Failed, Unload
+from mtrain.serve.desk import Desk, FullError, Request
+from mtrain.serve.operations import Done, Failed, Unload
 
 NOTHING = Unload((), ())
 
@@ -15,21 +17,22 @@ NOTHING = Unload((), ())
 @given(order=st.permutations(range(1, 9)), again=st.lists(st.integers(0, 7), max_size=5))
 def test_calls_run_in_the_order_of_their_numbers(order: list[int], again: list[int]) -> None:
     """However they arrive, and also where some are sent again."""
-    desk, ran = Desk(), []
+    begun: deque[Request] = deque()
+    desk, ran = Desk(begun.append), []
     desk.open_line("model")
     for place, number in enumerate(order):
         desk.submit_in_order(NOTHING, "model", number)
         for repeated in again:
             if repeated <= place:
                 desk.submit_in_order(NOTHING, "model", order[repeated])
-        while (request := desk.take(0)) is not None:
-            ran.append(request.id)
-            desk.finish(request, Done({}))
+        while begun:
+            ran.append(begun[0].id)
+            desk.finish(begun.popleft(), Done({}))
     assert ran == [f"model:{number}" for number in range(1, 9)]
 
 
 def test_calls_that_wait_for_one_that_never_came_fail_with_the_session() -> None:
-    desk = Desk()
+    desk = Desk(lambda request: None)
     desk.open_line("model")
     waiting = desk.submit_in_order(NOTHING, "model", 2)
     heard: list[bool] = []
@@ -43,15 +46,14 @@ def test_calls_that_wait_for_one_that_never_came_fail_with_the_session() -> None
 def test_too_many_requests_are_refused_and_old_results_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtrain.serve.desk._MOST_WAITING", 3)
     monkeypatch.setattr("mtrain.serve.desk._MOST_RESULTS", 2)
-    desk = Desk()
+    begun: deque[Request] = deque()
+    desk = Desk(begun.append)
     desk.open_line("model")
     for number in (1, 2, 3):
         desk.submit_in_order(NOTHING, "model", number)
     with pytest.raises(FullError):
         desk.submit(NOTHING)
-    for _ in range(3):
-        request = desk.take(0)
-        assert request is not None
+    for request in begun:
         desk.finish(request, Done({}))
     assert desk.find("model:1") is None
     assert desk.find("model:3") is not None

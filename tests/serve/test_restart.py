@@ -8,14 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import tinker
 from tinker import types
 
+from mtrain.base.errors import MachineError
 from mtrain.config.load import save_config
+from mtrain.serve.asked import BaseModel
+from mtrain.serve.link import Setup, linked
+from mtrain.serve.run import listener_at
+from mtrain.serve.store import Store
 from tests import warm
 from tests.fault_table import Notice
-from tests.messages import check_message
+from tests.messages import check_message, refuses
 from tests.parity.cases import case
 from tests.serve.oracle import Oracle
 from tests.serve.service import KEY, address_of, session
@@ -77,6 +83,62 @@ def test_a_killed_service_loses_nothing_that_it_acknowledged(tmp_path: Path, not
         assert command.wait() == 0
     finally:
         command.kill()
+
+
+def http_process_of(command: warm.Command) -> psutil.Process:
+    """Returns the process that speaks HTTP for a service."""
+    (found,) = (
+        each for each in psutil.Process(command.pid).children() if "mtrain.serve.http_process" in each.cmdline()
+    )
+    return found
+
+
+@pytest.mark.waits
+@pytest.mark.fault(
+    "clients",
+    "the process that speaks HTTP is killed",
+    happens="the service ends with the reason; every checkpoint that was acknowledged is there after the next start",
+    exit_code=7,
+)
+def test_a_service_without_its_process_of_http_ends(tmp_path: Path, notice: Notice) -> None:
+    """Signals to a whole job do not end it, kill -9 does; and it ends with the service."""
+    folder, key, file = tmp_path / "base", tmp_path / "key", tmp_path / "config.yaml"
+    key.write_text(KEY)
+    save_config(ONE.config(run__dir=str(folder), train__device="cpu"), file)
+    command, address = started(folder, file, key)
+    try:
+        process = http_process_of(command)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        with session(address) as service:
+            client = service.create_lora_training_client("base", rank=2, seed=3).result()
+            path = client.save_state("first").result().path
+        process.kill()
+        with notice:
+            assert command.wait() == 7
+        check_message(command.errors(), "HTTP", "start the service again")
+        command, address = started(folder, file, key)
+        process = http_process_of(command)
+        with session(address) as service:
+            service.create_training_client_from_state(path).result()
+    finally:
+        command.kill()
+    process.wait(30)
+
+
+def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listener_at("127.0.0.1", 0) as listener:
+        setup = Setup(BaseModel("base", 32, frozenset()), tmp_path, None, Store(tmp_path).lock, listener.fileno())
+        for program, fact in (("/bin/false", "exit code 1"), (str(tmp_path / "none"), "cannot be started")):
+            monkeypatch.setattr(sys, "executable", program)
+            with refuses(MachineError, fact), linked(setup):
+                pass
+
+
+def test_the_process_of_http_needs_no_torch() -> None:
+    program = "import sys, mtrain.serve.http_process; print(*sorted({'torch', 'megatron'} & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
 
 
 def test_a_second_service_in_a_folder_and_a_used_port_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """What a training service adds to `Engine` alone, and its requests per second: `python tools/bench/service.py`.
 
 A step is a forward_backward of 8 sequences of 250 tokens and an optim_step, of an adapter of rank 8 on one rank. Four
-ways to make steps alternate in rounds on one machine: `Engine` in this process; the same calls over HTTP, with requests
-that were written beforehand, which is what the service itself costs; the tinker SDK, which writes the requests, waits
-for both futures and reads the answers, as `sl_loop` of tinker_cookbook does; and the SDK where the next step is sent
-before the answers of the last one are waited for, as `supervised.train` does. Processor seconds are of client and
-service together. Requests per second are those of 1, 8 and 64 clients, each a thread with the SDK, that send one
-request after the other to a model of one layer, each client of forward_backward to an adapter of its own.
+ways to make steps take turns on one machine, in rounds that each begin with another way: `Engine` in this process; the
+same calls over HTTP, with requests that were written beforehand, which is what the service itself costs; the tinker
+SDK, which writes the requests, waits for both futures and reads the answers, as `sl_loop` of tinker_cookbook does; and
+the SDK where the next step is sent before the answers of the last one are waited for, as `supervised.train` does. What
+a way adds is the median of its differences from `Engine` in the same round, with the standard error of that median.
+Processor seconds are of client and service together. Requests per second are those of 1, 8 and 64 clients, each a
+thread with the SDK, that send one request after the other to a model of one layer, each client of forward_backward to
+an adapter of its own.
 
 The service is a process of its own, and shares the cores with its clients. Both compute with one thread, and keep what
 they have freed: how much of a pass glibc gives back to the system, to be fetched and cleared again in the next, depends
@@ -210,9 +212,10 @@ def added(rounds: int) -> None:
             }
             found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for number in range(rounds):
-                for way, make in ways.items():
+                order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+                for way in order:
                     start, before = time.perf_counter(), _processor_s(first, second)
-                    make()
+                    ways[way]()
                     if number:  # the first round builds what is built once
                         taken = time.perf_counter() - start, _processor_s(first, second) - before
                         found[way].append((taken[0] / STEPS, taken[1] / STEPS))
@@ -231,22 +234,25 @@ def _wait(futures: tuple[Any, Any]) -> None:
 
 
 def _print_steps(found: dict[str, list[tuple[float, float]]]) -> None:
-    """Prints the seconds of a step and the processor seconds, by way and round."""
-    medians = {way: statistics.median(wall for wall, _ in times) for way, times in found.items()}
-    means = {way: statistics.fmean(processor for _, processor in times) for way, times in found.items()}
-    engine_median, engine_mean = medians["Engine alone"], means["Engine alone"]
-    print("| a step by | best ms | median ms | added ms | processor ms | added ms |\n" + "|---" * 6 + "|")
+    """Prints the milliseconds of a step and what each way adds to those of `Engine` in the same round."""
+    print("| a step by | median ms | added ms | processor ms | added ms |\n" + "|---" * 5 + "|")
     for way, times in found.items():
-        best = 1e3 * min(wall for wall, _ in times)
-        print(
-            f"| {way} | {best:.1f} | {1e3 * medians[way]:.1f} | {1e3 * (medians[way] - engine_median):.1f} "
-            f"| {1e3 * means[way]:.1f} | {1e3 * (means[way] - engine_mean):.1f} |"
-        )
+        columns = []
+        for column in (0, 1):
+            added = [
+                1e3 * (own[column] - alone[column]) for own, alone in zip(times, found["Engine alone"], strict=True)
+            ]
+            middle = statistics.median(added)
+            deviation = statistics.median(abs(each - middle) for each in added)
+            # of a median, where deviations are normal
+            error = 1.2533 * 1.4826 * deviation / len(added) ** 0.5
+            columns += [f"{1e3 * statistics.median(each[column] for each in times):.1f}", f"{middle:.1f} ± {error:.1f}"]
+        print(f"| {way} | {' | '.join(columns)} |")
 
 
 def _processor_s(*services: psutil.Process) -> float:
-    """Returns the processor seconds of this process and of services."""
-    times = [each.cpu_times() for each in services]
+    """Returns the processor seconds of this process and of services, whose HTTP is a process of its own."""
+    times = [each.cpu_times() for service in services for each in (service, *service.children(recursive=True))]
     return float(time.process_time() + sum(each.user + each.system for each in times))
 
 
@@ -296,7 +302,7 @@ def _rate(calls: list[Callable[[], object]], seconds: float) -> float:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=2, help=f"of {STEPS} steps by each way")] = 16,
+    rounds: Annotated[int, typer.Option(min=2, help=f"of {STEPS} steps by each way")] = 48,
     seconds: Annotated[float, typer.Option(min=0, help="for each number of clients and call; 0: none")] = 5.0,
 ) -> None:
     """Prints both tables."""

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 
-import mtrain
+from mtrain.base.environment import with_package
 from mtrain.base.errors import DataError, MachineError, MtrainError
 from mtrain.base.signals import ignore_stop_signals, leave_if_stopped
 from mtrain.data.cache.arrays import EncodedChunk, encoded
@@ -84,14 +83,12 @@ class _Worker:
 
     def __init__(self, job: EncodingJob, number: int, num_workers: int) -> None:
         self._connection, other = Pipe()
-        package = str(Path(mtrain.__file__).parents[1])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __spec__.name, str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                env=with_package(os.environ),
             )
         except OSError as fault:
             raise MachineError(f"a process that tokenises cannot be started: {fault}; free memory") from fault

@@ -34,7 +34,7 @@ from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, tokenizer_of
 from mtrain.training.resume import initialize, load_base
-from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, questions_of
 from mtrain.training.sampling.sampler import Completion, generate
 

@@ -25,8 +25,8 @@ from mtrain.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.tokenizer import Tokenizer, tokenizer_of
 from mtrain.training.build import Run
-from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.generate import answer_text
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
 from mtrain.training.sampling.sampler import Completion, generate
 

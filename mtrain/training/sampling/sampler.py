@@ -24,7 +24,8 @@ from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.recorded_routes import RecordedRoutes
-from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
+from mtrain.training.sampling.choice import TokenPlace, choose
+from mtrain.training.sampling.params import SamplingParams
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
 """Number of tokens from which on a pass takes no further prompt: it bounds the memory of activations."""

@@ -22,8 +22,8 @@ from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.model.build import build_model, run_chunk
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.state.start_weights import load_hf_weights
-from mtrain.training.sampling.choice import SamplingParams
 from mtrain.training.sampling.generate import generate_text
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
 from tests.paths import ROOT
 from tests.training.engine_ranks import free

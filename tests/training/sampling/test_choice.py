@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose, uniform
+from mtrain.training.sampling.choice import TokenPlace, choose, uniform
+from mtrain.training.sampling.params import SamplingParams
 from tests.messages import refuses
 
 LOGITS = torch.tensor([1.5, -0.3, 0.9, float("-inf"), 2.2, 0.0, -1.0, 2.1])

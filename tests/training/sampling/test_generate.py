@@ -14,7 +14,7 @@ from mtrain.config.load import load_config
 from mtrain.convert.importing import import_hf
 from mtrain.plan.layout import Layout
 from mtrain.tokenizer import load_tokenizer
-from mtrain.training.sampling.choice import SamplingParams
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import questions_of, read_prompts, shown
 from tests.config.samples import config
 from tests.config.yaml_files import write

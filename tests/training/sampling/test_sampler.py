@@ -14,7 +14,8 @@ import transformers
 from mtrain.config import Config
 from mtrain.config.load import load_config
 from mtrain.plan.layout import Layout
-from mtrain.training.sampling.choice import SamplingParams, TokenPlace, choose
+from mtrain.training.sampling.choice import TokenPlace, choose
+from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion
 from tests.config.samples import config as small
 from tests.hf.folders import save

@@ -1,0 +1,104 @@
+"""What clients ask of the ranks, and what they are answered; between processes, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mtrain.serve.protocol import SentBatch
+from mtrain.serve.store import Lora, Place
+from mtrain.training.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class CreateModel:
+    """A new model at its beginning, or from a checkpoint."""
+
+    model_id: str
+    lora: Lora
+    source: Place | None = None
+    with_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """A model goes on from a checkpoint."""
+
+    model_id: str
+    source: Place
+    with_optimizer: bool
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    """One update."""
+
+    model_id: str
+    lr: float
+    options: Mapping[str, float]
+    """Options of AdamW, by their names."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint by name."""
+
+    place: Place
+    overwrite: bool = False
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+    run_metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class KeepSampler:
+    """Weights to sample from: those of a model now, of a checkpoint, or of the base model."""
+
+    sampler_id: str
+    model_id: str | None = None
+    source: Place | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Answers to one prompt."""
+
+    sampler_id: str
+    prompt: list[int]
+    num_samples: int
+    sampling: SamplingParams
+    stop_texts: tuple[str, ...] = ()
+    num_likeliest: int = 0
+    """Number of likeliest tokens in the place of each token of an answer."""
+    with_prompt_log_probs: bool = False
+    num_likeliest_of_prompt: int = 0
+    last_n: int | None = None
+    """Number of the prompt's last tokens that are asked for; None: all."""
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Models and samplers that nobody uses any more."""
+
+    model_ids: tuple[str, ...]
+    sampler_ids: tuple[str, ...]
+
+
+Operation = CreateModel | LoadWeights | OptimStep | Save | KeepSampler | Sample | Unload | SentBatch
+
+
+@dataclass(frozen=True)
+class Done:
+    """Answer to an operation."""
+
+    content: bytes | dict[str, Any]
+    """Protobuf, or JSON."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An operation that changed nothing, and why."""
+
+    message: str
+    category: Literal["user", "server"]

@@ -1,0 +1,58 @@
+"""Rules for drawing tokens, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mtrain.data.numbers import whole_number
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Rules for drawing tokens and ending an answer."""
+
+    max_new_tokens: int = 64
+    """Largest number of tokens to add."""
+    temperature: float = 1.0
+    """Divisor of the logits; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Probability that the likeliest tokens must reach together; only these are drawn."""
+    top_k: int = 0
+    """Number of the likeliest tokens that can be drawn; 0: all."""
+    seed: int = 0
+    """Seed of the random numbers."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, each as its last token."""
+    is_complete: Callable[[Sequence[int]], bool] | None = None
+    """Function that says whether an answer ends with its latest token, such as one that looks for a text; the same on
+    all ranks. None: only tokens end it."""
+    num_likeliest: int = 0
+    """Number of the likeliest tokens that are returned in the place of each token."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a value is out of range."""
+        whole = {
+            name: whole_number(getattr(self, name)) for name in ("max_new_tokens", "top_k", "seed", "num_likeliest")
+        }
+        stops = [whole_number(each) for each in self.stop_token_ids]
+        rules = {
+            "max_new_tokens must be a whole number of at least 1": (whole["max_new_tokens"] or 0) >= 1,
+            "temperature must be 0 or above": math.isfinite(self.temperature) and self.temperature >= 0,
+            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            "top_k must be a whole number, 0 or above": whole["top_k"] is not None and whole["top_k"] >= 0,
+            "seed must be a whole number, 0 or above": whole["seed"] is not None and whole["seed"] >= 0,
+            "num_likeliest must be a whole number, 0 or above": (whole["num_likeliest"] or 0) >= 0
+            and whole["num_likeliest"] is not None,
+            "stop_token_ids must be whole numbers, 0 or above": all(each is not None and each >= 0 for each in stops),
+        }
+        broken = [f"{rule}, but is {getattr(self, rule.split()[0])}" for rule, holds in rules.items() if not holds]
+        if broken:
+            raise ValueError("; ".join(broken))
+        # plain numbers, since a tensor equals its number but has another hash
+        object.__setattr__(self, "stop_token_ids", frozenset(stops))
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Says whether the latest token ends an answer before it has max_new_tokens."""
+        return ids[-1] in self.stop_token_ids or (self.is_complete is not None and self.is_complete(ids))
