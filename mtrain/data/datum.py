@@ -127,12 +127,16 @@ def check_temperature(given: float, name: str) -> None:
     """Refuses a number that no logits can be divided by.
 
     Raises:
-        DataError: The number is not finite or not above 0.
+        DataError: The number is not finite or not above 0, in float32.
     """
-    if not (math.isfinite(given) and given > 0):
+    # as float32, in which it travels: what is 0 there would be taken for padding, at temperature 1
+    with np.errstate(over="ignore", under="ignore"):
+        divisor = np.float32(given)
+    if not (np.isfinite(divisor) and divisor > 0):
         raise _fault(
-            f"{name} is {given}, but must be a finite number above 0: at 0 a sampler takes the likeliest token, which "
-            "has no log-probability to compare; give the temperature that the loss is to be taken at, such as 1"
+            f"{name} is {given}, but must be a finite number above 0 (in float32): at 0 a sampler takes the likeliest "
+            "token, which has no log-probability to compare; give the temperature that the loss is to be taken at, "
+            "such as 1"
         )
 
 

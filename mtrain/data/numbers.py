@@ -39,7 +39,8 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
     Raises:
         ValueError: The value is no row of ids, or one of its elements is no id; names the element and its place.
     """
-    if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu":
+    # no subclass: one with a mask would pass what it hides
+    if type(given) is np.ndarray and given.ndim == 1 and given.dtype.kind in "iu":
         whole: NDArray[Any] = given
         if not len(whole) or (whole.min() >= 0 and whole.max() < size):
             return whole.astype(np.int64)
@@ -77,8 +78,10 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
     if getattr(given, "requires_grad", False):
         raise ValueError(f"{name} is a tensor with a gradient, which would be dropped; give {name}.detach()")
     try:
-        # tensors on a GPU and of bfloat16 cannot become arrays directly
-        values = np.asarray(given.tolist() if hasattr(given, "detach") else given)
+        # tensors on a GPU and of bfloat16 cannot become arrays directly, and an array with a mask would lose the mask
+        if hasattr(given, "detach") or isinstance(given, np.ma.MaskedArray):
+            given = given.tolist()
+        values = np.asarray(given)
     except (TypeError, ValueError) as fault:
         raise ValueError(f"{name} is not made of numbers in rows of equal lengths ({fault}); give numbers") from None
     if values.dtype.kind in "biuf":

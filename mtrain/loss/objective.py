@@ -26,6 +26,7 @@ from mtrain.config.schema.loss import (
     LossSection,
     TermSection,
     depth_term,
+    wrong_options,
 )
 from mtrain.config.schema.model import ModelSection
 from mtrain.loss.diagnostics import Reported, shown_name
@@ -131,6 +132,9 @@ class Objective:
                 none, or the other way round; logits are to be computed in chunks, and it is not marked for that.
         """
         if isinstance(loss, str):
+            wrong = wrong_options(options or {}) if loss in LOSS_FUNCTIONS else []
+            if wrong:
+                raise ConfigError(f"loss {loss}: {'; '.join(wrong)}")
             function, name = load_loss_function(loss, options or {}), loss
         elif options is None:
             function, name = cast(LossFunction, loss), getattr(loss, "__qualname__", repr(loss))

@@ -193,7 +193,8 @@ def _importance_sampling(log_probs: Tensor, inputs: TermInputs, width: int) -> T
 
 
 def _clipped(ratio: Tensor, inputs: TermInputs) -> Tensor:
-    bounded = torch.minimum(torch.maximum(ratio, inputs.extras[_LOW]), inputs.extras[_HIGH])
+    # clamp, whose gradient at a bound is that of the ratio; maximum and minimum give half of it
+    bounded = ratio.clamp(inputs.extras[_LOW], inputs.extras[_HIGH])
     return -torch.minimum(ratio * inputs.extras["advantages"], bounded * inputs.extras["advantages"])
 
 
@@ -203,7 +204,7 @@ def _ppo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
 
 def _cispo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
     ratio = _gap(log_probs, inputs).detach().exp()
-    bounded = torch.minimum(torch.maximum(ratio, inputs.extras[_LOW]), inputs.extras[_HIGH])
+    bounded = ratio.clamp(inputs.extras[_LOW], inputs.extras[_HIGH])
     return -bounded * log_probs[..., 0] * inputs.extras["advantages"]
 
 

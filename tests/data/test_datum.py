@@ -139,6 +139,14 @@ def test_a_number_that_is_none_is_refused_by_its_place(wrong: Any, place: int) -
         made([1, 2, 3], member=GroupMember(wrong, "chosen"))
 
 
+def test_a_number_that_a_mask_hides_is_none() -> None:
+    hidden: Any = np.ma.MaskedArray([1, 2, 3], [False, True, False])
+    with refuses(DataError, "input_ids[1] is None"):
+        made(hidden)
+    with refuses(DataError, "weights[1] is None"):
+        made([1, 2, 3], weights=hidden)
+
+
 def test_a_gradient_is_not_dropped() -> None:
     row: Any = torch.ones(3, requires_grad=True)
     with refuses(DataError, "sample 4", "weights.detach"):

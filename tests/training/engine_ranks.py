@@ -370,6 +370,10 @@ MISTAKES = {
     "negative": lambda engine: engine.evaluate([[Datum([1, 2], weight=-1.0)]]),
     "unknown loss": lambda engine: engine.forward_backward([Datum([1, 2])], "ppoo"),
     "unknown option": lambda engine: engine.evaluate([[Datum([1, 2])]], NAMED, {"pover": 2}),
+    "no temperature": lambda engine: engine.forward_backward([Datum([1, 2])], "entropy", {"temperature": -1}),
+    "a correction without a bound": lambda engine: engine.forward_backward(
+        [Datum([1, 2])], "ppo", {"rollout_correction": "token-mask"}
+    ),
     "options of a function": lambda engine: engine.forward_backward([Datum([1, 2])], squared, {"power": 2}),
     "not a pair": lambda engine: engine.forward_backward([Datum([1, 2])], _mean),
     "nothing to step": lambda engine: engine.optim_step(),

@@ -93,6 +93,7 @@ def test_one_temperature_for_all_is_that_of_each(pool: Pool) -> None:
     [
         ({"temperature": 0}, "sample 0: temperature is 0.0"),
         ({"temperature": -1.0}, "-1.0"),
+        ({"temperature": 1e-46}, "1e-46"),  # 0 in float32, which would be taken for padding
         ({"temperature": [1.0, 2.0]}, "the shape [2]"),
         ({"extras": {"temperature": 1.0}}, "Datum.temperature"),
     ],

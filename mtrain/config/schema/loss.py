@@ -133,6 +133,21 @@ def depth_term(depth: int) -> str:
     return f"mtp_{depth}"
 
 
+def wrong_options(options: Mapping[str, Any]) -> list[str]:
+    """Returns a message for each illegal option of a loss function of this package."""
+    wrong = [
+        f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
+        for name, value in options.items()
+        if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
+    ]
+    cap, floor = options.get("rollout_cap"), options.get("rollout_floor")
+    if "rollout_correction" in options and cap is None and floor is None:
+        wrong.append("options.rollout_correction needs a bound; set options.rollout_cap or options.rollout_floor")
+    elif not wrong and cap is not None and floor is not None and floor > cap:
+        wrong.append(f"options.rollout_floor={floor} is above options.rollout_cap={cap}; lower it")
+    return wrong
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -191,17 +206,7 @@ class TermSection(Section):
     def options_of_our_own_functions_are_legal(self) -> str | None:
         if self.function not in LOSS_FUNCTIONS:
             return None
-        wrong = [
-            f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
-            for name, value in self.options.items()
-            if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
-        ]
-        cap, floor = self.options.get("rollout_cap"), self.options.get("rollout_floor")
-        if "rollout_correction" in self.options and cap is None and floor is None:
-            wrong.append("options.rollout_correction needs a bound; set options.rollout_cap or options.rollout_floor")
-        elif not wrong and cap is not None and floor is not None and floor > cap:
-            wrong.append(f"options.rollout_floor={floor} is above options.rollout_cap={cap}; lower it")
-        return "\n".join(wrong) or None
+        return "\n".join(wrong_options(self.options)) or None
 
     @rule
     def norm_aggregations_need_a_length(self) -> str | None:

@@ -72,7 +72,8 @@ class VocabParallelLogits:
         if isinstance(temperature, float | int) and temperature == 1:
             return self
         for known, divided in self._divided:  # tensors by identity, as the host would wait for their values
-            if known is temperature or (not isinstance(known, Tensor) and known == temperature):
+            are_numbers = not isinstance(known, Tensor) and not isinstance(temperature, Tensor)
+            if known is temperature or (are_numbers and known == temperature):
                 return divided
         divisor = temperature
         if isinstance(temperature, Tensor):

@@ -208,6 +208,19 @@ def test_equal_distributions_do_not_diverge() -> None:
     assert gradient.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("number_first", [True, False])
+def test_a_temperature_of_all_tokens_and_one_of_each_are_kept_apart(number_first: bool) -> None:
+    """A loss with an option and one without look at the same logits."""
+    logits, of_each = random_logits().requires_grad_(), torch.full((BATCH, SEQ), 0.5, dtype=torch.float64)
+    shared, of_each[0, 0] = alone(logits), 3.0
+    asked: list[float | Tensor] = [2.0, of_each] if number_first else [of_each, 2.0]
+    for temperature in [*asked, *asked]:
+        divisor = temperature.t().unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+        expected = exact("entropy", logits / divisor, logits, random_labels())
+        torch.testing.assert_close(shared.divided_by(temperature).entropy(), expected)
+    assert shared.divided_by(2.0) is shared.divided_by(2.0)
+
+
 def test_confident_models_neither_overflow_nor_cancel() -> None:
     """Offsets are 1000 and gaps 200: what underflows in one distribution still counts in the other."""
     logits, teacher = torch.full((1, 1, VOCAB), 1000.0), torch.full((1, 1, VOCAB), -1000.0)
