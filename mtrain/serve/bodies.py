@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Id = Annotated[str, Field(min_length=1, max_length=200)]
-Number = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ttl = Annotated[int, Field(ge=3600, le=10 * 365 * 24 * 3600)]
 """Lifetime of a checkpoint, in seconds: an hour to ten years, as the SDK has it."""
@@ -19,7 +19,7 @@ _MOST_METADATA = 2**16
 
 
 def _bounded(given: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(given)) > _MOST_METADATA:
+    if len(json.dumps(given, allow_nan=False)) > _MOST_METADATA:  # nan could not be listed again
         raise ValueError(f"is longer than {_MOST_METADATA} characters; send less")
     return given
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import pyarrow as pa
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -35,7 +36,7 @@ async def read_body(request: HttpRequest, kind: type[B]) -> B:
 
     Raises:
         ValidationError: It is none of this kind.
-        HTTPException: It is too large, too slow, or compressed in a way that is not understood.
+        HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
     """
     return kind.model_validate_json(await bytes_of(request))
 
@@ -44,7 +45,7 @@ async def bytes_of(request: HttpRequest) -> bytes:
     """Returns the body, decompressed.
 
     Raises:
-        HTTPException: It is too large, too slow, or compressed in a way that is not understood.
+        HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
     """
     body, encoding = await _arrived(request)
     return body if encoding == "identity" else await run_in_threadpool(_decompressed, body)
@@ -54,7 +55,7 @@ async def read_with(request: HttpRequest, read: Callable[[bytes], T]) -> T:
     """Reads a body with `read`, decompressed; a large one in a thread, so that other clients do not wait.
 
     Raises:
-        HTTPException: It is too large, too slow, or compressed in a way that is not understood.
+        HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
     """
     body, encoding = await _arrived(request)
     start = body if encoding == "identity" else _decompressed(body, _SMALL_BYTES)
@@ -78,6 +79,8 @@ async def _arrived(request: HttpRequest) -> tuple[bytes, str]:
                     raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes; send smaller batches")
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the client has gone before its body was whole") from None
     return b"".join(parts), encoding
 
 

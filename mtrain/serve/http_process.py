@@ -49,6 +49,7 @@ def server_of(app: App) -> Server:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ws="none",  # a call for one is answered as any other
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
             h11_max_incomplete_event_size=65536,

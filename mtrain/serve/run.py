@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::")
 """Hosts that stand for every address of a machine, at none of which a client elsewhere finds it."""
+
+_LOOK_S = 0.2
+"""Time between two looks for a signal while there is no request."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
                 try:
                     if stop.received:
                         agreed = [_Stop(stop.received)]
-                    elif (taken := link.take(idle_s)) is not None:
+                    elif (taken := _taken(link, stop, idle_s)) is not None:
                         request_id, agreed = taken[0], [taken[1]]
                 except EOFError:
                     agreed = [_Lost()]
@@ -110,6 +114,15 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
             result = None if operation is None else worker.run(operation)
             if link is not None and request_id is not None and result is not None:
                 link.finish(request_id, result)
+
+
+def _taken(link: Link, stop: StopSignal, timeout_s: float) -> tuple[str, Operation] | None:
+    """Returns the next request with its id; None if there was none for so long, or a signal has come."""
+    end = time.monotonic() + timeout_s
+    while not stop.received and (left_s := end - time.monotonic()) > 0:
+        if (taken := link.take(min(left_s, _LOOK_S))) is not None:  # Python goes on waiting after a signal
+            return taken
+    return None
 
 
 def _lost() -> MachineError:

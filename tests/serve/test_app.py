@@ -150,6 +150,9 @@ def test_bodies_that_no_client_sends_are_refused(client: TestClient, notice: Not
             assert status == 200 or len(answer.json()["detail"]) < 400
     assert client.get("/api/v1/healthz").json() == {"status": "ok"}
 
+META = '{"session_id": "SESSION", "model_seq_id": 0, "base_model": "base", "user_metadata": {"x": [1, NaN]}}'
+ASKED = '"prompt": {"chunks": []}, "sampling_params": {}}'
+
 
 @pytest.mark.fault(
     "clients",
@@ -173,6 +176,9 @@ def test_bodies_that_no_client_sends_are_refused(client: TestClient, notice: Not
         ("load_weights", '{"path": "/etc/passwd", "optimizer": true}', 400),
         ("weights_info", '{"tinker_path": "tinker://MODEL/weights/none"}', 400),
         ("create_sampling_session", '{"session_id": "SESSION", "sampling_session_seq_id": 0, "base_model": "x"}', 400),
+        ("create_model", META, 422),
+        # the number that the SDK gives the first call of a client that was pickled
+        ("asample", '{"sampling_session_id": "x", "seq_id": 999999999000000000, ' + ASKED, 404),
         ("asample", '{"sampling_session_id": "x", "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}', 404),
         ("retrieve_future", '{"request_id": "nothing"}', 410),
         ("session_heartbeat", '{"session_id": "nobody"}', 404),
@@ -319,6 +325,16 @@ def test_a_body_that_does_not_arrive_is_given_up(
                 answer += part
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive in 0.3 s" in answer
+
+
+@pytest.mark.waits
+def test_a_client_that_goes_leaves_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with listening(app_of(tmp_path)) as address:
+        with socket.create_connection(("127.0.0.1", address.port or 0)) as client:
+            head = f"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: 99\r\n\r\n"
+            client.sendall(head.encode() + b"a few")
+        assert httpx.get(address.join("/api/v1/healthz"), headers={"x-api-key": KEY}).is_success
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.fault(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import time
 from collections import deque
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain.base.signals import StopSignal
 from mtrain.serve.desk import Desk, FullError, Request
-from mtrain.serve.operations import Done, Failed, Unload
+from mtrain.serve.link import Link
+from mtrain.serve.operations import Done, Failed, Operation, Unload
+from mtrain.serve.run import _taken
 
 NOTHING = Unload((), ())
 
@@ -60,3 +67,24 @@ def test_too_many_requests_are_refused_and_old_results_forgotten(monkeypatch: py
     with pytest.raises(KeyError):
         desk.submit_in_order(NOTHING, "model", 1)
     desk.submit(NOTHING)
+
+
+class _Signalled(Link):
+    """An engine's end that is asked to stop while it waits."""
+
+    def take(self, timeout_s: float) -> tuple[str, Operation] | None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return super().take(timeout_s)
+
+
+def test_a_signal_ends_the_wait_for_a_request() -> None:
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    own, other = socket.socketpair()
+    start = time.monotonic()
+    try:
+        with own, other, StopSignal() as stop:
+            assert _taken(_Signalled(own), stop, 60) is None
+            assert stop.received is signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - start < 30
