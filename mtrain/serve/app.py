@@ -113,6 +113,8 @@ class App:
                 return fault(400, str(error))
             except FullError:
                 return fault(429, "too many requests wait; send this one again later")
+            except asyncio.CancelledError:  # by the server, which ends
+                return fault(503, "the service ends; start it again")
 
         return guarded
 

@@ -10,16 +10,19 @@ import heapq
 import itertools
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mtrain.serve.operations import Done, Failed, Operation
 
-_MOST_RESULTS = 4096
-"""Number of results that are kept, the oldest are forgotten first: clients ask again only for a short time."""
 _MOST_WAITING = 10_000
 """Number of requests that may wait."""
+_MOST_RESULTS = 2 * _MOST_WAITING
+"""Number of results that are kept, the oldest are forgotten first: a client that has sent all that may wait finds all
+of them, and asks again only for a short time."""
+_MOST_BYTES = 2**32
+"""Size of the results that are kept."""
 
 
 class FullError(Exception):
@@ -31,10 +34,18 @@ class Request:
     """A request, from its arrival to its result."""
 
     id: str
-    operation: Operation
+    operation: Operation | None
+    """None once there is a result: a batch is megabytes."""
     result: Done | Failed | None = None
     listeners: list[Callable[[], object]] = field(default_factory=list)
     """Called once there is a result."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the result, as far as it can be large."""
+        return (
+            len(self.result.content) if isinstance(self.result, Done) and isinstance(self.result.content, bytes) else 0
+        )
 
 
 class _Line:
@@ -56,7 +67,10 @@ class Desk:
         """
         self._begin = begin
         self._lock = threading.Lock()
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._requests: dict[str, Request] = {}
+        self._finished: deque[Request] = deque()
+        self._num_bytes = 0
+        """Size of the results that are kept."""
         self._lines: dict[str, _Line] = {}
         self._numbers = itertools.count(1)
         self._num_open = 0
@@ -106,11 +120,28 @@ class Desk:
         """Sets a result, and tells those who wait for it."""
         with self._lock:
             request.result, listeners = result, request.listeners
-            request.listeners = []
+            request.operation, request.listeners = None, []
             self._num_open -= 1
-            self._forget_old()
+            self._finished.append(request)
+            self._num_bytes += request.num_bytes
+            while len(self._finished) > _MOST_RESULTS or self._num_bytes > _MOST_BYTES:
+                forgotten = self._finished.popleft()
+                self._num_bytes -= forgotten.num_bytes
+                del self._requests[forgotten.id]
         for listener in listeners:
             listener()
+
+    def end(self) -> None:
+        """Fails what has no result, since the engine has ended."""
+        with self._lock:
+            waiting = [each for each in self._requests.values() if each.result is None]
+        for each in waiting:
+            self.finish(
+                each,
+                Failed(
+                    "the service was stopped before this call; start it again, and go on from a checkpoint", "server"
+                ),
+            )
 
     def find(self, request_id: str) -> Request | None:
         """Returns a request whose result is not forgotten."""
@@ -134,11 +165,6 @@ class Desk:
         made = self._requests[request_id] = Request(request_id, operation)
         self._num_open += 1
         return made, True
-
-    def _forget_old(self) -> None:
-        for request_id in list(itertools.islice(self._requests, max(0, len(self._requests) - _MOST_RESULTS))):
-            if self._requests[request_id].result is not None:
-                del self._requests[request_id]
 
 
 class Sessions:

@@ -79,6 +79,7 @@ async def _finish(reader: asyncio.StreamReader, desk: Desk, server: Server) -> N
             request = desk.find(request_id)
             assert request is not None, "only requests that have a result are forgotten"
             desk.finish(request, result)
+    desk.end()
     server.should_exit = True
 
 

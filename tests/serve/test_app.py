@@ -150,6 +150,7 @@ def test_bodies_that_no_client_sends_are_refused(client: TestClient, notice: Not
             assert status == 200 or len(answer.json()["detail"]) < 400
     assert client.get("/api/v1/healthz").json() == {"status": "ok"}
 
+
 META = '{"session_id": "SESSION", "model_seq_id": 0, "base_model": "base", "user_metadata": {"x": [1, NaN]}}'
 ASKED = '"prompt": {"chunks": []}, "sampling_params": {}}'
 

@@ -60,13 +60,26 @@ def test_too_many_requests_are_refused_and_old_results_forgotten(monkeypatch: py
         desk.submit_in_order(NOTHING, "model", number)
     with pytest.raises(FullError):
         desk.submit(NOTHING)
-    for request in begun:
+    for request in list(begun)[:2]:
         desk.finish(request, Done({}))
+    assert desk.find("model:1") is not None, "waiting requests are no results"
+    desk.finish(begun[2], Done({}))
     assert desk.find("model:1") is None
     assert desk.find("model:3") is not None
     with pytest.raises(KeyError):
         desk.submit_in_order(NOTHING, "model", 1)
     desk.submit(NOTHING)
+
+
+def test_large_results_are_forgotten_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was asked is forgotten at once."""
+    monkeypatch.setattr("mtrain.serve.desk._MOST_BYTES", 100)
+    desk = Desk(lambda request: None)
+    made = [desk.submit(NOTHING) for _ in range(5)]
+    for request in made:
+        desk.finish(request, Done(b"x" * 40))
+        assert request.operation is None
+    assert [desk.find(each.id) is not None for each in made] == [False, False, False, True, True]
 
 
 class _Signalled(Link):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import tinker
@@ -133,6 +137,29 @@ def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
             monkeypatch.setattr(sys, "executable", program)
             with refuses(MachineError, fact), linked(setup):
                 pass
+
+
+@pytest.mark.waits
+def test_clients_that_wait_are_answered_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One waits for a result, and one has sent half a body."""
+    answers: list[httpx.Response] = []
+    with listener_at("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as slow:
+        base = BaseModel("base", 32, frozenset())
+        setup = Setup(base, tmp_path, None, Store(tmp_path).lock, listener.fileno())
+        with linked(setup) as link:
+            slow.sendall(b"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\na few")
+            client = httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1/")
+            session_id = client.post("create_session", json={}).json()["session_id"]
+            model = {"session_id": session_id, "model_seq_id": 0, "base_model": "base"}
+            asked = {"request_id": client.post("create_model", json=model).json()["request_id"]}
+            thread = threading.Thread(target=lambda: answers.append(client.post("retrieve_future", json=asked)))
+            thread.start()
+            assert link.take(30) is not None
+            time.sleep(0.5)  # until both are there
+        thread.join()
+        assert slow.recv(10_000).startswith(b"HTTP/1.1 503 ")
+    assert "was stopped" in answers[0].json()["error"]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_process_of_http_needs_no_torch() -> None:
