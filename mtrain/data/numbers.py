@@ -77,10 +77,10 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
     """
     if getattr(given, "requires_grad", False):
         raise ValueError(f"{name} is a tensor with a gradient, which would be dropped; give {name}.detach()")
+    # tensors on a GPU and of bfloat16 cannot become arrays directly, and an array with a mask would lose the mask
+    if hasattr(given, "detach") or isinstance(given, np.ma.MaskedArray):
+        given = listed(given, name)
     try:
-        # tensors on a GPU and of bfloat16 cannot become arrays directly, and an array with a mask would lose the mask
-        if hasattr(given, "detach") or isinstance(given, np.ma.MaskedArray):
-            given = given.tolist()
         values = np.asarray(given)
     except (TypeError, ValueError) as fault:
         raise ValueError(f"{name} is not made of numbers in rows of equal lengths ({fault}); give numbers") from None
@@ -98,9 +98,24 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
         raise ValueError(f"{name} has a number that no float holds; give finite numbers") from None
 
 
+def listed(given: Any, name: str) -> Any:
+    """Returns the numbers of an array or a tensor as lists, or as one number.
+
+    Raises:
+        ValueError: torch cannot read the tensor.
+    """
+    try:
+        return given.tolist()
+    except RuntimeError:
+        raise ValueError(
+            f"{name} is a tensor whose numbers cannot be read, as of a sparse, a nested or a meta tensor; give a dense "
+            "one, such as torch.tensor([1, 2])"
+        ) from None
+
+
 def _row(given: Any, name: str) -> list[Any]:
     if hasattr(given, "tolist"):  # an array or a tensor
-        given = given.tolist()
+        given = listed(given, name)
     is_row = hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, Mapping | Set)
     if not is_row:
         raise ValueError(f"{name} is {_shown(given)}, but must be a row of token ids")

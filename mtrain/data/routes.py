@@ -17,6 +17,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.data.numbers import listed
 
 Routes = NDArray[np.int32]
 """[tokens, layers, top_k]: the experts of each token and layer; -1 where the router chooses."""
@@ -137,9 +138,13 @@ def replaying(model: ModelSection, what: str) -> ExpertsSection:
 
 
 def _integers(given: Any, name: str) -> NDArray[Any]:
-    # a tensor may be on a GPU
+    if isinstance(given, np.ma.MaskedArray):
+        given = listed(given, name)  # an array of numbers would lose the mask
     try:
-        values = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+        # a tensor may be on a GPU; `listed` says what torch cannot read
+        values = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+    except RuntimeError:
+        values = np.asarray(listed(given, name))
     except (TypeError, ValueError) as fault:
         raise ValueError(f"{name} is not made of rows of equal lengths ({fault}); {MAKERS}") from None
     if values.dtype.kind not in "iu" and values.size:

@@ -98,12 +98,21 @@ def test_what_is_no_id_is_refused_by_its_place(ids: list[int], wrong: object, da
         None,
         torch.tensor(7),
         iter([1, 2]),
+        torch.tensor([1, 2], device="meta"),
     ],
     ids=lambda wrong: type(wrong).__name__,  # the text of an iterator has its address, another one in each process
 )
 def test_what_is_no_row_of_ids_is_refused(wrong: Any) -> None:
     with refuses(DataError, "sample 4", "input_ids"):
         made(wrong)
+
+
+def test_tensors_without_numbers_are_refused() -> None:
+    nothing: Any = torch.ones(3, device="meta")
+    with refuses(DataError, "sample 4: weights", "cannot be read"):
+        made([1, 2, 3], weights=nothing)
+    with refuses(DataError, "sample 4: extra 'a'", "cannot be read"):
+        made([1, 2, 3], extras={"a": nothing})
 
 
 @settings(max_examples=50, deadline=None)
