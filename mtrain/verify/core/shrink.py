@@ -9,7 +9,7 @@ rounding.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -17,6 +17,7 @@ from typing import Any, assert_never
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.config.schema.model import ModelSection
@@ -156,6 +157,18 @@ def has_files(data: AnyData) -> bool:
     if data.tokenizer is not None:
         paths.append(Path(data.tokenizer))
     return all(path.exists() for path in paths)
+
+
+def notes_on_routes(data: AnyData, progress: Callable[[str], None]) -> tuple[str, ...]:
+    """Says, where the user's data name experts, that a check does not replay them; returns the line for its report."""
+    if not data.has_routes:
+        return ()
+    note = (
+        f"data.extras: {ROUTED_EXPERTS} are not replayed in this check, every router chooses; mtrain verify parity "
+        "checks a replay"
+    )
+    progress(note)
+    return (note,)
 
 
 def refuse_incomparable(config: Config) -> None:

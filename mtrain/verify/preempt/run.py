@@ -26,7 +26,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
-from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, small, small_schedule
+from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, notes_on_routes, small, small_schedule
 from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.preempt.start import (
@@ -68,6 +68,7 @@ def verify_preempt(
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, base = small_run(config, request, max_ranks)
+    notes = notes_on_routes(config.data, progress)
     if request.fault is not None:
         chosen(request.fault, base.config, (), PREEMPT_FAULTS)
     with tempfile.TemporaryDirectory(prefix="mtrain-preempt-") as folder:
@@ -79,7 +80,7 @@ def verify_preempt(
         command=request.command,
         environment={key: str(value) for key, value in program_versions().items()} | {"device": device},
         config=base.config.model_dump(mode="json"),
-        changes=shrunk.changes,
+        changes=(*shrunk.changes, *notes),
         data=f"{request.num_steps} steps of {samples}",
         num_steps=request.num_steps,
         tolerances=(),
