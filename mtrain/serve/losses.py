@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.config.extras import columns
 from mtrain.data.datum import Datum
 from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_extras, per_token, stacked_extra, weigh
 from mtrain.serve.protocol import MOST_COLUMNS, SentDatum
@@ -45,7 +44,7 @@ class Batch:
     width: int | None
     """Number of targets per token; None: targets have no axis for it."""
     names: tuple[str, ...]
-    """Extras that the loss reads."""
+    """Extras that the loss reads, as `needs_extras` takes them."""
     _found: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -76,7 +75,7 @@ class Batch:
         for number, (each, place) in enumerate(zip(sent, places, strict=True)):
             found = _extras(each, loss, thresholds, f"datum {number}", vocab_size) | {_PLACE: place}
             data.append(Datum(np.append(each.tokens, 0), extras=found))
-        names = tuple(each for name in found for each in columns(name, width if found[name].ndim == 2 else None))
+        names = tuple(f"{name}[width]" if found[name].ndim == 2 else name for name in found)
         return cls(loss, data, lengths, width, names)
 
     @property
@@ -84,9 +83,10 @@ class Batch:
         """Returns the loss function; called with a microbatch, it keeps what its tokens were."""
         computed = _FUNCTIONS[self.loss]
 
-        def loss(inputs: TermInputs) -> LossPair:
-            log_probs = _log_probs(inputs, self.width or 1)
-            losses = computed(log_probs, inputs, self.width or 1)
+        # an option, by which extras of several numbers a token are declared
+        def loss(inputs: TermInputs, width: int = self.width or 1) -> LossPair:
+            log_probs = _log_probs(inputs, width)
+            losses = computed(log_probs, inputs, width)
             if inputs.logits.first_index == 0:  # other ranks of TP compute the same numbers
                 kept = inputs.weights != 0
                 self._found.append(

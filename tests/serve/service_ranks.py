@@ -7,15 +7,22 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from mtrain import Engine
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.serve.link import Link, framed
+from mtrain.serve.losses import Batch
 from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, Unload
+from mtrain.serve.protocol import SentDatum
 from mtrain.serve.run import _work, serve
 from mtrain.serve.store import Lora, Store
 from mtrain.serve.work import Served, Worker
@@ -47,6 +54,23 @@ def shapes(groups: Groups, config: Config, folder: str) -> list[int]:
             found.append(len(worker._shapes))
         worker.close()
     return found
+
+
+class Step(NamedTuple):
+    """What a step of a client's data gives."""
+
+    log_probs: list[NDArray[np.float32]]
+    loss: float
+    grad_norm: float
+
+
+def step_of(groups: Groups, config: Config, sent: Sequence[SentDatum], loss: str, save_to: str) -> Step:
+    """Saves the weights, and makes a step."""
+    with free(groups), Engine(config) as engine:
+        engine.save(save_to)
+        batch = Batch.of(sent, loss, {}, config.model.vocab_size)
+        engine.forward_backward(batch.data, batch.function)
+        return Step(*batch.outputs(engine.device), engine.optim_step().grad_norm)
 
 
 class _LastCall(Link):
