@@ -99,7 +99,7 @@ class Rounding:
 
     dtype: torch.dtype
     floor: float
-    """Rounding of the logits themselves."""
+    """Rounding of the logits themselves, or the root mean square of all log-probabilities' where that is larger."""
     allowed: Spread
     """Largest differences that it explains."""
 

@@ -60,9 +60,15 @@ class Prompts:
         """Returns the first exact property that the rollout lacks; None if it has all that can be compared.
 
         Raises:
-            DataError: The template refuses the messages.
+            DataError: The template refuses the messages; names the line.
             ConfigError: There are messages, but the run has no chat template.
         """
+        try:
+            return self._broken(rollout)
+        except DataError as fault:
+            raise DataError(f"{rollout.place}: {fault}") from None
+
+    def _broken(self, rollout: Rollout) -> Broken | None:
         size = self._config.model.vocab_size
         every = [*rollout.prompt_ids, *rollout.ids]
         if (most := max(every)) >= size:
@@ -83,6 +89,8 @@ class Prompts:
         assert self._tokenizer is not None
         if isinstance(prompt, str):
             return asked(prompt, self._tokenizer, special_tokens=True)
+        if not isinstance(prompt["messages"], list) or not all(isinstance(each, dict) for each in prompt["messages"]):
+            raise DataError("messages must be a list of objects with role and content; fix it")
         return questions_of(self._config, self._tokenizer, [prompt], None)[0].ids
 
     def _without_begin(self, rollout: Rollout) -> Broken | None:
@@ -95,7 +103,7 @@ class Prompts:
         """Compares a conversation with its answers: ids and mask of a sample that is trained on."""
         assert self._tokenizer is not None
         if self._section is None:
-            raise DataError(f"{rollout.place}: has messages, but the run's data (data.kind) are not conversations")
+            raise DataError("has messages, but the run's data (data.kind) are not conversations")
         sample = encoder_of(self._section, self._tokenizer).encode(record)
         every = [*rollout.prompt_ids, *rollout.ids]
         expected = sample.ids.tolist()
@@ -179,7 +187,8 @@ class Prompts:
 def _is_answered(record: dict[str, Any]) -> bool:
     """Says whether a conversation ends with an answer, so that it holds the rollout too."""
     messages = record["messages"]
-    return isinstance(messages, list) and bool(messages) and messages[-1].get("role") == "assistant"
+    is_list = isinstance(messages, list) and bool(messages) and isinstance(messages[-1], dict)
+    return is_list and messages[-1].get("role") == "assistant"
 
 
 def _missing(rollout: Rollout, begin: Sequence[int]) -> Broken:

@@ -5,7 +5,7 @@ docs/verify-rollout.md describes the keys of our form.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,10 @@ from mtrain.base.errors import DataError
 from mtrain.data.formats.jsonl import objects
 
 _PROMPTS = ("prompt", "messages")
+_OF_PROMPTS = (*_PROMPTS, "tools", "prompt_token_ids", "temperature")
+"""Keys of our form that an engine's form may have for a prompt, or is given by the user."""
+_OF_ANSWERS = ("mask", "routed_experts", "hidden_states")
+"""The same for an answer."""
 _KEYS = frozenset(
     {
         *_PROMPTS,
@@ -32,6 +36,8 @@ _KEYS = frozenset(
 )
 _MOST_LOG_PROB = 1e-3
 """Largest log-probability that rounding can make of 0."""
+_COLDEST = 1e-6
+"""Lowest temperature; vLLM takes the likeliest token below 1e-5."""
 _NEEDED = (
     "a line needs prompt_token_ids, token_ids and log_probs, or the output of vLLM (prompt_token_ids, outputs) or "
     "SGLang (output_ids, meta_info)"
@@ -106,8 +112,10 @@ def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     outputs = record["outputs"]
     if not isinstance(outputs, list) or not all(isinstance(each, dict) for each in outputs):
         raise DataError("outputs must be a list of objects with token_ids and logprobs, as vLLM gives them; fix it")
-    shared = {key: record[key] for key in ("prompt", "messages", "tools", "prompt_token_ids", "temperature")
-              if record.get(key) is not None}  # fmt: skip
+    shared = {key: record[key] for key in _OF_PROMPTS if record.get(key) is not None}
+    for key in _OF_ANSWERS:
+        if record.get(key) is not None:
+            raise DataError(f"{key} must be in each of outputs, as answers differ in it; move it there")
     for output in outputs:
         ids, places = output.get("token_ids"), output.get("logprobs")
         if not isinstance(places, list) or not isinstance(ids, list) or len(places) != len(ids):
@@ -121,10 +129,8 @@ def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 f'logprobs must hold {{"TOKEN ID": {{"logprob": NUMBER}}}} for each token, but lacks {fault}; write '
                 "them as docs/verify-rollout.md shows"
             ) from None
-        answer = {**shared, "token_ids": ids, "log_probs": log_probs}
-        if output.get("routed_experts") is not None:
-            answer["routed_experts"] = output["routed_experts"]
-        yield answer
+        own = {key: output[key] for key in _OF_ANSWERS if output.get(key) is not None}
+        yield {**shared, **own, "token_ids": ids, "log_probs": log_probs}
 
 
 def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +148,7 @@ def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
             "meta_info has no output_token_logprobs of [log-probability, token id, text]; ask SGLang with "
             "return_logprob=true"
         ) from None
-    kept = {key: record[key] for key in ("prompt", "messages", "tools", "temperature", "prompt_token_ids")
-            if record.get(key) is not None}  # fmt: skip
+    kept = {key: record[key] for key in _OF_PROMPTS + _OF_ANSWERS if record.get(key) is not None}
     if isinstance(info.get("routed_experts"), list):
         kept["routed_experts"] = info["routed_experts"]
     return {"prompt_token_ids": read, **kept, "token_ids": ids, "log_probs": log_probs}
@@ -165,11 +170,15 @@ def _checked(record: dict[str, Any], place: str) -> Rollout:
     if (most := max(log_probs)) > _MOST_LOG_PROB:
         raise DataError(f"has the log-probability {most:g}, but none is above 0; give natural logarithms")
     temperature = record.get("temperature", 1.0)
-    if not _is_number(temperature) or not (math.isfinite(temperature) and temperature > 0):
+    # no logit divided by it may be infinite: a difference of infinite numbers would not be seen
+    if not _is_number(temperature) or temperature < _COLDEST:
         raise DataError(
-            f"has the temperature {temperature!r}, but needs a number above 0; log-probabilities of the likeliest "
-            "tokens (temperature 0) are those at 1"
+            f"has the temperature {str(temperature)[:20]}, but needs a number above 0, at least {_COLDEST:g}; "
+            "log-probabilities of the likeliest tokens (temperature 0) are those at 1"
         )
+    states = record.get("hidden_states") or {}
+    if not isinstance(states, dict):
+        raise DataError("hidden_states must be an object of modules with [tokens, hidden] each; fix it")
     rollout = Rollout(
         place,
         prompt_ids,
@@ -179,7 +188,7 @@ def _checked(record: dict[str, Any], place: str) -> Rollout:
         float(temperature),
         _prompt(record),
         record.get("routed_experts"),
-        record.get("hidden_states") or {},
+        states,
     )
     _check_shapes(rollout)
     return rollout
@@ -201,13 +210,14 @@ def _ids(given: object, name: str) -> list[int]:
 
 
 def _numbers(given: object, name: str) -> list[float]:
-    if not isinstance(given, list) or not all(_is_number(each) and math.isfinite(each) for each in given):
+    if not isinstance(given, list) or not all(map(_is_number, given)):
         raise DataError(f"{name} must be a list of finite numbers; fix it")
     return [float(each) for each in given]
 
 
 def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+    """Says whether it is a finite number; no float64 holds a whole number with 400 digits."""
+    return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
 
 
 def _mask(given: object, length: int) -> list[bool]:
@@ -229,6 +239,8 @@ def _check_shapes(rollout: Rollout) -> None:
     routes = rollout.routes
     if routes is not None:
         shape = _shape(routes)
+        if not _holds_ids(routes):
+            raise DataError("routed_experts must hold the numbers of experts, whole numbers from 0, or -1; fix it")
         if len(shape) != 3 or shape[0] not in lengths:
             raise DataError(
                 f"routed_experts has the shape {list(shape)}, but needs [tokens, layers, k] with a row for each of the "
@@ -241,6 +253,11 @@ def _check_shapes(rollout: Rollout) -> None:
                 f"hidden_states[{name!r}] has the shape {list(shape)}, but needs [tokens, hidden] with a row for each "
                 f"of the {lengths[0]} tokens read; fix it"
             )
+
+
+def _holds_ids(given: Any) -> bool:
+    """Says whether nested lists hold nothing but numbers of experts."""
+    return all(map(_holds_ids, given)) if isinstance(given, list) else type(given) is int and -1 <= given < 2**31
 
 
 def _shape(given: Any) -> tuple[int, ...]:

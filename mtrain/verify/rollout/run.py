@@ -373,7 +373,14 @@ def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dt
     """Measures the rounding of the precision in which the passes were computed, too."""
     # the largest logit is rounded by every engine at the end
     largest = max(float((each.exact.logits / each.rollout.temperature).nan_to_num().abs().max()) for each in passes)
-    floor = torch.finfo(dtype).eps / 2 * largest
+    places = [(each, slice(1, 1 + len(each.rollout.ids))) for each in passes]
+    # of all tokens of the vocabulary: those of a short answer may be exact by chance
+    typical = Spread.of([
+        (each.rounded.logits[drawn] / each.rollout.temperature).log_softmax(-1)
+        - (each.exact.logits[drawn] / each.rollout.temperature).log_softmax(-1)
+        for each, drawn in places
+    ]).rms  # fmt: skip
+    floor = max(torch.finfo(dtype).eps / 2 * largest, typical)
     measured = [
         log_probs(each.rounded.logits, each.rollout.ids, each.rollout.temperature) - values
         for each, values in zip(passes, exact, strict=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mtrain import Completion
+from mtrain import Completion, DataError
 from mtrain.cli.main import app
 from mtrain.config.load import load_config
 from mtrain.plan.layout import Layout
@@ -19,6 +19,7 @@ from mtrain.verify.rollout.report import RolloutReport
 from mtrain.verify.rollout.run import NOT_EXPLAINED, RolloutRequest, verify_rollout
 from mtrain.verify.rollout.scores import scores
 from tests.config.yaml_files import write
+from tests.messages import refuses
 from tests.pool import Pool
 from tests.verify.rollout import engine, rollout_ranks
 
@@ -101,6 +102,23 @@ def test_log_probabilities_before_the_temperature_are_found(pool: Pool, dense: E
     report = dense.verified(pool, dense.records(temperature=[0.7, 0.7, 1.3, 1.3]))
     assert cause(report) == "temperature"
     assert "temperature 1, but the file says 0.7, 1.3" in report.findings[0].lines[0]
+
+
+def test_a_single_token_is_judged(pool: Pool, dense: Engine) -> None:
+    """The rounding of one token may be small by chance, and says nothing then."""
+    dense.answers = [ids[:1] for ids in dense.answers]
+    hot = dense.log_probs(change=lambda logits: logits / 0.8)
+    report = dense.verified(pool, dense.records(log_probs=hot)[:1])
+    assert cause(report) == "temperature"
+    assert "temperature 0.8, but the file says 1" in report.findings[0].lines[0]
+
+
+@pytest.mark.parametrize("messages", [3, [3]], ids=["number", "list-of-numbers"])
+def test_messages_that_are_none_are_refused(pool: Pool, dense: Engine, messages: object) -> None:
+    records = dense.records()
+    records[2]["messages"] = messages
+    with refuses(DataError, "rollouts.jsonl line 3", "messages"):
+        dense.verified(pool, records)
 
 
 @pytest.mark.parametrize("by", [1, pytest.param(-1, marks=pytest.mark.nightly)])
