@@ -70,7 +70,7 @@ class Change(NamedTuple):
             return None
         old.copy_(new)
         form, places = _packed(changed.cpu().numpy())
-        values = flat[changed].cpu()
+        values = flat.view(bits)[changed].view(new.dtype).cpu()  # torch indexes not every dtype, but bits
         if places.nbytes + values.nbytes >= new.nbytes:
             form, places, values = "whole", _NO_PLACES, old.flatten()
         return cls(name, kind, form, places, values, fingerprint_of(old))
@@ -88,8 +88,8 @@ class Change(NamedTuple):
             places = packed.view(self.form).cumsum(dtype=np.int64)
         if len(places) != len(self.values) or not 0 <= places[-1] < old.numel():
             return None
-        new = old.clone()
-        new.view(-1)[torch.from_numpy(places)] = self.values
+        new, bits = old.clone(), _BITS[old.element_size()]
+        new.view(-1).view(bits)[torch.from_numpy(places)] = self.values.view(bits)
         return new
 
 

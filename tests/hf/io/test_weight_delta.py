@@ -21,6 +21,7 @@ from tests.messages import refuses
 from tests.training.engine_parts.hf_ranks import bits_of, group_pair
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.uint8]
+DTYPES += [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # mxfp4: torch cannot index these
 ENOUGH_S = 600.0
 Weights = dict[str, Tensor]
 
