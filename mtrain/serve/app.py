@@ -314,10 +314,13 @@ class App:
         if source is None and not self.base.is_called(body.base_model or ""):
             raise DataError(f"base_model={body.base_model!r:.200} is not served here; take {self.base.name}")
         made = self.desk.submit(KeepSampler(sampler_id, source=source), f"{sampler_id}:create")
+        self._samplers[sampler_id] = (
+            body.model_path
+        )  # before it is made, so that a session that ends meanwhile frees it
         result = await self._result_of(made, None)
         if isinstance(result, Failed):
+            self._samplers.pop(sampler_id, None)
             raise DataError(result.message)
-        self._samplers[sampler_id] = body.model_path
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def get_sampler(self, request: HttpRequest) -> Response:

@@ -133,8 +133,8 @@ class Store:
         """
         self.clock = clock
         self.lock = os.memfd_create("mtrain-store") if lock is None else lock
-        """Descriptor of a file in memory, for another process of this machine. The file is locked while a checkpoint is
-        read or changes, which clients and the engine do in threads and processes of their own."""
+        """Descriptor of a file in memory, for another process of this machine. The file is locked while checkpoints
+        are read, together with others, or change, alone; clients and the engine do so in threads and processes."""
         self._root = path / "served"
         self._next_expiry = 0.0
         """Time before which no checkpoint expires; 0: not known yet."""
@@ -180,6 +180,10 @@ class Store:
         Raises:
             DataError: There is no such checkpoint.
         """
+        with self.reading(place) as found:
+            return found
+
+    def _described(self, place: Place) -> Described:
         found = self._read(self.folder(place) / _DESCRIPTION)
         if found is None or found.is_over(self.clock()):
             raise DataError(f"there is no checkpoint {place}; list those of a training run, and name one of them")
@@ -192,8 +196,8 @@ class Store:
         Raises:
             DataError: There is no such checkpoint.
         """
-        with self._locked():
-            yield self.described(place)
+        with self._locked(fcntl.LOCK_SH):
+            yield self._described(place)
 
     def is_free(self, place: Place) -> bool:
         """Says whether a name can be given to a new checkpoint; removes one whose time is over."""
@@ -206,7 +210,9 @@ class Store:
     def all(self) -> list[Described]:
         """Returns all checkpoints, the newest first."""
         now = self.clock()
-        return sorted((each for each in self._on_disk() if not each.is_over(now)), key=lambda each: -each.time)
+        with self._locked(fcntl.LOCK_SH):
+            found = self._on_disk()
+        return sorted((each for each in found if not each.is_over(now)), key=lambda each: -each.time)
 
     def set_lifetime(self, place: Place, ttl_seconds: int | None) -> None:
         """Lets a checkpoint expire after some time from now, or never.
@@ -216,7 +222,7 @@ class Store:
         """
         with self._locked(), disk_faults(f"write {self.folder(place)}"):
             ends = None if ttl_seconds is None else self.clock() + ttl_seconds
-            self._describe(self.folder(place), replace(self.described(place), expires_at=ends))
+            self._describe(self.folder(place), replace(self._described(place), expires_at=ends))
 
     def expire(self) -> None:
         """Removes the checkpoints whose time is over."""
@@ -245,9 +251,9 @@ class Store:
         Raises:
             DataError: There is no such checkpoint.
         """
-        self.described(place)
         folder = self.folder(place)
-        found = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]
+        with self.reading(place):
+            found = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]
         return sorted(str(each) for each in found if str(each) != _DESCRIPTION)
 
     def remove(self, place: Place) -> None:
@@ -257,7 +263,7 @@ class Store:
             DataError: There is no such checkpoint.
         """
         with self._locked():
-            self.described(place)
+            self._described(place)
             self._remove(place)
 
     def _remove(self, place: Place) -> None:
@@ -268,10 +274,10 @@ class Store:
             shutil.rmtree(gone)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         # opened anew: threads that share an open file would share its lock
         with open(f"/proc/self/fd/{self.lock}", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, kind)
             yield
 
     def _describe(self, folder: Path, described: Described) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from mtrain.serve.desk import Desk, Request, Sessions
 from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.http_process import server_of
 from mtrain.serve.losses import Batch
-from mtrain.serve.operations import CreateModel
+from mtrain.serve.operations import CreateModel, Done, Unload
 from mtrain.serve.protocol import SentDatum, read_batch
 from mtrain.serve.run import listener_at
 from mtrain.serve.store import Lora, Place, Store
@@ -326,6 +328,20 @@ def test_a_body_that_does_not_arrive_is_given_up(
                 answer += part
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive in 0.3 s" in answer
+
+
+def test_a_session_that_ends_frees_the_sampler_that_is_being_made(tmp_path: Path) -> None:
+    begun: queue.Queue[Request] = queue.Queue()
+    app = app_of(tmp_path, begun.put)
+    with TestClient(app.asgi(), headers={"x-api-key": KEY}) as client, ThreadPoolExecutor(1) as thread:
+        session_id = session_of(client)
+        body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "base"}
+        answer = thread.submit(client.post, "/api/v1/create_sampling_session", json=body)
+        made = begun.get(timeout=30)
+        client.post(f"/api/v1/sessions/{session_id}/finish")
+        app.desk.finish(made, Done({}))
+        assert answer.result(30).is_success
+    assert begun.get(timeout=1).operation == Unload((), (f"{session_id}:sample:0",))
 
 
 @pytest.mark.waits

@@ -109,6 +109,28 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     assert engine.is_free(place)
 
 
+def test_a_checkpoint_is_there_while_it_is_replaced(tmp_path: Path) -> None:
+    """Between the two moves of a save over an older one, readers wait."""
+    engine = Store(tmp_path)
+    clients, place = Store(tmp_path, lock=engine.lock), put(engine, "first")
+    folder, found = engine.folder(place), []
+    looks = [
+        lambda: found.append(clients.described(place).name),
+        lambda: found.extend(clients.files(place)),
+        lambda: found.extend(each.name for each in clients.all()),
+    ]
+    threads = [threading.Thread(target=each) for each in looks]
+    with engine._locked():
+        away = folder.rename(folder.with_name(".old.first"))
+        for each in threads:
+            each.start()
+        threads[0].join(0.2)
+        away.rename(folder)
+    for each in threads:
+        each.join(60)
+    assert sorted(found) == ["first", "first", "model/part"]
+
+
 def test_a_file_has_an_address_of_its_own_and_none_leads_out(tmp_path: Path) -> None:
     store = Store(tmp_path)
     place = put(store, "out", "external_weights")
