@@ -110,7 +110,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_there_while_it_is_replaced(tmp_path: Path) -> None:
-    """Between the two moves of a save over an older one, readers wait."""
+    """Readers wait between the two moves of a save over an older one."""
     engine = Store(tmp_path)
     clients, place = Store(tmp_path, lock=engine.lock), put(engine, "first")
     folder, found = engine.folder(place), []

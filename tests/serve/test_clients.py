@@ -224,6 +224,27 @@ def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_pa
         assert norms[1] == norms[2]
 
 
+def test_several_targets_of_a_token_are_as_many_batches(pool: Pool, tmp_path: Path) -> None:
+    one, rng, tokens = LAYOUTS[0], np.random.default_rng(4), sequences(4, (5, 9), VOCAB)
+    targets = [rng.integers(0, VOCAB, (len(each) - 1, 3)) for each in tokens]
+    weights = [rng.normal(size=each.shape).astype(np.float32) for each in targets]
+
+    def sent(columns: Any) -> list[types.Datum]:
+        given = zip(tokens, targets, weights, strict=True)
+        return [datum(each, {"target_tokens": t[:, columns], "weights": w[:, columns]}) for each, t, w in given]
+
+    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+        clients = [service.create_lora_training_client("base", rank=2, seed=3).result() for _ in range(2)]
+        whole = clients[0].forward_backward(sent(slice(None)), "cross_entropy").result()
+        parts = [clients[1].forward_backward(sent(place), "cross_entropy").result() for place in range(3)]
+        norms = [each.optim_step(types.AdamParams(**ADAM)).result().metrics["grad_norm"] for each in clients]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert whole.metrics["loss:sum"] == pytest.approx(sum(each.metrics["loss:sum"] for each in parts), abs=1e-4)
+    for number, output in enumerate(whole.loss_fn_outputs):
+        expected = np.stack([each.loss_fn_outputs[number]["logprobs"].to_numpy() for each in parts], axis=-1)
+        np.testing.assert_allclose(output["logprobs"].to_numpy(), expected, rtol=0, atol=1e-5)
+
+
 def test_answers_are_of_the_weights_that_were_kept(pool: Pool, tmp_path: Path) -> None:
     """Snapshots and saved samplers stay what they were while training goes on; trainer and sampler agree."""
     one = LAYOUTS[0]
