@@ -136,7 +136,13 @@ class _RolloutCheck:
         self, reference: Reference, passes: Sequence[Passes], scored: Scored, own: Prepared
     ) -> tuple[list[Side], list[Finding], str | None]:
         """Compares the trainer with float64 where both replay the rollouts' routes, and both times with the engine."""
-        if scored.routes is None or any(each.routes is None for each in self._rollouts):
+        count = sum(each.routes is not None for each in self._rollouts)
+        if count < len(self._rollouts) or scored.routes is None:
+            if count:
+                lacking = "the trainer drops tokens" if scored.routes is None else "a replay needs those of all"
+                self._progress(
+                    f"routes are not replayed: {count} of {len(self._rollouts)} rollouts have them; {lacking}"
+                )
             return [], [], None
         again = self._scored(own, replay=True)
         sides = [self._replayed_side(f"trainer {own.name}, routes replayed", reference, passes, again)]

@@ -312,6 +312,18 @@ def test_routes_of_the_engine_are_compared_and_replayed(pool: Pool, experts: Eng
     assert cause(experts.verified(pool, experts.records(log_probs=forced))) == NOT_EXPLAINED
 
 
+def test_routes_of_some_rollouts_are_not_replayed(
+    pool: Pool, experts: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine.recorded_routes(experts.model) as own:
+        routes = routes_of(experts, own)
+    report = experts.verified(pool, experts.records(routed_experts=[None, *routes[1:]]))
+    assert report.passed
+    assert report.replay is None
+    count = len(routes)
+    assert f"routes are not replayed: {count - 1} of {count} rollouts have them" in capsys.readouterr().out
+
+
 def test_our_sampler_is_healthy_and_the_step_before_is_stale(pool: Pool, dense: Engine) -> None:
     sections = {
         "run": {"dir": str(dense.folder.parent / "run")},
