@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import encoder_of
 from mtrain.data.encoding.plain import asked
@@ -97,7 +97,15 @@ class Prompts:
         begin = list(self.begin_ids)
         if self._section is None or rollout.prompt_ids[: len(begin)] == begin:
             return None
-        return _missing(rollout, begin)
+        return _missing(rollout, begin) if self._template_begins(begin) else None
+
+    def _template_begins(self, begin: Sequence[int]) -> bool:
+        """Says whether the run's template writes the tokens that begin a text; that of some models does not."""
+        try:
+            asked_ids = self._ids({"messages": [{"role": "user", "content": "?"}]})
+        except (ConfigError, DataError):  # no template, or one that asks for more
+            return True
+        return asked_ids[: len(begin)] == list(begin)
 
     def _broken_conversation(self, rollout: Rollout, record: dict[str, Any]) -> Broken | None:
         """Compares a conversation with its answers: ids and mask of a sample that is trained on."""

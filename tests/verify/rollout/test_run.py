@@ -171,6 +171,14 @@ def test_a_missing_bos_is_found_in_the_ids(pool: Pool, dense: Engine) -> None:
     assert report.sides[0].passed  # of these ids the engine says what the reference says
 
 
+def test_a_template_without_bos_misses_none(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "TEMPLATE", engine.TEMPLATE.replace("{{ bos_token }}", ""))
+    found = Engine(tmp_path, "llama")
+    records = [{key: value for key, value in each.items() if key != "messages"} for each in found.records()]
+    assert records[0]["prompt_token_ids"][0] != 1
+    assert found.verified(pool, records).passed
+
+
 def test_a_missing_bos_is_found_in_the_log_probabilities(pool: Pool, dense: Engine) -> None:
     bare = dense.log_probs([prompt[1:] for prompt in dense.prompts])
     assert cause(dense.verified(pool, dense.records(log_probs=bare))) == "missing bos"
