@@ -149,7 +149,7 @@ def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
             "return_logprob=true"
         ) from None
     kept = {key: record[key] for key in _OF_PROMPTS + _OF_ANSWERS if record.get(key) is not None}
-    if isinstance(info.get("routed_experts"), list):
+    if info.get("routed_experts") is not None:
         kept["routed_experts"] = info["routed_experts"]
     return {"prompt_token_ids": read, **kept, "token_ids": ids, "log_probs": log_probs}
 
@@ -239,6 +239,10 @@ def _check_shapes(rollout: Rollout) -> None:
     routes = rollout.routes
     if routes is not None:
         shape = _shape(routes)
+        if isinstance(routes, str):
+            raise DataError(
+                "routed_experts is a text, SGLang's base64 of int32; decode it, and give lists [tokens, layers, k]"
+            )
         if not _holds_ids(routes):
             raise DataError("routed_experts must hold the numbers of experts, whole numbers from 0, or -1; fix it")
         if len(shape) != 3 or shape[0] not in lengths:

@@ -12,7 +12,7 @@ from tests.messages import refuses
 
 GOOD = {"prompt_token_ids": [1, 5], "token_ids": [7, 8], "log_probs": [-0.5, -1.25]}
 
-SGLANG = {
+SGLANG: dict[str, Any] = {
     "text": "c d",
     "output_ids": [7, 8],
     "meta_info": {
@@ -101,9 +101,10 @@ def test_a_bad_line_is_refused(tmp_path: Path, changes: dict[str, Any], fact: st
         {"output_ids": [7], "meta_info": {}},
         {"prompt_token_ids": [1], "mask": [0], "outputs": [{"token_ids": [7], "logprobs": [{"7": {"logprob": -1}}]}]},
         {**SGLANG, "mask": [1]},
+        {**SGLANG, "meta_info": {**SGLANG["meta_info"], "routed_experts": "AAAAAAEAAAA="}},
     ],
     ids=["no-json", "no-prompt", "vllm-without", "vllm-other-token", "vllm-no-list", "sglang-without", "vllm-mask",
-         "sglang-mask"],
+         "sglang-mask", "sglang-routes"],
 )  # fmt: skip
 def test_a_line_of_another_form_is_refused(tmp_path: Path, record: Any) -> None:
     with refuses(DataError, "rollouts.jsonl line 1"):
