@@ -119,7 +119,8 @@ def linked(setup: Setup) -> Iterator[Link]:
     with own, other:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "mtrain.serve.http_process", str(other.fileno())],
+                # -P: nor does `mtrain` import what lies in the folder that it is called in
+                [sys.executable, "-P", "-m", "mtrain.serve.http_process", str(other.fileno())],
                 pass_fds=[other.fileno(), setup.lock, setup.listener],
                 stdin=subprocess.DEVNULL,
                 env={**with_package(os.environ), "CUDA_VISIBLE_DEVICES": ""},

@@ -254,7 +254,7 @@ def test_a_matrix_of_any_claimed_size_is_not_made(notice: Notice) -> None:
         read_batch(message.SerializeToString())
 
 
-def test_columns_and_lengths_have_to_fit() -> None:
+def test_columns_and_lengths_have_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, targets = np.array([1, 2, 3], np.int32), np.array([2, 3, 4])
     for inputs, fact in [
         ({"target_tokens": targets[:2]}, "target_tokens of shape [2]"),
@@ -267,6 +267,9 @@ def test_columns_and_lengths_have_to_fit() -> None:
             Batch.of([SentDatum(tokens, inputs)], "cross_entropy", {}, 61)
     with refuses(DataError, "temperature"):
         Batch.of([SentDatum(tokens, {"target_tokens": targets})], "ppo", {"temperature": 1.0}, 61)
+    monkeypatch.setattr("mtrain.serve.losses._MOST_TOKENS", 5)
+    with refuses(DataError, "6 tokens"):
+        Batch.of([SentDatum(tokens, {"target_tokens": targets})] * 2, "cross_entropy", {}, 61)
 
 
 def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_a_killed_service_loses_nothing_that_it_acknowledged(tmp_path: Path, not
         client.forward_backward(batch(9), "cross_entropy").result()
     finally:
         command.kill()
+    client.holder.close()  # else its threads look for the service for minutes, next to other tests
     assert command.wait() == -signal.SIGKILL
     command, address = started(folder, file, key)
     try:
@@ -105,7 +106,8 @@ def http_process_of(command: warm.Command) -> psutil.Process:
     exit_code=7,
 )
 def test_a_service_without_its_process_of_http_ends(tmp_path: Path, notice: Notice) -> None:
-    """Signals to a whole job do not end it, kill -9 does; and it ends with the service."""
+    """Neither signals to a whole job nor a module of its name in the user's folder end it; kill -9 does."""
+    (tmp_path / "h11.py").write_text("raise SystemExit(9)")
     folder, key, file = tmp_path / "base", tmp_path / "key", tmp_path / "config.yaml"
     key.write_text(KEY)
     save_config(ONE.config(run__dir=str(folder), train__device="cpu"), file)

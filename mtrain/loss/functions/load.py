@@ -78,9 +78,9 @@ def extras_of(function: LossFunction) -> tuple[str, ...]:
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
-    """Returns the columns of an extra: one for "advantages" or "topk_ids[0]", as many as option k for "topk_ids[k]"."""
+    """Returns the columns of an extra: one for "advantages", as many as the option k says for "topk_ids[k]"."""
     key, bracket, option = name.removesuffix("]").partition("[")
-    return columns(key, options[option]) if bracket and not option.isdigit() else [name]
+    return columns(key, options[option] if bracket else None)
 
 
 def reported_by(function: LossFunction) -> Reported:
