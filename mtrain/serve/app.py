@@ -314,9 +314,8 @@ class App:
         if source is None and not self.base.is_called(body.base_model or ""):
             raise DataError(f"base_model={body.base_model!r:.200} is not served here; take {self.base.name}")
         made = self.desk.submit(KeepSampler(sampler_id, source=source), f"{sampler_id}:create")
-        self._samplers[sampler_id] = (
-            body.model_path
-        )  # before it is made, so that a session that ends meanwhile frees it
+        # before it is made, so that a session that ends meanwhile frees it
+        self._samplers[sampler_id] = body.model_path
         result = await self._result_of(made, None)
         if isinstance(result, Failed):
             self._samplers.pop(sampler_id, None)

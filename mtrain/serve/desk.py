@@ -43,9 +43,8 @@ class Request:
     @property
     def num_bytes(self) -> int:
         """Returns the size of the result, as far as it can be large."""
-        return (
-            len(self.result.content) if isinstance(self.result, Done) and isinstance(self.result.content, bytes) else 0
-        )
+        content = self.result.content if isinstance(self.result, Done) else None
+        return len(content) if isinstance(content, bytes) else 0
 
 
 class _Line:
@@ -135,13 +134,9 @@ class Desk:
         """Fails what has no result, since the engine has ended."""
         with self._lock:
             waiting = [each for each in self._requests.values() if each.result is None]
+        why = "the service was stopped before this call; start it again, and go on from a checkpoint"
         for each in waiting:
-            self.finish(
-                each,
-                Failed(
-                    "the service was stopped before this call; start it again, and go on from a checkpoint", "server"
-                ),
-            )
+            self.finish(each, Failed(why, "server"))
 
     def find(self, request_id: str) -> Request | None:
         """Returns a request whose result is not forgotten."""
