@@ -57,6 +57,16 @@ def session(address: str, key: str = KEY) -> Iterator[tinker.ServiceClient]:
         client.close("success").result()
 
 
+@contextlib.contextmanager
+def rest_client(address: str) -> Iterator[tinker.RestClient]:
+    """Makes a client for lists of runs and checkpoints; it looks for the service until the end."""
+    client = tinker.RestClient(base_url=address, api_key=KEY)
+    try:
+        yield client
+    finally:
+        client.holder.close()
+
+
 def address_of(file: Path, thread: threading.Thread | None = None) -> str:
     """Waits until a service says where it listens."""
     end = time.monotonic() + 120

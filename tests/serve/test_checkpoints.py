@@ -21,7 +21,7 @@ from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.store import Described, Place, Store
 from tests.messages import refuses
 from tests.pool import Pool
-from tests.serve.service import KEY, running, session
+from tests.serve.service import KEY, rest_client, running, session
 from tests.serve.test_clients import ADAM, LAYOUTS, batch
 
 RUN = "0" * 32 + ":train:0"
@@ -174,8 +174,7 @@ def downloaded(rest: tinker.RestClient, path: str, folder: Path) -> Path:
 def test_clients_keep_checkpoints_for_a_time_and_take_weights_away(pool: Pool, tmp_path: Path) -> None:
     one = LAYOUTS[1]
     config = one.config()
-    with running(pool, one, config, tmp_path / "base") as address:
-        rest = tinker.RestClient(base_url=address, api_key=KEY)
+    with running(pool, one, config, tmp_path / "base") as address, rest_client(address) as rest:
         with session(address) as service:
             given = {"renderer_name": "role_colon"}
             client = service.create_lora_training_client("base", rank=2, seed=3, user_metadata=given).result()
@@ -213,8 +212,11 @@ def test_clients_keep_checkpoints_for_a_time_and_take_weights_away(pool: Pool, t
                 rest.get_external_weights_urls(away).result()
         described = tmp_path / "base" / "served" / sampler.removeprefix("tinker://") / "checkpoint.json"
         described.write_text(json.dumps(json.loads(described.read_text()) | {"expires_at": 1.0}))
-    with running(pool, one, config, tmp_path / "base") as address, session(address) as service:
-        rest = tinker.RestClient(base_url=address, api_key=KEY)
+    with (
+        running(pool, one, config, tmp_path / "base") as address,
+        session(address) as service,
+        rest_client(address) as rest,
+    ):
         assert rest.get_training_run_by_tinker_path(path).result().user_metadata == given
         service.create_training_client_from_state(path).result()
         assert not described.parent.exists()

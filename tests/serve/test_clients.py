@@ -24,7 +24,7 @@ from tests.pool import Pool
 from tests.reference import Parameters
 from tests.serve import service_ranks
 from tests.serve.oracle import Oracle
-from tests.serve.service import KEY, datum, running, sequences, session
+from tests.serve.service import datum, rest_client, running, sequences, session
 from tests.training.test_engine import parameters_of
 
 pytestmark = pytest.mark.waits  # for the SDK, which asks for results now and then
@@ -315,8 +315,8 @@ def test_what_is_refused_is_said_in_the_sdks_words(pool: Pool, tmp_path: Path, n
         poisoned.forward_backward([datum(tokens, {})], "cross_entropy")
         poisoned.save_state("one", overwrite=True, user_metadata={"a": "b"}).result()
         assert poisoned.optim_step(types.AdamParams()).result().metrics["step"] == 1
-        rest = tinker.RestClient(base_url=address, api_key=KEY)
-        (found,) = rest.list_checkpoints(poisoned.model_id).result().checkpoints
-        assert found.user_metadata == {"a": "b"}
-        rest.delete_checkpoint(poisoned.model_id, found.checkpoint_id).result()
-        assert rest.list_checkpoints(poisoned.model_id).result().checkpoints == []
+        with rest_client(address) as rest:
+            (found,) = rest.list_checkpoints(poisoned.model_id).result().checkpoints
+            assert found.user_metadata == {"a": "b"}
+            rest.delete_checkpoint(poisoned.model_id, found.checkpoint_id).result()
+            assert rest.list_checkpoints(poisoned.model_id).result().checkpoints == []
