@@ -40,8 +40,8 @@ def generate(
     with one_message(this_rank()):
         require_ground()
         from mtrain.base.environment import RankEnvironment
-        from mtrain.training.sampling.generate import generate_text
-        from mtrain.training.sampling.params import SamplingParams  # loads torch
+        from mtrain.training.sampling.generate import generate_text  # loads torch
+        from mtrain.training.sampling.params import SamplingParams
         from mtrain.training.sampling.prompts import read_prompts, shown
 
         questions = [*(prompt or []), *(read_prompts(prompts_file) if prompts_file is not None else [])]

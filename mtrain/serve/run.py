@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::")
 """Hosts that stand for every address of a machine, at none of which a client elsewhere finds it."""
-
 _LOOK_S = 0.2
 """Time between two looks for a signal while there is no request."""
 
@@ -42,10 +41,6 @@ class _Stop:
     """Order that ends the work of every rank."""
 
     received: signal.Signals
-
-
-class _Lost:
-    """Order that ends the work of every rank with an error."""
 
 
 def serve(served: Served, host: str, port: int, token: str | None) -> None:
@@ -95,7 +90,7 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
     with StopSignal() as stop:
         while True:
             request_id = None
-            agreed: list[Operation | _Stop | _Lost | None] = [None]
+            agreed: list[Operation | _Stop | MachineError | None] = [None]
             if link is not None:
                 try:
                     if stop.received:
@@ -103,14 +98,14 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
                     elif (taken := _taken(link, stop, idle_s)) is not None:
                         request_id, agreed = taken[0], [taken[1]]
                 except EOFError:
-                    agreed = [_Lost()]
+                    agreed = [_lost()]
             if dist.get_world_size() > 1:
                 dist.broadcast_object_list(agreed, src=0)
             operation = agreed[0]
             if isinstance(operation, _Stop):
                 return operation.received
-            if isinstance(operation, _Lost):
-                raise _lost()
+            if isinstance(operation, MachineError):
+                raise operation
             result = None if operation is None else worker.run(operation)
             if link is not None and request_id is not None and result is not None:
                 link.finish(request_id, result)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mtrain import Engine
+from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.serve.link import Link, framed
@@ -94,6 +96,19 @@ def broadcasts(groups: Groups, config: Config, folder: str) -> int:
             found = sent.call_count - before
         worker.close()
     return found
+
+
+def lost(groups: Groups, config: Config, folder: str) -> tuple[str, bool]:
+    """Returns the error of a rank where the process that speaks HTTP has ended, and whether every rank has it."""
+    with free(groups):
+        worker, (own, other) = Worker(Served(config), Store(Path(folder))), socket.socketpair()
+        other.close()
+        with own, closing(worker):
+            try:
+                _work(worker, Link(own) if groups.rank == 0 else None, 60)
+            except MachineError as error:
+                return str(error), error.on_every_rank
+    raise AssertionError("the service goes on without its clients")
 
 
 def _ended(stop: Path) -> None:

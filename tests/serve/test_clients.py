@@ -199,6 +199,15 @@ def test_ranks_agree_on_a_call_by_one_broadcast_and_one_rank_by_none(
     assert found == [num_broadcasts] * len(found)
 
 
+def test_every_rank_ends_without_the_process_that_speaks_http(pool: Pool, tmp_path: Path) -> None:
+    one = LAYOUTS[2]
+    config = one.config()
+    (text, is_on_every_rank), other = pool.run(service_ranks.lost, one.resolved(config), config, str(tmp_path))
+    assert "start the service again" in text
+    assert is_on_every_rank
+    assert other == (text, True)
+
+
 def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_path: Path) -> None:
     """A loss of the client's own goes there and back; chunks that arrive in any order give the same bits."""
     one = LAYOUTS[0]
