@@ -177,6 +177,8 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
     for each in epochs:
         if each.repeated:
             print(f"{each.source}, epoch {each.epoch}: repeated {list(each.repeated[:_MOST_LINES])}")
+    if unread := ledger.unread_of_window():
+        print(f"windows reach over the ends of epochs: {unread:,} samples of the last one are still to be read")
     is_sound = not incomplete and not any(each.repeated or each.lost for each in epochs)
     verdict = "each sample of an epoch once" if is_sound else "samples were repeated or lost"
     print(f"{max(ledger.steps)} steps: {verdict}")

@@ -29,25 +29,24 @@ class Epochs:
 
     @property
     def packing(self) -> PackingSection | None:
-        """Returns the packing with a window of at most an epoch: rows of more hold samples of its epochs in any
-        order."""
+        """Returns the packing with a window of at most an epoch, which is recorded: runs of earlier programs go on with
+        it."""
         packing = self.config.data.packing
         if packing is None or not self.config.steps_count_rows:
             return packing
         return packing.model_copy(update={"window": min(packing.window, self.num_sequences)})
 
     def num_steps(self, num_sequences: int) -> int:
-        """Returns the fewest steps that hold the first `num_sequences` of the order."""
+        """Returns the fewest steps that hold so many sequences."""
         data = self.config.data.model_copy(update={"packing": self.packing})
-        return steps_of(self.config.model_copy(update={"data": data}), self.stream.widths).holding(num_sequences)
+        return steps_of(self.config.model_copy(update={"data": data}), self.stream).holding(num_sequences)
 
 
 def with_num_steps(config: Config) -> Config:
     """Returns the configuration with `train.num_steps` in place of `train.num_epochs`; opens the training data.
 
-    These are the fewest steps that hold the samples of so many epochs. A window of packed rows that is longer than an
-    epoch becomes one epoch, as its rows hold its samples in any order. `optimizer.warmup_ratio` becomes a number of
-    steps, too.
+    These are the fewest steps that hold as many samples as so many epochs, which are all samples of those that are
+    whole. `optimizer.warmup_ratio` becomes a number of steps, too.
 
     Raises:
         ConfigError: The data have no epochs.

@@ -23,7 +23,7 @@ from mtrain.config.derived import DataPhase
 from mtrain.data.curriculum import fingerprint_until
 from mtrain.data.order import SamplePosition
 from mtrain.data.samples.sample import Sample
-from mtrain.data.steps import known_until
+from mtrain.data.steps import known_until, windows_in
 
 _DIGESTS = 1 << 64
 
@@ -238,7 +238,8 @@ class EpochTotals:
     repeated: tuple[int, ...]
     """Samples that were read more than once."""
     lost: int
-    """Number of samples that were not read although the next epoch has begun."""
+    """Number of samples that were not read although the next epoch has begun, beyond those that an unfinished window
+    still holds."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,8 @@ class Ledger:
             starts[began[start.start]] = start
             for part in self.step(step).sources:
                 parts.setdefault((began[start.start], part.source, part.epoch), []).append(part)
-        return [self._totals(starts[key[0]], key, found, parts.keys()) for key, found in parts.items()]
+        unread = self.unread_of_window()
+        return [self._totals(starts[key[0]], key, found, parts.keys(), unread) for key, found in parts.items()]
 
     def _began(self) -> dict[int, int]:
         """Returns start -> the first start with the same data. Two may differ in blends or windows that neither has
@@ -345,6 +347,20 @@ class Ledger:
             same = [one for one in found if until(start, one) == own]
             found[start] = found[same[-1]] if same else start
         return found
+
+    def unread_of_window(self) -> int:
+        """Counts the samples that the last window still holds, where windows reach over the ends of epochs: they may be
+        of epochs that the next one follows already. 0 in every other run."""
+        windows = windows_in(self.start_of(max(self.steps)).fingerprint)
+        if windows is None or not windows.across_epochs:
+            return 0
+        total = end = 0
+        for step in sorted(self.steps):
+            total += self.steps[step][0].num_samples
+            sizes = [windows.window, *(window for first, window in windows.later if first < step)]
+            while end < total:
+                end += sizes[-1]
+        return end - total
 
     def phase_totals(self) -> list[PhaseTotals]:
         """Sums up the phases of a curriculum that the run has reached; empty without a curriculum."""
@@ -366,6 +382,7 @@ class Ledger:
         key: tuple[int, int, int],
         parts: list[SourceEntry],
         known: Collection[tuple[int, int, int]],
+        unread: int,
     ) -> EpochTotals:
         began, source, epoch = key
         counts = Counter(index for part in parts for index in part.ids)
@@ -381,5 +398,5 @@ class Ledger:
             tokens=sum(part.tokens for part in parts),
             loss_tokens=sum(part.loss_tokens for part in parts),
             repeated=tuple(sorted(index for index, count in counts.items() if count > 1)),
-            lost=size - len(counts) if size is not None and is_whole and has_ended else 0,
+            lost=max(0, size - len(counts) - unread) if size is not None and is_whole and has_ended else 0,
         )

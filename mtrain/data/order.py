@@ -145,8 +145,10 @@ class Blend:
         # at most 100,000 numbers; without a table sample g would need all samples before it
         self._source = _one_period(self.parts)
         self._number = np.empty(self.period, np.int64)
-        for source, part in enumerate(self.parts):
-            self._number[self._source == source] = np.arange(part)
+        self._turns = [np.flatnonzero(self._source == source) for source in range(len(self.parts))]
+        """[part] of each source: its turns in the period."""
+        for turns in self._turns:
+            self._number[turns] = np.arange(len(turns))
 
     def locate(self, n: int) -> BlendPosition:
         """Finds the source of sample n, counted from 0; O(1)."""
@@ -163,8 +165,26 @@ class Blend:
     def counts(self, n: int) -> list[int]:
         """Counts how many of the first n samples come from each source."""
         periods, rest = divmod(n, self.period)
-        begun = np.bincount(self._source[:rest], minlength=len(self.parts)).tolist()
+        begun = [int(np.searchsorted(turns, rest)) for turns in self._turns]
         return [periods * part + count for part, count in zip(self.parts, begun)]
+
+    def number_of(self, place: BlendPosition) -> int:
+        """Returns the number of the sample at a place: the inverse of `locate`."""
+        periods, rest = divmod(place.number, self.parts[place.source])
+        return periods * self.period + int(self._turns[place.source][rest])
+
+    def next_epoch(self, n: int, sizes: Sequence[int]) -> int:
+        """Finds the first sample whose source has used up its epoch since sample n.
+
+        Args:
+            n: Number of a sample, counted from 0.
+            sizes: Number of samples that each source has in an epoch.
+
+        Returns:
+            Number of the sample, above n.
+        """
+        ends = [(count // size + 1) * size for count, size in zip(self.counts(n), sizes)]
+        return min(self.number_of(BlendPosition(source, end)) for source, end in enumerate(ends))
 
 
 class Dealer(Protocol):
@@ -274,7 +294,9 @@ class SampleOrder:
             dealer: Assignment of samples to sources.
             sizes: Number of samples that each source has in an epoch, at least 1.
         """
-        self._seed, self._sizes, self._dealer = seed, tuple(sizes), dealer
+        self._seed, self._dealer = seed, dealer
+        self.sizes = tuple(sizes)
+        """Number of samples that each source has in an epoch."""
 
     def locate(self, g: int) -> SamplePosition:
         """Finds the place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
@@ -282,10 +304,10 @@ class SampleOrder:
         Every epoch of a source visits each of its samples once, in an order of its own.
         """
         source, number = self._dealer.locate(g)
-        epoch, turn = divmod(number, self._sizes[source])
+        epoch, turn = divmod(number, self.sizes[source])
         # an order of its own for each source and epoch; nothing is drawn, so nothing has to be saved
         key = key_of(self._seed, source, epoch)
-        return SamplePosition(source, epoch, permuted(turn, self._sizes[source], key))
+        return SamplePosition(source, epoch, permuted(turn, self.sizes[source], key))
 
     def locate_all(self, numbers: NDArray[np.int64]) -> Iterator["SamplesOfEpoch"]:
         """Yields the places of many samples, a hundred times as fast as one by one; one item for each source and
@@ -293,11 +315,11 @@ class SampleOrder:
         sources, counts = self._dealer.locate_all(numbers)
         for source in np.unique(sources).tolist():
             positions = np.flatnonzero(sources == source)
-            epochs, turns = np.divmod(counts[positions], self._sizes[source])
+            epochs, turns = np.divmod(counts[positions], self.sizes[source])
             for epoch in np.unique(epochs).tolist():
                 own = epochs == epoch
                 key = key_of(self._seed, source, epoch)
-                indices = all_permuted(turns[own], self._sizes[source], key)
+                indices = all_permuted(turns[own], self.sizes[source], key)
                 yield SamplesOfEpoch(source, epoch, positions[own], indices)
 
 

@@ -101,7 +101,7 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
     Raises:
         DataError: A sample is damaged.
     """
-    numbers = steps_of(config, stream.widths).samples(step - 1).numbers.tolist()
+    numbers = steps_of(config, stream).samples(step - 1).numbers.tolist()
     denominators, samples, compares = [], [], compared(config.loss, config.data)
     for slot, number in enumerate(numbers):
         sample = stream.sample(number)

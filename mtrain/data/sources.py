@@ -51,6 +51,10 @@ class SampleStream(Protocol):
     def locate(self, g: int) -> SamplePosition:
         """Says where sample g lies in its source."""
 
+    def next_epoch(self, g: int) -> int | None:
+        """Returns the number of the first sample after g whose source has used up, between the two, the epoch that it
+        was in; None where no source has an end."""
+
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
         """Lists the name of each source with its samples in an epoch; None where the source has no end."""
@@ -82,9 +86,10 @@ class Blended:
         """
         first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
         phases = [first, *(blend.phase for blend in later)]
-        dealer = BlendPhases(phases, len(sources)) if later else Blend(weights)
+        self._first = Blend(weights)
+        dealer = BlendPhases(phases, len(sources)) if later else self._first
         self.order = SampleOrder(seed, dealer, [len(source) // group_size for source in sources])
-        self._group_size = group_size
+        self._group_size, self._has_later = group_size, bool(later)
         self.sources = tuple(sources)
         self._names = tuple(names) if names else tuple(map(str, range(len(sources))))
         # weights too: other shares are another order, and resuming would repeat or leave out samples
@@ -106,6 +111,10 @@ class Blended:
         group, number = divmod(g, self._group_size)
         place = self.order.locate(group)
         return replace(place, index=place.index * self._group_size + number)
+
+    def next_epoch(self, g: int) -> int:
+        assert not self._has_later, "a rule refuses packed rows with a curriculum"
+        return self._group_size * self._first.next_epoch(g // self._group_size, self.order.sizes)
 
     def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         found = np.empty(len(numbers), np.int64)
@@ -346,7 +355,7 @@ class OpenedData:
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
         self.stream: SampleStream = sources.training()
-        self.steps: Steps = steps_of(config, self.stream.widths)
+        self.steps: Steps = steps_of(config, self.stream)
         self.held_out: Mapping[str, Mapping[str, HeldOut | MockHeldOut]] = {
             split: sources.held_out(split) for split in ("valid", "test")
         }

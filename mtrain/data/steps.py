@@ -4,10 +4,11 @@ A step that counts sequences holds the next global_batch_size of them. One that 
 (`data.packing.batch: rows`) holds the next global_batch_size rows of windows of the order. Either is a pure function of
 the configuration, the lengths of the samples and the step.
 
-The order of samples is cut into windows of equally many samples; the number may change at given steps. Each window is
-packed separately and its rows are shuffled. The rows of the run are the rows of all windows one after the other, and
-step k holds rows k x num_rows to (k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any
-number of ranks.
+The order of samples is cut into windows of equally many samples; the number may change at given steps, and a window
+ends where a source begins a new epoch, so that epochs follow each other however long a window is. Each window is packed
+separately and its rows are shuffled. The rows of the run are the rows of all windows one after the other, and step k
+holds rows k x num_rows to (k + 1) x num_rows. All of it follows from the seed and the lengths of samples, on any number
+of ranks.
 """
 
 import bisect
@@ -27,6 +28,8 @@ from mtrain.data.packing.best_fit import PackedRows, packed
 
 Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """[n]: positions that each of [n] samples of the order takes, at least 1."""
+NextEpoch = Callable[[int], int | None]
+"""Number of a sample -> number of the first later one that no window may hold with it; None where there is none."""
 
 _ROW_ORDER = 2
 """Part of the key that separates the permutation of rows from those of samples and documents, which have the same
@@ -58,13 +61,14 @@ class WindowShape:
 class WindowedRows:
     """The endless sequence of rows, cut into steps."""
 
-    def __init__(self, widths: Widths, shape: WindowShape) -> None:
+    def __init__(self, widths: Widths, shape: WindowShape, next_epoch: NextEpoch = lambda number: None) -> None:
         """
         Args:
             widths: Function that gives the positions of samples, in their order.
             shape: Sizes of windows and steps.
+            next_epoch: Function that says where windows end before they have their size.
         """
-        self._widths, self._shape = widths, shape
+        self._widths, self._shape, self._next_epoch = widths, shape, next_epoch
         self._ends: list[int] = []
         """Total number of rows up to the end of each window."""
         self._starts = [0]
@@ -90,13 +94,12 @@ class WindowedRows:
         return PackedRows(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        """Returns the smallest number of steps that hold so many samples."""
         with self._growing:
             while self._starts[-1] < num_samples:
                 self._add_window()
         last = bisect.bisect_left(self._starts, num_samples) - 1
-        rows = self._rows(last)
-        held = max(number for number in range(len(rows.ends)) if (rows.of(number) < num_samples).any())
+        held = int(np.searchsorted(self._rows(last).ends, num_samples - self._starts[last]))
         before = self._ends[last - 1] if last else 0
         return -(-(before + held + 1) // self._shape.num_rows)
 
@@ -106,8 +109,9 @@ class WindowedRows:
                 self._add_window()
 
     def _add_window(self) -> None:
-        rows = self._ends[-1] if self._ends else 0
-        self._starts.append(self._starts[-1] + self._shape.window_from(rows))
+        rows, start = self._ends[-1] if self._ends else 0, self._starts[-1]
+        end, edge = start + self._shape.window_from(rows), self._next_epoch(start)
+        self._starts.append(end if edge is None else min(end, edge))
         self._ends.append(rows + len(self._rows(len(self._ends)).ends))
 
     def _packed(self, window: int) -> PackedRows:
@@ -141,21 +145,32 @@ class Steps(Protocol):
         """Returns the samples of the step after `step` completed updates."""
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        """Returns the smallest number of steps that hold so many samples."""
 
 
-def steps_of(config: Config, widths: Widths) -> Steps:
+class SizedOrder(Protocol):
+    """An order of samples, as far as steps depend on it."""
+
+    def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns [n]: positions that each of [n] samples takes in a row."""
+
+    def next_epoch(self, g: int) -> int | None:
+        """Returns the number of the first sample after g that no window may hold with it; None where there is none."""
+
+
+def steps_of(config: Config, order: SizedOrder) -> Steps:
     """Returns the steps as the configuration counts them: by sequences or by packed rows.
 
     Args:
         config: Configuration of the run.
-        widths: Function that gives the positions that samples of the order take in a row.
+        order: Samples of the run.
     """
     packing, size = config.data.packing, config.sequences_per_step
     if packing is None or not config.steps_count_rows:
         return StepsOfSequences(size)
     later = tuple((each.from_step, each.window) for each in packing.later)
-    return StepsOfRows(widths, WindowShape(packing.window, config.row_width, size, config.order_seed, later))
+    shape = WindowShape(packing.window, config.row_width, size, config.order_seed, later)
+    return StepsOfRows(order.widths, shape, None if packing.across_epochs else order.next_epoch)
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,7 @@ class StepsOfSequences:
         return StepSamples(np.arange(step * self.size, (step + 1) * self.size))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        """Returns the smallest number of steps that hold so many samples."""
         return -(-num_samples // self.size)
 
 
@@ -184,14 +199,19 @@ class Windows(NamedTuple):
     """Number of samples that are packed together."""
     later: tuple[tuple[int, int], ...]
     """Pairs (updates completed, window) at which other windows begin."""
+    across_epochs: bool = False
+    """Whether a window may hold several epochs of a source."""
 
     def until(self, step: int) -> "Windows":
         """Returns the windows without those that begin after the first `step` updates."""
         return self._replace(later=tuple(each for each in self.later if each[0] < step))
 
 
+_APART = ", each in one epoch"
 _WINDOWS = re.compile(
-    r" \((\d+) rows of (\d+) a step, from windows of (\d+)((?:, of \d+ from \d+ updates on)*)\)$", re.ASCII
+    r" \((\d+) rows of (\d+) a step, from windows of (\d+)((?:, of \d+ from \d+ updates on)*)"
+    rf"({_APART})?\)$",
+    re.ASCII,
 )
 _LATER = re.compile(r"of (\d+) from (\d+) updates on", re.ASCII)
 
@@ -202,7 +222,7 @@ def windows_in(fingerprint: str) -> Windows | None:
     if found is None:
         return None
     later = tuple((int(step), int(window)) for window, step in _LATER.findall(found[4]))
-    return Windows(int(found[1]), int(found[2]), int(found[3]), later)
+    return Windows(int(found[1]), int(found[2]), int(found[3]), later, across_epochs=found[5] is None)
 
 
 def known_until(fingerprint: str, step: int) -> str:
@@ -215,15 +235,17 @@ def known_until(fingerprint: str, step: int) -> str:
 def shown(windows: Windows) -> str:
     """Writes the windows in words: fingerprints and messages contain them."""
     later = "".join(f", of {window} from {step} updates on" for step, window in windows.later)
-    return f" ({windows.num_rows} rows of {windows.row_width} a step, from windows of {windows.window}{later})"
+    apart = "" if windows.across_epochs else _APART
+    return f" ({windows.num_rows} rows of {windows.row_width} a step, from windows of {windows.window}{later}{apart})"
 
 
 class StepsOfRows:
     """Steps of a fixed number of packed rows each."""
 
-    def __init__(self, widths: Widths, shape: WindowShape) -> None:
-        self._windows = WindowedRows(widths, shape)
-        self.fingerprint = shown(Windows(shape.num_rows, shape.row_width, shape.window, shape.later))
+    def __init__(self, widths: Widths, shape: WindowShape, next_epoch: NextEpoch | None) -> None:
+        self._windows = WindowedRows(widths, shape, next_epoch or (lambda number: None))
+        across = next_epoch is None
+        self.fingerprint = shown(Windows(shape.num_rows, shape.row_width, shape.window, shape.later, across))
 
     def samples(self, step: int) -> StepSamples:
         """Returns the samples of the step after `step` completed updates, with their rows."""
@@ -231,5 +253,5 @@ class StepsOfRows:
         return StepSamples(rows.samples, PackedRows(np.arange(len(rows.samples)), rows.ends))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold the first `num_samples` samples of the order."""
+        """Returns the smallest number of steps that hold so many samples."""
         return self._windows.holding(num_samples)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import PydanticUndefined
 
@@ -15,9 +15,12 @@ from mtrain.config import Config
 from mtrain.config.consent import is_permitted
 from mtrain.config.messages import sections_at
 from mtrain.config.schema.data import SourceSection
+from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import AnyOptimizer
 from mtrain.plan.lr import decay_steps, learning_rate
 from mtrain.runs.changes import Change, changes, flat_keys
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,16 @@ class Kept:
     """Value that the program used before it had the key, for an earlier configuration that lacks it."""
     applies: Callable[[Config], bool]
     """Function that says whether the key has an effect, so that it is worth a line."""
+    was_meant: Callable[[Mapping[str, Any]], bool] = lambda earlier: True
+    """Function that says whether an earlier configuration that lacks the key, given flat, had that value's effect."""
 
 
 KEPT = {
     "optimizer.schedule_convention": Kept("one_ahead", lambda config: True),
     "data.chat_template": Kept("plain", lambda config: config.data.kind == "sft"),
+    "data.packing.across_epochs": Kept(
+        True, lambda config: config.steps_count_rows, lambda earlier: earlier.get("data.packing.batch") == "rows"
+    ),
     # all-linear, which counts as not set
     "adapter.targets": Kept(("qkv", "proj", "fc1", "fc2"), lambda config: config.adapter is not None),
 }
@@ -97,24 +105,40 @@ def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list
 def kept_lines(given: Config, kept: Config) -> Iterator[str]:
     """Yields a line for the user for each key of KEPT whose value comes from the earlier start."""
     for key, rule in KEPT.items():
-        section, name = key.split(".")
         if not rule.applies(kept):
             continue
-        value = getattr(getattr(kept, section), name)
-        if value != getattr(getattr(given, section), name):
-            shown = value if isinstance(value, str) else ", ".join(value)
+        *place, name = key.split(".")
+        value, was_given = (getattr(_section_at(config, place), name) for config in (kept, given))
+        if value != was_given:
+            shown = ", ".join(value) if isinstance(value, tuple) else str(value).lower()
             yield f"{key}={shown} stays, as this run began with it"
 
 
 def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
     for key, kept in KEPT.items():
-        section, name = key.split(".")
-        own = getattr(config, section)
-        if own is not None and name in type(own).model_fields and name not in own.model_fields_set:
+        *place, name = key.split(".")
+        own = _section_at(config, place)
+        if own is None or name not in type(own).model_fields or name in own.model_fields_set:
+            continue
+        if key in earlier or kept.was_meant(earlier):
             value = earlier.get(key, kept.before)
             value = tuple(value) if isinstance(value, list) else value
-            config = config.model_copy(update={section: own.model_copy(update={name: value})})
+            config = _replaced(config, [*place, name], value)
     return config
+
+
+def _section_at(config: Section, place: Sequence[str]) -> Section | None:
+    """Returns the section at a place; None where it, or one above it, is absent."""
+    found: Section | None = config
+    for name in place:
+        found = getattr(found, name, None)
+    return found
+
+
+def _replaced(section: AnySection, place: Sequence[str], value: Any) -> AnySection:
+    """Returns a copy of a section with another value at a place below it."""
+    name, *rest = place
+    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
 def _is_other_run(change: Change) -> bool:

@@ -171,7 +171,8 @@ def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
 
 def _later(windows: Windows) -> str:
     found = ", ".join(f"{window} from {step} updates on" for step, window in windows.later)
-    return f", data.packing.later: {found}" if found else ""
+    across = ", data.packing.across_epochs=true" if windows.across_epochs else ""
+    return (f", data.packing.later: {found}" if found else "") + across
 
 
 def _change_of_curriculum(

@@ -29,10 +29,10 @@ def config_of(
     answers = [" ".join(LETTERS[(i // 10**n) % 10] for n in range(2 + i % 6)) for i in range(NUM_SAMPLES)]
     path = write_jsonl([{"prompt": "a", "response": answer} for answer in answers])
 
-    def config(packing: dict[str, Any] | None = None, size: int = 4, **optimizer: Any) -> Config:
+    def config(packing: dict[str, Any] | None = None, size: int = 4, num_epochs: float = 2, **optimizer: Any) -> Config:
         data = {"kind": "sft", "train": [{"path": str(path)}], "tokenizer": str(word_tokenizer), "packing": packing}
         given = content(data={"seq_length": 8, **data}, optimizer={"lr": 1e-3, **optimizer})
-        given["train"] = {"global_batch_size": size, "num_epochs": 2, "precision": "fp32"}
+        given["train"] = {"global_batch_size": size, "num_epochs": num_epochs, "precision": "fp32"}
         return load_config([write(tmp_path / "config.yaml", given)])
 
     return config
@@ -63,6 +63,16 @@ def test_epochs_are_the_fewest_steps_that_hold_every_sample_so_often(
     whole, shorter = samples_of(config, num_steps), samples_of(config, num_steps - 1)
     assert min(whole[index] for index in range(NUM_SAMPLES)) == 2
     assert min(shorter[index] for index in range(NUM_SAMPLES)) == 1
+
+
+@pytest.mark.parametrize("num_epochs", [0.3, 1.5])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_a_part_of_an_epoch_is_the_fewest_steps_that_hold_as_many_samples(
+    name: str, num_epochs: float, config_of: Callable[..., Config]
+) -> None:
+    config, wanted = with_num_steps(config_of(PACKINGS[name], 1, num_epochs)), num_epochs * NUM_SAMPLES
+    num_steps = config.train.num_steps
+    assert samples_of(config, num_steps - 1).total() < wanted <= samples_of(config, num_steps).total()
 
 
 def texts_of(config: Config, num_ranks: int) -> Counter[tuple[int, ...]]:

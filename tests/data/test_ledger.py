@@ -136,6 +136,28 @@ def test_what_was_repeated_or_lost_is_found(
     assert ledger.incomplete_steps() == incomplete
 
 
+@pytest.mark.parametrize(("num_steps", "unread", "lost"), [(4, 12, 0), (8, 4, 0), (10, 0, 0)])
+def test_an_unfinished_window_across_epochs_has_lost_nothing(
+    num_steps: int, unread: int, lost: int, tmp_path: Path
+) -> None:
+    """Windows of 20 samples, five epochs of four; the rows of a window come in any order."""
+    order = np.random.default_rng(1).permutation(20).tolist()
+    start = StartEntry(0, "fp (2 rows of 8 a step, from windows of 20)", ("a",), (4,))
+    written(tmp_path, 0, {step: order[2 * step - 2 : 2 * step] for step in range(1, num_steps + 1)}, start)
+    ledger = Ledger(tmp_path)
+    assert ledger.unread_of_window() == unread
+    assert {(each.lost, each.repeated) for each in ledger.epochs()} == {(lost, ())}
+
+
+def test_what_no_window_holds_any_more_is_lost(tmp_path: Path) -> None:
+    """The window has ended, another one of 2 has begun, and one sample of it is to come: sample 1 comes no more."""
+    start = StartEntry(0, "fp (2 rows of 8 a step, from windows of 4, of 2 from 2 updates on)", ("a",), (4,))
+    written(tmp_path, 0, {1: [0, 5], 2: [2, 3], 3: [4, 6]}, start)
+    ledger = Ledger(tmp_path)
+    assert ledger.unread_of_window() == 0
+    assert [each.lost for each in ledger.epochs()] == [1, 0]
+
+
 def test_resuming_takes_back_what_lies_beyond_in_the_files_of_all_ranks(tmp_path: Path) -> None:
     for rank in range(2):
         written(tmp_path, rank, {1: [rank], 2: [2 + rank]})

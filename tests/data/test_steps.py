@@ -57,7 +57,7 @@ def test_what_data_are_called_tells_the_windows_of_the_past_from_those_to_come(
         return StepLoader(config_of({**ROWS, **more}, global_batch_size=6, micro_batch_size=1), 0, 1).fingerprint
 
     plain, later = called(), called(later=[{"from_step": 3, "window": 12}, {"from_step": 9, "window": 30}])
-    assert windows_in(later) == (6, 8, 20, ((3, 12), (9, 30)))
+    assert windows_in(later) == (6, 8, 20, ((3, 12), (9, 30)), False)
     assert plain != later
     assert known_until(later, 3) == known_until(plain, 3) == plain
     assert known_until(later, 4) == known_until(later, 9) == called(later=[{"from_step": 3, "window": 12}])
@@ -67,6 +67,8 @@ def test_what_data_are_called_tells_the_windows_of_the_past_from_those_to_come(
             config_of({**ROWS, "later": wrong})
     with refuses(ValueError, "batch=sequences"):
         config_of({"batch": "sequences", "later": [{"from_step": 3, "window": 12}]})
+    with refuses(ValueError, "across_epochs=true", "batch=sequences"):
+        config_of({"batch": "sequences", "across_epochs": True})
 
 
 @pytest.mark.parametrize("packing", [{"batch": "sequences"}, ROWS], ids=str)
@@ -77,9 +79,11 @@ def test_ranks_and_microbatches_change_no_row(config_of: Callable[..., Config], 
         assert rows_of(config_of(packing, global_batch_size=6, micro_batch_size=1), 4, step) == alone
 
 
-def test_steps_of_rows_hold_so_many_rows_and_each_sample_once_an_epoch(config_of: Callable[..., Config]) -> None:
-    # the window divides the epoch, so that epochs end with windows
-    config = config_of(ROWS, global_batch_size=4, micro_batch_size=1)
+@pytest.mark.parametrize("window", [7, 20, 65536])
+def test_steps_of_rows_hold_so_many_rows_and_each_sample_once_an_epoch(
+    config_of: Callable[..., Config], window: int
+) -> None:
+    config = config_of({**ROWS, "window": window}, global_batch_size=4, micro_batch_size=1)
     loader = StepLoader(config, 0, 1)
     per_step = [rows_of(config, 1, step) for step in range(4)]
     assert [rows.total() for rows in per_step] == [4] * 4
@@ -120,7 +124,11 @@ def test_what_decides_the_samples_of_a_step_is_in_the_fingerprint(config_of: Cal
     unpacked = fingerprint(None)
     assert fingerprint({"batch": "sequences"}, tokens_per_micro_batch=64) == unpacked
     rows = fingerprint(ROWS, global_batch_size=4)
-    assert rows == f"{unpacked} (4 rows of 8 a step, from windows of 20)"
+    assert rows == f"{unpacked} (4 rows of 8 a step, from windows of 20, each in one epoch)"
+    across = fingerprint({**ROWS, "across_epochs": True}, global_batch_size=4)
+    assert across == f"{unpacked} (4 rows of 8 a step, from windows of 20)"
+    assert windows_in(across) == (4, 8, 20, (), True)
+    assert known_until(across, 3) == across
     others = [
         fingerprint(ROWS, global_batch_size=4, tokens_per_micro_batch=64),
         fingerprint({**ROWS, "window": 21}, global_batch_size=4),

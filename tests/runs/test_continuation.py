@@ -83,6 +83,29 @@ def test_a_finetuning_of_an_old_version_keeps_its_targets_and_says_so(asked: dic
     assert continued(config(), config_yaml(config()), FOLDER, 3).adapter is None
 
 
+def test_a_run_of_windows_across_epochs_keeps_its_order_and_says_so() -> None:
+    """An earlier program let windows reach over the ends of epochs, and had no key for it."""
+    data = {"kind": "mock", "seq_length": 64, "isolate_documents": True}
+    by_rows, by_samples = {**data, "packing": {"batch": "rows"}}, {**data, "packing": {"batch": "sequences"}}
+
+    def before(data: dict[str, Any]) -> str:
+        sections = yaml.safe_load(config_yaml(config(data=data)))
+        sections["data"]["packing"].pop("across_epochs")
+        return yaml.safe_dump(sections)
+
+    given = config(data=by_rows)
+    kept = continued(given, before(by_rows), FOLDER, 3)
+    assert kept.data.packing is not None
+    assert kept.data.packing.across_epochs
+    assert list(kept_lines(given, kept)) == ["data.packing.across_epochs=true stays, as this run began with it"]
+    assert continued(given, config_yaml(kept), FOLDER, 6) == kept, "at every later start"
+    assert continued(given, config_yaml(given), FOLDER, 3) == given, "a new run goes on with its own"
+    assert continued(given, before(by_samples), FOLDER, 3) == given, "it had no windows"
+    assert continued(config(data=data), before(by_rows), FOLDER, 3) == config(data=data)
+    named = config(data={**data, "packing": {"batch": "rows", "across_epochs": False}})
+    assert continued(named, before(by_rows), FOLDER, 3) == named, "what its data are called is refused then"
+
+
 def test_it_keeps_them_at_every_later_start() -> None:
     first = continued(config(), of_old_version(), FOLDER, 3)
     second = continued(config(), config_yaml(first), FOLDER, 6)

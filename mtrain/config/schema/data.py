@@ -55,7 +55,11 @@ class PackingSection(Section):
     whatever the width of rows. rows: packed rows, from windows of the order of samples, so that all are full; the
     samples of a step then depend on the width of rows, but not on the number of ranks."""
     window: Annotated[int, bounds.BATCH] = Field(65536, gt=0)
-    """Number of samples that are packed together; batch=rows only."""
+    """Largest number of samples that are packed together; batch=rows only. A window ends early where a source begins a
+    new epoch, so that epochs follow each other, however long a window is."""
+    across_epochs: bool = False
+    """Whether a window may hold several epochs of a source; batch=rows only. Its samples are then read once an epoch
+    only when all of it has been read. A run that began so, before the program had this key, goes on so."""
     later: tuple[WindowChange, ...] = ()
     """Other window sizes, by ascending steps; batch=rows only. A resumed run may name them for steps to come: no sample
     is repeated or left out."""
@@ -64,6 +68,11 @@ class PackingSection(Section):
     def later_windows_follow_each_other(self) -> str | None:
         if self.later and self.batch != "rows":
             return f"later names other windows, which batch={self.batch} does not have; set batch=rows, or remove it"
+        if self.across_epochs and self.batch != "rows":
+            return (
+                f"across_epochs=true concerns windows, which batch={self.batch} does not have; set batch=rows, or "
+                "remove it"
+            )
         steps = [each.from_step for each in self.later]
         if steps != sorted(set(steps)):
             return f"later begins at steps {', '.join(map(str, steps))}, which must ascend; put them in order"

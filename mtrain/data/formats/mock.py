@@ -41,6 +41,9 @@ class MockSamples:
         """Says where sample g lies; every sample is new."""
         return SamplePosition(source=0, epoch=0, index=g)
 
+    def next_epoch(self, g: int) -> None:
+        """Samples have no epochs."""
+
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
         """Names the one source, which has no end."""

@@ -1,6 +1,7 @@
 """Steps of rows: every sample once, whatever was asked before."""
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mtrain.data.samples.sample import Sample
+from mtrain.data.sources import Blended
 from mtrain.data.steps import WindowedRows, WindowShape
 from tests.data.packing.oracle import best_fit_decreasing
 
@@ -102,3 +105,61 @@ def test_long_samples_do_not_come_first() -> None:
     rows = WindowedRows(lambda numbers: lengths[numbers % 4000], shape)
     sizes = [len(rows.step(step).samples) for step in range(40)]
     assert np.mean(sizes[:20]) == pytest.approx(np.mean(sizes[20:]), rel=0.2)
+
+
+@dataclass
+class Sized:
+    """A source of as many samples as it is asked for, 1 to WIDTH positions wide."""
+
+    size: int
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return widths(indices)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        raise NotImplementedError  # only lengths decide about rows
+
+    def why_nothing(self) -> str | None:
+        raise NotImplementedError
+
+
+SOURCES = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.5, 1.0, 3.0])), min_size=1, max_size=3)
+
+
+@settings(max_examples=80)
+@given(SHAPES, SOURCES, st.sampled_from([1, 7, 40, 65536]), st.integers(0, 2**63))
+def test_epochs_follow_one_another_whatever_the_window(
+    shape: WindowShape, sources: list[tuple[int, float]], window: int, seed: int
+) -> None:
+    """Row by row, no sample of a source comes again before all others of it have come."""
+    sizes = [size for size, _ in sources]
+    stream = Blended(seed, [weight for _, weight in sources], [Sized(size) for size in sizes])
+    rows = WindowedRows(stream.widths, replace(shape, window=window), stream.next_epoch)
+    read = [Counter[int]() for _ in sizes]
+    for step in range(12):
+        found = rows.step(step)
+        for number in range(len(found.ends)):
+            for place in map(stream.locate, found.of(number).tolist()):
+                read[place.source][place.index] += 1
+            for counts, size in zip(read, sizes):
+                assert max(counts.values(), default=0) <= min(counts[index] for index in range(size)) + 1
+    turns = [number for step in range(12) for number in rows.step(step).samples.tolist()]
+    assert len(set(turns)) == len(turns)
+
+
+@settings(max_examples=60)
+@given(SOURCES, st.integers(0, 200))
+def test_a_window_ends_where_the_first_source_begins_again(sources: list[tuple[int, float]], first: int) -> None:
+    """Counted one by one."""
+    stream = Blended(1, [weight for _, weight in sources], [Sized(size) for size, _ in sources])
+    epochs: dict[int, set[int]] = {}
+    end = first
+    while all(len(found) == 1 for found in epochs.values()):
+        place = stream.locate(end)
+        epochs.setdefault(place.source, set()).add(place.epoch)
+        end += 1
+    assert stream.next_epoch(first) == end - 1

@@ -31,7 +31,8 @@ def test_another_window_is_refused_with_what_to_set(
     data = ["data.kind=sft", f"data.train=[{{path: {tmp_path / 'samples.jsonl'}}}]", f"data.tokenizer={word_tokenizer}"]
     data += [f"data.cache_dir={tmp_path / 'cache'}"]
     of_20, of_12 = (f"data.packing={{batch: rows, window: {size}}}" for size in (20, 12))
-    assert finished(start(command(*data, of_20, "train.num_steps=2")))[0] == 0
+    code, _, errors = finished(start(command(*data, of_20, "train.num_steps=2")))
+    assert code == 0, errors
     with notice:
         code, _, errors = finished(start(command(*data, of_12, "train.num_steps=3")))
     assert code == notice.exit_code, errors
@@ -39,6 +40,9 @@ def test_another_window_is_refused_with_what_to_set(
     assert f"has packed rows from windows {former}" in errors
     assert "set the former values back" in errors
     assert "leave data.packing.window and add data.packing.later=[{from_step: 2, window: 12}]" in errors
+    code, _, errors = finished(start(command(*data, of_20, "data.packing.across_epochs=true", "train.num_steps=3")))
+    assert code == notice.exit_code, errors
+    assert "this start gives 20, 4 and 16, data.packing.across_epochs=true" in errors
     later = "data.packing.later=[{from_step: 2, window: 12}]"
     given = (*data, of_20, later, "train.num_steps=9", "train.micro_batch_size=1")
     code, _, errors = finished(start(command(*given, ranks=2)))
