@@ -201,6 +201,11 @@ class StepLoader:
         return self._data.earlier_fingerprints
 
     @property
+    def valid_fingerprints(self) -> dict[str, str]:
+        """Returns the fingerprints of the validation sets, by name and in the order of the configuration."""
+        return {name: samples.fingerprint for name, samples in self._data.held_out["valid"].items()}
+
+    @property
     def num_slots(self) -> int:
         """Counts the samples of one pass through a held-out set."""
         return self._rows.global_batch_size

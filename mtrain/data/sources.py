@@ -140,6 +140,8 @@ class HeldOut:
         self._sources = tuple(sources)
         total = sum(len(source) for source in sources)
         self._size = total if max_samples is None else min(total, max_samples)
+        self.fingerprint = f"{self._size} of {' + '.join(source.fingerprint for source in sources)}"
+        """Name of the samples; changes when one of them does."""
 
     def __len__(self) -> int:
         return self._size
@@ -169,6 +171,7 @@ class MockHeldOut:
 
     def __init__(self, samples: MockSamples, size: int) -> None:
         self._samples, self._size = samples, size
+        self.fingerprint = f"{size} of {samples.fingerprint}"
 
     def __len__(self) -> int:
         return self._size

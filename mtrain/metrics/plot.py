@@ -29,6 +29,16 @@ class Curves:
     changes: list[ChangeRecord]
     """Keys whose value a later start changed, in the order of their steps."""
 
+    @property
+    def comparable_passes(self) -> list[ValidRecord]:
+        """Returns the passes that measured what the last one did: those since other validation sets or another loss."""
+        if not self.passes:
+            return []
+        last = self.passes[-1].step
+        changed = [each.step for each in self.changes if each.key.startswith(("data.valid.", "loss."))]
+        since = max((step for step in changed if step < last), default=-1)
+        return [each for each in self.passes if each.step > since]
+
 
 def load_curves(run_folder: Path) -> Curves:
     """Reads a run folder, also while the run is in progress.

@@ -146,7 +146,7 @@ def _notes(run: RunHistory) -> list[str]:
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
-    status, steps, passes = run.status, run.curves.steps, run.curves.passes
+    status, steps, passes = run.status, run.curves.steps, run.curves.comparable_passes
     facts: dict[str, str] = {}
     updated = [step for step in steps if not step.empty]
     if updated:

@@ -105,14 +105,18 @@ class Start:
     def look_at_weights(self, folder: RunFolder, data: OpenedData | None) -> None:
         """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
         from mtrain.training.changed import changes_since, resumable
+        from mtrain.training.inputs import changed_inputs
 
         config, findings = self.config, self.findings
         own = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
         if own is not None:
             findings.fact("goes on", f"from {own.path}")
+            inputs = self._inputs()
             # scores of a reference model are part of the data's fingerprint, and only a run has them
             if data is not None and not data.preferences:
-                changes_since(own, data, config, folder.path)
+                changes_since(own, data, config, folder.path, inputs)
+            else:
+                changed_inputs(own, inputs, config.checkpoint.allow_changed)
         if own is None or config.adapter is not None:
             self.look_at_model("weights")
         if config.loss.teacher is not None:
@@ -126,6 +130,15 @@ class Start:
             self._look_at_adapter("adapter")
         if own is None and config.loss.reference is not None:
             self._look_at_reference(config.loss.reference)
+
+    def _inputs(self) -> dict[str, str]:
+        """Returns the fingerprints of what the run reads besides its training data; without that of a teacher, whose
+        weights would have to be loaded."""
+        if _is_usual(self.config.loss):
+            return {}
+        from mtrain.loss.functions.sources import source_fingerprints
+
+        return source_fingerprints(self.config.loss)
 
     def look_at_model(self, name: str) -> None:
         """Checks the weights that a new run, or a service, begins with; the finding has this name."""

@@ -14,7 +14,7 @@ from mtrain.base.errors import RunFolderError
 from mtrain.config import Config
 from mtrain.config.consent import is_permitted
 from mtrain.config.messages import sections_at
-from mtrain.config.schema.data import SourceSection
+from mtrain.config.schema.data import SourceSection, is_path_of_template
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import AnyOptimizer
 from mtrain.plan.lr import decay_steps, learning_rate
@@ -47,6 +47,10 @@ KEPT = {
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
 """Keys of files that may move: the fingerprint of the data, which a checkpoint holds, covers their content."""
+_TEMPLATE = "data.chat_template"
+"""Key whose file may move as well, where it names one."""
+TEACHER = "loss.teacher.checkpoint"
+"""Key of weights that may move: a checkpoint has their fingerprint."""
 _SOURCES = ("data.train", "data.curriculum")
 """Keys of sources whose paths may change: the fingerprint identifies the sources."""
 _SOURCE_DEFAULTS = {
@@ -75,7 +79,7 @@ def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Con
     return kept
 
 
-def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list[Change]:
+def allowed_changes(config: Config, saved: str, folder: Path, step: int, teacher_is_known: bool = True) -> list[Change]:
     """Lists what a run changes from a step on, with the consent of checkpoint.allow_changed; neutral keys are left out.
 
     Args:
@@ -83,11 +87,12 @@ def allowed_changes(config: Config, saved: str, folder: Path, step: int) -> list
         saved: Resolved configuration that a checkpoint was saved with, as YAML.
         folder: Run folder, for messages.
         step: Number of updates completed in the checkpoint.
+        teacher_is_known: Whether the checkpoint has the fingerprint of the teacher, so that its path says nothing.
 
     Raises:
         RunFolderError: A change makes this another run, and checkpoint.allow_changed does not permit it.
     """
-    found = [each for each in changes(saved, config) if each.key != _DECAY and _is_other_run(each)]
+    found = [each for each in changes(saved, config) if each.key != _DECAY and _is_other_run(each, teacher_is_known)]
     permitted = config.checkpoint.allow_changed
     if refused := [each.key for each in found if not is_permitted(each.key, permitted)]:
         raise _other_run(folder, refused)
@@ -141,19 +146,25 @@ def _replaced(section: AnySection, place: Sequence[str], value: Any) -> AnySecti
     return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
-def _is_other_run(change: Change) -> bool:
+def _is_other_run(change: Change, teacher_is_known: bool) -> bool:
     """Says whether a run with this change is another run; a key that an older version lacked may have its old
     meaning."""
     if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _is_only_elsewhere(change):
+        return False
+    if change.key == TEACHER and teacher_is_known and None not in (change.old, change.new):
         return False
     meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
     return change.old is not None or change.new != json.dumps(meant, ensure_ascii=False, default=str)
 
 
 def _is_only_elsewhere(change: Change) -> bool:
-    """Says whether only the paths of the sources differ; the data's fingerprint shows whether the sources are the
-    same."""
-    if change.key not in _SOURCES or change.old is None or change.new is None:
+    """Says whether only the paths of the sources differ, or of the template; the data's fingerprint shows whether the
+    samples are the same."""
+    if change.old is None or change.new is None:
+        return False
+    if change.key == _TEMPLATE:
+        return all(is_path_of_template(json.loads(text)) for text in (change.old, change.new))
+    if change.key not in _SOURCES:
         return False
     old, new = (_without_paths(json.loads(text)) for text in (change.old, change.new))
     return bool(old == new)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain.base.errors import DataError
@@ -15,6 +15,7 @@ from mtrain.config import Config, adapters, known_issues
 from mtrain.config.schema.sections import Sections
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
+from mtrain.loss.functions.sources import source_fingerprints
 from mtrain.loss.objective import Objective, objective_of
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank, with_the_slowest
@@ -25,8 +26,10 @@ from mtrain.mcore.model.layer_spec import choose
 from mtrain.mcore.state.teacher import Teacher, teacher_config
 from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.plan.lr import LearningRate, learning_rate
+from mtrain.runs.continuation import TEACHER
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
+from mtrain.training.inputs import differing, of_validation
 from mtrain.training.preferences.references import References
 from mtrain.training.resume import announced, resume_or_initialize
 from mtrain.training.step import TrainingStep
@@ -55,6 +58,8 @@ class Run:
     """Function that returns the learning rate of a step."""
     history: BadStepHistory = NO_BAD_STEPS
     """Bad steps before `start_step`."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of what this rank reads besides the training data, by key of the configuration."""
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
@@ -129,6 +134,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
     """
     objective = objective_of(config)
+    sources = agreed(groups, lambda: source_fingerprints(config.loss))
     if groups.rank == 0:
         of_config = (*known_issues.notes(config), *adapters.notes(config), *objective.notes(config.loss))
         of_machine = (*_notes_on_packages(), *_notes_on_layers(config, groups))
@@ -137,6 +143,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     # opened before the model is built: bad data end the run while that is still cheap
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
+    held_out = agreed(groups, lambda: of_validation({} if loader is None else loader.valid_fingerprints))
     validation = ValidationSet.open_all(loader)
     references = References(config, folder, groups, objective.preference, loader)
     references.score_apart()
@@ -144,7 +151,9 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     built = build_step(config, groups, objective, teacher_of, weights_follow=True)
     # before the run's own weights are loaded, since this overwrites the model's weights
     references.use(built.model)
-    resumed = resume_or_initialize(built.model, folder, loader)
+    of_teacher = {} if built.teacher is None else {TEACHER: built.teacher.fingerprint()}
+    inputs = {**sources, **held_out, **of_teacher}
+    resumed = resume_or_initialize(built.model, folder, loader, inputs)
     return Run(
         built.model,
         objective,
@@ -155,6 +164,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         resumed.step,
         resumed.changes,
         history=resumed.history,
+        inputs=inputs,
     )
 
 
@@ -169,6 +179,26 @@ def _notes_on_packages() -> list[str]:
 def _notes_on_layers(config: Sections, groups: Groups) -> list[str]:
     note = choose(config, groups.device).note
     return [note] if note else []
+
+
+def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Returns fingerprints by key as this rank finds them. Collective over the world.
+
+    Raises:
+        DataError: One differs from that of rank 0; on all ranks.
+    """
+    own = on_all_ranks(found)
+    first = on_first_rank(lambda: own)
+
+    def check() -> None:
+        if (key := differing(own, first)) is not None:
+            raise DataError(
+                f"{key} is another one on rank {groups.rank} than on rank 0 (fingerprint {own[key]}, not "
+                f"{first[key]}); give every node the same files"
+            )
+
+    on_all_ranks(check)
+    return own
 
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:

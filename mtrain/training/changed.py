@@ -22,8 +22,9 @@ from mtrain.data.sources import REFERENCES
 from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.metrics.record import ChangeRecord
 from mtrain.runs.changes import Change
-from mtrain.runs.continuation import allowed_changes, continued
+from mtrain.runs.continuation import TEACHER, allowed_changes, continued
 from mtrain.runs.folder import RunFolder
+from mtrain.training.inputs import VALID, changed_inputs
 
 DATA = "data.train"
 """Key under which training data with another fingerprint are recorded."""
@@ -76,7 +77,9 @@ def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mappin
     return newest
 
 
-def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_folder: Path) -> tuple[ChangeInfo, ...]:
+def changes_since(
+    entry: CheckpointEntry, data: KnownData, config: Config, run_folder: Path, inputs: Mapping[str, str]
+) -> tuple[ChangeInfo, ...]:
     """Returns all changes of a run up to this start: those recorded in its checkpoint, and those of this start.
 
     The comparison is with the checkpoint, not with the last start: a start that changed something and crashed before it
@@ -87,15 +90,18 @@ def changes_since(entry: CheckpointEntry, data: KnownData, config: Config, run_f
         data: Training data of this start.
         config: Configuration of this start.
         run_folder: Path of the run folder, for messages.
+        inputs: Fingerprints of what this start reads besides the training data, by key.
 
     Raises:
         RunFolderError: A key has another value without consent.
-        DataError: The training data have changed without consent.
+        DataError: The training data or another input have changed without consent.
     """
     saved = checkpoint_config(entry.path)
-    found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step)
+    knows_teacher = TEACHER in entry.manifest.inputs
+    found = [] if saved is None else allowed_changes(config, saved, run_folder, entry.step, knows_teacher)
     fingerprint = change_of_data(entry, data, config.checkpoint, found)
-    new = [*found, fingerprint] if fingerprint is not None else found
+    others = changed_inputs(entry, inputs, config.checkpoint.allow_changed, [each.key for each in found])
+    new = [*found, *([] if fingerprint is None else [fingerprint]), *others]
     return (
         *entry.manifest.changes,
         *(ChangeInfo(step=entry.step, key=each.key, old=each.old, new=each.new) for each in new),
@@ -219,7 +225,7 @@ def checkpoint_config(path: Path) -> str | None:
 
 def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None:
     """Says which samples follow if a start changes the data; None if it does not."""
-    of_data = [each for each in changes if each.key.startswith("data.")]
+    of_data = [each for each in changes if each.key.startswith("data.") and not each.key.startswith(f"{VALID}.")]
     if not of_data:
         return None
     if any(each.key == CURRICULUM for each in of_data):

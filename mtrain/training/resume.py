@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -41,7 +42,9 @@ class Resumed(NamedTuple):
     history: BadStepHistory = NO_BAD_STEPS
 
 
-def resume_or_initialize(model: RankModel, folder: RunFolder, loader: StepLoader | None) -> Resumed:
+def resume_or_initialize(
+    model: RankModel, folder: RunFolder, loader: StepLoader | None, inputs: Mapping[str, str] = MappingProxyType({})
+) -> Resumed:
     """Loads the run's newest good checkpoint, or else the weights it starts from. Collective over the world.
 
     A checkpoint that is skipped because it is damaged, or holds nan or inf, is set aside, so that its step can be saved
@@ -51,6 +54,7 @@ def resume_or_initialize(model: RankModel, folder: RunFolder, loader: StepLoader
         model: Model of this rank, into which the state is loaded.
         folder: Run folder, whose lock the first rank holds.
         loader: Loader of the training data; None on ranks that do not read any.
+        inputs: Fingerprints of what the run reads besides them, by key.
 
     Returns:
         State of the checkpoint; step 0 if the run begins.
@@ -63,7 +67,7 @@ def resume_or_initialize(model: RankModel, folder: RunFolder, loader: StepLoader
     # the run's own checkpoint has priority: initialize_from says where the run began, not where it is
     if model.config.adapter is not None:  # checkpoints of adapters do not hold the frozen model
         load_base(model)
-    resumed = load_newest(model, folder, loader)
+    resumed = load_newest(model, folder, loader, inputs)
     if resumed is None and model.config.adapter is None:
         initialize(model)
     elif resumed is None:
@@ -125,6 +129,7 @@ def load_newest(
     model: RankModel,
     folder: RunFolder,
     loader: StepLoader | None,
+    inputs: Mapping[str, str],
     passed_over: Mapping[int, str] | None = None,
 ) -> Resumed | None:
     """Loads the newest good checkpoint of the run; returns None if it has none. Collective over the world.
@@ -135,6 +140,7 @@ def load_newest(
         model: Model of this rank, into which the state is loaded.
         folder: Run folder.
         loader: Loader of the training data; None on ranks that do not read any.
+        inputs: Fingerprints of what the run reads besides them, by key.
         passed_over: Reason by step, for checkpoints that a run that rolls back must not load; None at a start.
 
     Raises:
@@ -155,7 +161,7 @@ def load_newest(
             if entry is None:
                 return None
             # on the first rank, which reads data; before the load, which takes long
-            changes = on_first_rank(functools.partial(_changes, entry, loader, model.config, folder))
+            changes = on_first_rank(functools.partial(_changes, entry, loader, model.config, folder, inputs))
             state = load_checkpoint(entry, model)
             fault = non_finite_state(model)
             if fault is None:
@@ -194,11 +200,15 @@ def _load_start(model: RankModel) -> Path | None:
 
 
 def _changes(
-    entry: CheckpointEntry, loader: StepLoader | None, config: Config, folder: RunFolder
+    entry: CheckpointEntry,
+    loader: StepLoader | None,
+    config: Config,
+    folder: RunFolder,
+    inputs: Mapping[str, str],
 ) -> tuple[ChangeInfo, ...]:
     """Returns the changes of the run up to this start, and refuses those without consent. On the first rank."""
     assert loader is not None, "the first rank reads data"
-    return changes_since(entry, loader, config, folder.path)
+    return changes_since(entry, loader, config, folder.path, inputs)
 
 
 def announced(newest: Newest) -> CheckpointEntry | None:

@@ -60,6 +60,7 @@ from mtrain.training.export import Exporter
 from mtrain.training.faults.guard import Guard
 from mtrain.training.faults.rollback import as_rollback, roll_back
 from mtrain.training.faults.trial import RollBackError, StepTrial, named
+from mtrain.training.inputs import valid_measure
 from mtrain.training.recording.life import Life
 from mtrain.training.recording.profiling import StepProfiler
 from mtrain.training.recording.sinks import SignsOfLife, open_sinks
@@ -215,7 +216,9 @@ def _origin(run: Run) -> Provenance:
         return Provenance()
     checkout = git_checkout()
     git = None if checkout is None else GitState(commit=checkout.commit, dirty=checkout.dirty)
-    return Provenance(run.loader.fingerprint, git, run.changes)
+    config = run.model.config
+    measure = valid_measure(config.loss, config.data, run.inputs)
+    return Provenance(run.loader.fingerprint, git, run.changes, run.inputs, measure)
 
 
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:

@@ -9,8 +9,8 @@ import pytest
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.metrics.jsonl import JsonlSink
-from mtrain.metrics.plot import load_curves, plot_losses, running_mean
-from mtrain.metrics.record import Record
+from mtrain.metrics.plot import Curves, load_curves, plot_losses, running_mean
+from mtrain.metrics.record import ChangeRecord, Record
 from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record
 
@@ -70,3 +70,13 @@ def test_a_running_mean_is_shorter_at_the_ends_and_passes_over_gaps() -> None:
     assert running_mean([2.0, 4.0, 6.0, 11.0], 1) == [3.0, 4.0, 7.0, 8.5]
     assert running_mean([2.0, math.inf, 6.0], 1) == [2.0, 4.0, 6.0]
     assert math.isnan(running_mean([math.nan], 1)[0])
+
+
+def test_passes_over_other_sets_do_not_compare() -> None:
+    passes = [valid_record(step, loss) for step, loss in ((2, 1.0), (4, 3.0), (6, 2.5))]
+    valid, rate = ChangeRecord(step=2, key="data.valid.valid"), ChangeRecord(step=4, key="optimizer.lr")
+    later = ChangeRecord(step=6, key="loss.function")
+    assert Curves([], passes, []).comparable_passes == passes
+    assert Curves([], passes, [valid, rate]).comparable_passes == passes[1:]
+    assert Curves([], passes, [valid, rate, later]).comparable_passes == passes[1:], "none follows the last change"
+    assert Curves([], [], [valid]).comparable_passes == []

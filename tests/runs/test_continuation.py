@@ -106,6 +106,29 @@ def test_a_run_of_windows_across_epochs_keeps_its_order_and_says_so() -> None:
     assert continued(named, before(by_rows), FOLDER, 3) == named, "what its data are called is refused then"
 
 
+def test_a_moved_template_or_teacher_is_known_by_what_it_holds() -> None:
+    data = {"kind": "sft", "seq_length": 64, "tokenizer": "x.model", "train": [{"path": "x.jsonl"}]}
+
+    def of_template(choice: str) -> Config:
+        return config(data={**data, "chat_template": choice})
+
+    here, there = of_template("here/a.jinja"), of_template("there/b.jinja")
+    assert continued(there, config_yaml(here), FOLDER, 3) == there
+    for other in ("plain", "auto", "tool_use"):
+        with refuses(RunFolderError, "data.chat_template"):
+            continued(of_template(other), config_yaml(here), FOLDER, 3)
+
+    def of_teacher(path: str | None) -> Config:
+        return config(loss__teacher=None if path is None else {"checkpoint": path})
+
+    saved = config_yaml(of_teacher("here"))
+    assert allowed_changes(of_teacher("there"), saved, FOLDER, 3) == []
+    with refuses(RunFolderError, "loss.teacher.checkpoint"):
+        allowed_changes(of_teacher("there"), saved, FOLDER, 3, teacher_is_known=False)
+    with refuses(RunFolderError, "loss.teacher"):
+        allowed_changes(of_teacher(None), saved, FOLDER, 3)
+
+
 def test_it_keeps_them_at_every_later_start() -> None:
     first = continued(config(), of_old_version(), FOLDER, 3)
     second = continued(config(), config_yaml(first), FOLDER, 6)

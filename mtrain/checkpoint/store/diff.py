@@ -104,6 +104,8 @@ def described(contents: Contents) -> dict[str, str]:
     shown |= {"configuration": f"SHA-256 {manifest.config_hash}"}
     if manifest.dataset is not None:
         shown["data"] = f"fingerprint {manifest.dataset}"
+    if manifest.inputs:
+        shown["inputs"] = "; ".join(f"{key}: fingerprint {value}" for key, value in manifest.inputs.items())
     if manifest.git is not None:
         shown["git"] = manifest.git.commit + (" with local changes" if manifest.git.dirty else "")
     if manifest.valid_loss is not None:

@@ -35,7 +35,7 @@ CONFIG_NAME = "config.yaml"
 """Configuration that a run resolved."""
 _CONFIG_NAMES = (CONFIG_NAME, "model.yaml")
 """Files whose SHA-256 is `config_hash`: of a run, or of an import, which has only a part."""
-_MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 26
 """Largest size of a manifest; it has one line per file."""
 _MOST_COUNT = 1 << 53
 """Largest count: more steps, tokens or bytes than there will be."""
@@ -153,8 +153,14 @@ class CheckpointInfo(BaseModel):
     """Fingerprint of the training data; None where there were none, as in a conversion."""
     git: GitState | None = None
     """State of the program's source; None where the program did not run from a git checkout."""
+    inputs: dict[str, str] = {}
+    """Key of the configuration -> fingerprint of what it named, for what a run reads besides its training data and
+    decides its numbers: source of loss functions of the user's own, teacher, validation sets."""
     valid_loss: float | None = None
     """Loss of a validation at this step, in nats; None where there was none."""
+    valid_measure: str | None = None
+    """Fingerprint of what `valid_loss` is the loss of, samples and loss function; only losses with the same one
+    compare. None where there was no validation, and in checkpoints from before this field."""
     changes: tuple[ChangeInfo, ...] = ()
     """Changes of the configuration up to this step, in order."""
     skipped: tuple[SkippedInfo, ...] = ()
@@ -237,7 +243,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         # a link could name the manifest of another checkpoint, whose files would then be compared with this folder's
-        manifest = parsed_manifest(read_plain_file(path, _MOST_BYTES, follow_link=False))
+        manifest = parsed_manifest(read_plain_file(path, MOST_BYTES, follow_link=False))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {MANIFEST_NAME}: it was not completed, or another program wrote it") from None
     except NotADirectoryError:

@@ -20,6 +20,7 @@ from mtrain.base.background import started
 from mtrain.base.errors import DataError, MtrainError
 from mtrain.base.fault_points import fault_point
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
+from mtrain.checkpoint.store.manifest import Manifest
 from mtrain.checkpoint.store.steps import published_steps, step_name
 
 _log = logging.getLogger(__name__)
@@ -33,21 +34,31 @@ class Keep(NamedTuple):
     every: int | None = None
     """Interval whose multiples are kept for ever; None keeps none."""
     best: int = 0
-    """Number of checkpoints with the lowest validation loss to keep; of equal ones the newer."""
+    """Number of checkpoints with the lowest validation loss to keep, of each measure; of equal ones the newer."""
 
 
-def to_delete(steps: Iterable[int], keep: Keep, valid_losses: Mapping[int, float] | None = None) -> list[int]:
+def to_delete(
+    steps: Iterable[int],
+    keep: Keep,
+    valid_losses: Mapping[int, float] | None = None,
+    measures: Mapping[int, str | None] | None = None,
+) -> list[int]:
     """Returns the steps that may be deleted, ascending.
 
     Args:
         steps: Steps of the good checkpoints, in any order.
         keep: The rules.
         valid_losses: Step -> validation loss, for those that have one.
+        measures: Step -> fingerprint of what that is the loss of: only losses of one measure compare. By default all
+            do.
     """
     assert keep.last > 0, "the newest checkpoint is never deleted"
-    losses = valid_losses or {}
+    losses, of_step = valid_losses or {}, measures or {}
     # among all, including the newest: a step that is kept for two reasons does not make room for another
-    best = set(sorted(losses, key=lambda step: (losses[step], -step))[: keep.best])
+    ranked: dict[str | None, list[int]] = {}
+    for step in sorted(losses, key=lambda step: (losses[step], -step)):
+        ranked.setdefault(of_step.get(step), []).append(step)
+    best = {step for of_measure in ranked.values() for step in of_measure[: keep.best]}
     # -last is at most -1, which the assertion ensures: with [:-0] nothing at all would be a candidate
     older = sorted(set(steps))[: -keep.last]
     return [step for step in older if step not in best and (keep.every is None or step % keep.every != 0)]
@@ -67,17 +78,18 @@ def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
     Raises:
         MachineError: The disk refuses.
     """
-    good = {step: loss for step, loss in whole_steps(root).items() if step <= confirmed}
-    losses = {step: loss for step, loss in good.items() if loss is not None}
-    return [step for step in to_delete(good, keep, losses) if delete_checkpoint(root, step)]
+    good = {step: manifest for step, manifest in whole_steps(root).items() if step <= confirmed}
+    losses = {step: each.valid_loss for step, each in good.items() if each.valid_loss is not None}
+    measures = {step: each.valid_measure for step, each in good.items()}
+    return [step for step in to_delete(good, keep, losses, measures) if delete_checkpoint(root, step)]
 
 
-def whole_steps(root: Path) -> dict[int, float | None]:
-    """Returns step -> validation loss, if it has one, of the checkpoints that are not damaged; ascending."""
-    good: dict[int, float | None] = {}
+def whole_steps(root: Path) -> dict[int, Manifest]:
+    """Returns step -> manifest of the checkpoints that are not damaged; ascending."""
+    good: dict[int, Manifest] = {}
     for step in published_steps(root):
         try:
-            good[step] = load_entry(root / step_name(step)).manifest.valid_loss
+            good[step] = load_entry(root / step_name(step)).manifest
         except DataError:
             # a damaged one neither counts towards keep_last nor is deleted: people may still recover something from it
             continue

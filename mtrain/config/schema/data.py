@@ -359,6 +359,11 @@ class SftSection(FilesSection):
         return "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
 
 
+def is_path_of_template(choice: str) -> bool:
+    """Says whether a value of `data.chat_template` is the path of a file."""
+    return "/" in choice or choice.endswith(".jinja")
+
+
 def _short_names(paths: Sequence[str]) -> tuple[str, ...]:
     """Shortens each path to as few of its last parts as tell all paths apart; equal paths get their numbers."""
     parts = [PurePosixPath(path).parts for path in paths]

@@ -37,7 +37,8 @@ class CheckpointSection(Section):
     """Number of steps between checkpoints that are never deleted: those at its multiples; null: there are none."""
     keep_best: int = Field(0, ge=0)
     """Number of checkpoints with the lowest validation loss that are not deleted either, out of those saved at a step
-    that was validated; 0: none."""
+    that was validated; 0: none. Losses over other samples, or of another loss function, do not compare: where a start
+    has changed these, as many are kept of each."""
     async_save: bool = True
     """Whether training continues from a copy in host memory, as large as a rank's state, while a checkpoint is written;
     false: it waits for the disk."""

@@ -11,6 +11,7 @@ from typing import Any
 from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
 from mtrain.base.plain_files import read_plain_file
+from mtrain.config.schema.data import is_path_of_template
 from mtrain.tokenizer import json_object
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -44,14 +45,13 @@ def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
     """Finds the templates that `data.chat_template` means; None where "auto" finds none.
 
     Args:
-        choice: Value of the key: "auto", the name of one of several templates, or the path of a file. A value that
-            holds a slash or ends in .jinja is a path.
+        choice: Value of the key: "auto", the name of one of several templates, or the path of a file.
         tokenizer: Path of the tokenizer, as in `Tokenizer.path`.
 
     Raises:
         DataError: There is no such template, or a file is damaged.
     """
-    if "/" in choice or choice.endswith(".jinja"):
+    if is_path_of_template(choice):
         return _alone(ChatTemplate(_text(Path(choice)), Path(choice)))
     named = named_templates(tokenizer)
     if choice != "auto":

@@ -12,9 +12,10 @@ import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -73,6 +74,10 @@ class Provenance(NamedTuple):
     git: GitState | None = None
     changes: tuple[ChangeInfo, ...] = ()
     """Keys that the run has changed so far."""
+    inputs: Mapping[str, str] = MappingProxyType({})
+    """Fingerprints of what the run reads besides its training data, by key."""
+    valid_measure: str | None = None
+    """Fingerprint of what the run's validation losses are the losses of."""
 
 
 class Saver:
@@ -162,7 +167,9 @@ class Saver:
             git=self._origin.git,
             changes=self._origin.changes,
             skipped=history.skipped,
+            inputs=dict(self._origin.inputs),
             valid_loss=valid_loss,
+            valid_measure=None if valid_loss is None else self._origin.valid_measure,
             base=base_of(model),
             reference=self._config.loss.reference,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.engine.schedule import run_forward
 from mtrain.mcore.model.build import build_frozen_model, run_chunk
 from mtrain.mcore.model.output_layer import DeferredLogits, Logits
+from mtrain.mcore.state.base import model_fingerprint
 from mtrain.mcore.state.load import load_frozen_weights
 from mtrain.plan.layout import Layout
 
@@ -38,7 +41,7 @@ class Teacher:
             chunks: Frozen chunks, one for each virtual stage.
             groups: The process groups.
         """
-        self._config, self._chunks = config, list(chunks)
+        self._config, self._chunks, self._groups = config, list(chunks), groups
         # its stages need a schedule of their own, which cannot run inside the student's forward step
         self._runs_alone = groups.layout.pp > 1
 
@@ -61,7 +64,21 @@ class Teacher:
         own = replace(groups, layout=layout)
         chunks = build_frozen_model(config, own)
         load_frozen_weights(entry, chunks, own, config.model)
-        return cls(config, chunks, groups)
+        return cls(config, chunks, own)
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of the weights and of the architecture, the same under every layout. One all-reduce
+        over the world.
+
+        Raises:
+            DataError: A weight is not finite; on all ranks.
+        """
+        model = self._config.model
+        weights = model_fingerprint(self._chunks, self._groups, model.vocab_size, with_adapters=False)
+        # without defaults, so that a key that is added to the program changes none
+        known = model.model_dump(mode="json", exclude_defaults=True, exclude={"hf", "backend", "vocab_multiple"})
+        shape = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        return f"{weights}-{shape[:8]}"
 
     def logits_of(self, batches: Sequence[Microbatch]) -> LogitsOf:
         """Returns the teacher's logits of a step's microbatches. Collective over pipeline, tensor and context

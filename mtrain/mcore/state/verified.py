@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import time
@@ -11,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError, MachineError
+from mtrain.base.plain_files import read_plain_file
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, reading
+from mtrain.checkpoint.store.manifest import MANIFEST_NAME, MOST_BYTES, parsed_manifest
 from mtrain.checkpoint.store.verification import files_of_reader, verify_files
-from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
 
 _MOST_THREADS = 4
 
@@ -33,11 +36,13 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
         tell: Called there with each line for the user.
 
     Raises:
-        DataError: There are checkpoints and none is good; on all ranks.
+        DataError: There are checkpoints and none is good, or a rank finds another one than rank 0; on all ranks.
     """
     unusable: dict[int, str] = {}
     while True:
         newest = on_first_rank(lambda: find(unusable))  # ranks could see a shared folder at different states
+        if newest.entry is not None:
+            on_all_ranks(functools.partial(_refuse_another, newest.entry))
         with contextlib.ExitStack() as held:
             # the same on all ranks, so all of them leave the loop or none
             fault = None if newest.entry is None else _fault(newest.entry, held, tell)
@@ -46,6 +51,22 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
                 return
         assert newest.entry is not None
         unusable[newest.entry.step] = fault
+
+
+def _refuse_another(entry: CheckpointEntry) -> None:
+    """Refuses another checkpoint of the same path, as nodes have that share no disk.
+
+    By its manifest, which has a digest of every file: each file itself is read by one rank only.
+    """
+    try:
+        own = parsed_manifest(read_plain_file(entry.path / MANIFEST_NAME, MOST_BYTES))
+    except (OSError, ValueError):
+        return  # it is gone or damaged, which verification finds
+    if own != entry.manifest:
+        raise DataError(
+            f"{entry.path} is another checkpoint for rank {dist.get_rank()} on {platform.node()} than for rank 0; give "
+            "every node the same files"
+        )
 
 
 def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:

@@ -64,7 +64,7 @@ def roll_back(
     below = guard.first_left_out_for(wanted.step)
     too_new = saver.doubtful(below)
     try:
-        found = load_newest(run.model, folder, run.loader, passed_over=too_new)
+        found = load_newest(run.model, folder, run.loader, run.inputs, passed_over=too_new)
     except DataError as error:
         raise NumericError(f"{wanted}; there is no checkpoint to roll back to: {error}") from error
     if found is None:

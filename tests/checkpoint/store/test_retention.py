@@ -90,6 +90,19 @@ def test_the_best_by_validation_stay(losses: dict[int, float | None], best: int)
     assert set(gone) == set(losses) - set(ranked[:best]) - {max(losses, default=-1)}
 
 
+@given(
+    st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 9), st.sampled_from([None, "a", "b"])), max_size=12),
+    st.integers(0, 3),
+)
+def test_losses_of_different_measures_do_not_compete(results: dict[int, tuple[float, str | None]], best: int) -> None:
+    losses = {step: loss for step, (loss, _) in results.items()}
+    measures = {step: measure for step, (_, measure) in results.items()}
+    gone = to_delete(results, Keep(1, None, best), losses, measures)
+    for step, (loss, measure) in results.items():
+        better = sum((own, -other) < (loss, -step) for other, (own, others) in results.items() if others == measure)
+        assert (step in gone) == (better >= best and step != max(results))
+
+
 def test_the_best_stays_on_disk(tmp_path: Path) -> None:
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, None)):
         save(tmp_path, step, loss)
