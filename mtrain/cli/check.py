@@ -55,11 +55,11 @@ def check(
         ranks = _ranks(world_size, stated)
         typer.echo("\n".join(plan_lines(config, ranks)))
         findings = Findings()
-        look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
         if not without_files:
             from mtrain.preflight.look import look
 
             look(config, findings)
+        look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
     print_findings(findings)
     if findings.faults:
         raise typer.Exit(findings.exit_code)
@@ -82,8 +82,8 @@ def look_at_gpus(
     stated: "StatedMachine | None",
     findings: "Findings",
 ) -> None:
-    """Compares the needed memory with the option's or else the file's, and predicts the time of the run; without either
-    there is nothing to compare or predict."""
+    """Compares the needed memory with the option's or else the file's, and predicts the time of the run, with the
+    samples that share its rows where `findings` knows them; without either there is nothing to compare or predict."""
     if memory_given is None and gpu_given is None and stated is None:
         return
     from mtrain.plan.layout import Layout
@@ -102,11 +102,14 @@ def look_at_gpus(
         else:
             findings.fact("GPU memory", verdict(config, ranks, cluster, stated.memory_bytes))
     if steps > 0 and (gpu_given is not None or stated is not None):
-        seconds = step_cost(Workload(config, Layout.from_config(config, ranks), cluster)).time.total
+        layout = Layout.from_config(config, ranks)
+        packed = None if findings.packed_steps is None else findings.packed_steps(layout.dp)
+        seconds = step_cost(Workload(config, layout, cluster, packed)).time.total
+        is_most = packed is None and config.data.packing is not None and not config.steps_count_rows
         findings.fact(
             "time of the run",
             f"{seconds * steps / 3600:,.1f} hours on {ranks} x {name}, predicted (docs/planning.md): {steps:,} steps "
-            f"of {seconds:.3g} s",
+            f"of {seconds:.3g} s" + (", if no samples shared a row" if is_most else ""),
         )
 
 

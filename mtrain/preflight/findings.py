@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mtrain.base.errors import MtrainError
+from mtrain.plan.search.layer_cost import PackedSteps
 
 
 @dataclass
@@ -16,6 +17,9 @@ class Findings:
     facts: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of what was checked and what was found."""
     faults: list[MtrainError] = field(default_factory=list)
+    packed_steps: Callable[[int], PackedSteps] | None = None
+    """Returns, for a number of data-parallel ranks, what the steps of the run hold; None where its samples share no
+    rows, or were not opened."""
 
     def fact(self, name: str, value: str) -> None:
         """Notes that something is as it should be."""

@@ -68,9 +68,12 @@ def look_at_start(config: Config, findings: Findings) -> None:
             for note in data.notes:
                 findings.fact("note", note)
             from mtrain.data.epochs import Epochs
-            from mtrain.preflight.sizes import look_at_sizes
+            from mtrain.preflight.sizes import look_at_sizes, packed_steps
 
-            look_at_sizes(Epochs(config, data.stream), findings)
+            epochs = Epochs(config, data.stream)
+            look_at_sizes(epochs, findings)
+            if config.data.packing is not None:
+                findings.packed_steps = partial(packed_steps, epochs)
     with findings.looking():
         start.look_at_weights(folder, data)
 

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 from mtrain.config.schema.data import FilesSection
 from mtrain.data.epochs import Epochs
+from mtrain.data.packing.best_fit import packed
+from mtrain.data.packing.step_plan import StepShape, num_microbatches_of
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sample import SampleSource
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended
+from mtrain.data.steps import steps_of
+from mtrain.plan.search.layer_cost import PackedSteps
 from mtrain.preflight.findings import Findings
 
 
@@ -26,6 +30,30 @@ def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
             findings.fact("data", f"{name}: {_size(source, data.seq_length)}")
         for line in _passes(epochs, data):
             findings.fact("epoch", line)
+
+
+_MOST_STEPS = 16
+"""Number of steps that are packed to find their mean."""
+
+
+def packed_steps(epochs: Epochs, dp_size: int) -> PackedSteps:
+    """Packs the first steps of the run, and some until its end, as training does; returns their means.
+
+    Args:
+        epochs: Configuration, with packing, and opened training data of the run.
+        dp_size: Number of data-parallel ranks.
+    """
+    config, stream = epochs.config, epochs.stream
+    shape, steps = StepShape.of(config, dp_size), steps_of(config, stream)
+    counts, pairs, num_rows = [], 0, 0
+    for step in range(0, config.train.num_steps, -(-config.train.num_steps // _MOST_STEPS)):
+        held = steps.samples(step)
+        widths = stream.widths(held.numbers)
+        rows = len((packed(widths, shape.row_width) if held.rows is None else held.rows).ends)
+        counts.append(num_microbatches_of(rows, shape))
+        pairs, num_rows = pairs + int((widths * (widths + 1)).sum()), num_rows + rows
+    whole = num_rows * shape.row_width * (shape.row_width + 1)
+    return PackedSteps(sum(counts) / len(counts), pairs / whole)
 
 
 def _size(source: SampleSource, seq_length: int) -> str:

@@ -91,6 +91,31 @@ def test_sizes_epochs_and_hours_are_said(check: Check, tokenizer: Path, tmp_path
     assert "those of 2.5 epochs" in text
 
 
+@pytest.mark.parametrize("batch", ["sequences", "rows"])
+def test_hours_are_those_of_the_rows_that_samples_share(
+    batch: str, check: Check, tokenizer: Path, tmp_path: Path
+) -> None:
+    """Rows, counted by hand, take the time of as many samples without packing."""
+    path, num_samples = records(tmp_path / "chat.jsonl", *[CHAT] * 64), 64
+
+    def seconds(size: int, packing: dict[str, Any] | None) -> tuple[float, str]:
+        data = sft(tokenizer, path, packing=packing)
+        code, text = check("--gpu=h100", data=data, train__global_batch_size=size, train__micro_batch_size=1)
+        assert code == 0, text
+        found = re.search(r"steps of ([\d.e-]+) s$", text, re.MULTILINE)
+        assert found is not None, text
+        return float(found[1]), text
+
+    alone, text = seconds(num_samples, None)
+    longest = re.search(r"the longest sequence has (\d+)", text)
+    assert longest is not None
+    rows = -(-num_samples // (64 // (int(longest[1]) - 1)))
+    together, _ = seconds(num_samples if batch == "sequences" else rows + rows % 2, {"batch": batch})
+    equal, _ = seconds(rows + rows % 2, None)
+    assert together == pytest.approx(equal, rel=0.02)
+    assert together < alone / 2
+
+
 def test_how_often_a_blend_passes_each_source_is_said(check: Check, tokenizer: Path, tmp_path: Path) -> None:
     few, many = records(tmp_path / "few.jsonl", *[CHAT] * 4), records(tmp_path / "many.jsonl", *[CHAT] * 12)
     data = sft(tokenizer, few, many)

@@ -18,7 +18,6 @@ from mtrain.plan.activations import FP32_BYTES
 from mtrain.plan.features import kinds
 from mtrain.plan.features.feature import RankParameters, hidden_local, once_a_model
 from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
-from mtrain.plan.layout import most_microbatches
 from mtrain.plan.memory import own_shard, trained_parameters
 from mtrain.plan.search.hardware import Group, Transfer, gathered, reduced, sent
 from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
@@ -92,9 +91,9 @@ class _Stage:
 
 def step_cost(work: Workload) -> StepCost:
     """Predicts the cost of a step in which every row is full."""
-    config, layout, cluster = work
+    config, layout, cluster, _ = work
     stage = max(_stages(work), key=lambda each: each.total)
-    num = most_microbatches(config, layout)
+    num = work.num_microbatches
     bubble = (layout.pp - 1) / layout.vpp * stage.total
     p2p = _between_stages(work) if layout.pp > 1 else Transfer()
     exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
@@ -221,7 +220,7 @@ def _between_stages(work: Workload) -> Transfer:
 
 def _data_parallel(work: Workload, stage: _Stage, held: RankParameters) -> tuple[Transfer, float]:
     """Predicts sums of gradients and gathering of parameters, and how many of their seconds computation hides."""
-    (_, layout, cluster), train = work, work.config.train
+    layout, cluster, train = work.layout, work.cluster, work.config.train
     groups = (
         (held.dense, Group(layout.dp * layout.cp, layout.tp)),
         (held.experts, Group(layout.edp, layout.etp * layout.ep)),

@@ -27,12 +27,28 @@ TOUCHES = 2.5
 """Number of times that elementwise kernels read or write, forward, each element that the backward pass keeps."""
 
 
+class PackedSteps(NamedTuple):
+    """Means over the steps of a run whose samples share rows."""
+
+    num_microbatches: float
+    """Number of forward passes of a rank in a step."""
+    attended_share: float
+    """Pairs of tokens that attention sees, each sample alone, relative to rows of one sample."""
+
+
 class Workload(NamedTuple):
     """A configuration under a layout on a cluster, for which times are predicted."""
 
     config: Config
     layout: Layout
     cluster: Cluster
+    packed: PackedSteps | None = None
+    """Means over the steps, where the lengths of samples are known; None: as if no samples shared a row."""
+
+    @property
+    def num_microbatches(self) -> float:
+        """Returns the number of forward passes of a rank in a step."""
+        return most_microbatches(self.config, self.layout) if self.packed is None else self.packed.num_microbatches
 
     @property
     def tokens(self) -> float:
@@ -89,11 +105,13 @@ def product_seconds(work: Workload, rows: float, width: float, depth: float) -> 
 
 def layer_cost(work: Workload, layer: int) -> LayerCost:
     """Predicts the forward pass of layer `layer`, counted from 0."""
-    (config, layout, cluster), model = work, work.config.model
+    config, layout, cluster, packed = work
+    model = config.model
     parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
     matrices = sum(_matrix_seconds(work, part) for part in parts)
     window = None if sees_everything(model, layer) else model.sliding_window
     pairs = config.train.micro_batch_size * num_attended_pairs(config.row_width, window) / layout.cp / layout.tp
+    pairs *= 1.0 if packed is None or window is not None else packed.attended_share
     products = sum(part.pair_products(model) for part in parts)
     attention = 2 * products * pairs / (work.flops * cluster.gpu.attention_efficiency)
     kept = sum(part.kept_elements(model, layout) for part in parts)
