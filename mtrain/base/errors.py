@@ -64,9 +64,10 @@ class SpikeError(BadStepError):
 
 
 class StopRequestedError(MtrainError):
-    """A stop signal came during long work that a later start repeats.
+    """A stop signal has ended work that a later start goes on with.
 
-    The trainer leaves the marker REQUEUE and ends with 0; other programs are ended by the signal itself."""
+    The command leaves the marker REQUEUE and ends with 0; a program that has called the trainer gets this error, or
+    KeyboardInterrupt."""
 
 
 class RankLostError(MtrainError):

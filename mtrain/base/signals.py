@@ -51,6 +51,11 @@ class StopSignal:
         """First stop signal that this rank has received; None without one. Other ranks may have received none."""
         return next(iter(self.sent), None)
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the block lies in no other one: what it has seen, nobody else will."""
+        return self._outer is None
+
     @contextlib.contextmanager
     def interrupt_held(self) -> Iterator[None]:
         """Raises the second Ctrl-C's KeyboardInterrupt at the end of the block, not inside of it.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT
 from typing import TypeVar
 
 import torch
@@ -76,14 +77,20 @@ _NUM_FIRST_SAMPLES = 8
 """Number of samples of the first step that are written to the run folder."""
 
 
-def train(config: Config) -> None:
+def train(config: Config) -> bool:
     """Trains from the newest checkpoint of the run folder, or from the start, to `train.num_steps`.
 
     A stop signal on any rank ends the run after the current step, with a checkpoint and the marker REQUEUE; a signal
     before the first step leaves only the marker. The function may be called again in the same process, and in a thread,
     which sees signals if the main thread holds a StopSignal.
 
+    Returns:
+        Whether the run has come to its end; false where a signal has stopped it and the caller holds a StopSignal.
+
     Raises:
+        KeyboardInterrupt: Ctrl-C, or a notebook's interrupt, has come, and no StopSignal of the caller has seen it; the
+            run was stopped or is done, and all is saved.
+        StopRequestedError: The same for another stop signal, or where one of another rank has stopped the run.
         MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
     """
     environment = RankEnvironment.from_environ(os.environ)
@@ -98,9 +105,25 @@ def train(config: Config) -> None:
         init_distributed(environment, config.train.device, timeout_s, purpose_of("train", config)) as device,
         opened_groups(layout, device, config.train.seed, timeout_s) as groups,
     ):
-        if config.train.num_epochs is not None:
-            config = _counted(lambda: with_num_steps(config), config, groups.rank)
-        train_on(groups, config, signal)
+        try:
+            if config.train.num_epochs is not None:
+                config = _counted(lambda: with_num_steps(config), config, groups.rank)
+            stopped = train_on(groups, config, signal)
+        except StopRequestedError as stop:  # of counting: `train_on` raises none
+            stopped = str(stop)
+            on_first_rank(lambda: _to_be_requeued(RunFolder(Path(config.run.dir)), stopped))
+    if signal.is_outermost and (stopped is not None or signal.received is not None):
+        reason = "stopped by a signal when the run was done" if stopped is None else stopped
+        raise KeyboardInterrupt(reason) if signal.received == SIGINT else StopRequestedError(reason)
+    return stopped is None
+
+
+def _to_be_requeued(folder: RunFolder, reason: str) -> None:
+    """Leaves the marker of a run that was stopped before it had claimed its folder."""
+    folder.create()
+    with folder.locked():
+        folder.set_requeue(reason)
+    _log.info(f"{reason}; the same command goes on")
 
 
 def _counted(count: Callable[[], Counted], uncounted: Counted, rank: int) -> Counted:
@@ -115,7 +138,7 @@ Reopen = Callable[[Run], Sinks]
 """Function that opens the sinks of a run that continues after its start step."""
 
 
-def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = build_run) -> None:
+def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = build_run) -> str | None:
     """Trains as `train` does, on groups that were just opened. Collective over the world.
 
     Args:
@@ -123,6 +146,9 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         config: Configuration of the run.
         signal: Stop signal that this rank may have received.
         build: Function that builds the run; a check replaces it to observe the run.
+
+    Returns:
+        Sentence on the stop signal that has ended the run; None where it has come to its end.
 
     Raises:
         MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
@@ -135,15 +161,15 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         heartbeat, account = _open_reporting(folder, lock.number, config.train, groups, held)
         # agreed by all ranks: if one left alone, the others would wait in the next collective
         if any_rank(signal.received is not None, groups.device):
-            return on_first_rank(lambda: life.stopped("stopped by a signal before the model was built"))
+            return _stopped(life, "stopped by a signal before the model was built")
         heartbeat.enter(Phase.BUILD, 0)
         try:
             run = build(config, groups, folder)
         except StopRequestedError as stop:  # on all ranks
-            return on_first_rank(functools.partial(life.stopped, str(stop)))
+            return _stopped(life, str(stop))
         account.goes_on(run.start_step)
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
-            return on_first_rank(lambda: life.stopped(f"stopped by a signal before step {run.start_step + 1}"))
+            return _stopped(life, f"stopped by a signal before step {run.start_step + 1}")
         if run.start_step >= config.train.num_steps and groups.rank == 0:
             _log.info(_finished(run, folder))
         if config.checkpoint.self_test:
@@ -168,10 +194,24 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         except NumericError as error:  # on all ranks
             raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
-            return on_first_rank(lambda: life.stopped(f"stopped by a signal after step {stopped_after}"))
+            return _stopped(life, f"stopped by a signal after step {stopped_after}")
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
-        if exporter.finish(lambda: signal.received is not None):  # not a collective, and none follows
-            life.stopped("stopped by a signal before all checkpoints were exported")
+        return _exported(exporter, signal, life)
+
+
+def _exported(exporter: Exporter, signal: StopSignal, life: Life) -> str | None:
+    """Waits for the exports; returns why they are not complete. Not a collective, and none follows."""
+    if not exporter.finish(lambda: signal.received is not None):
+        return None
+    reason = "stopped by a signal before all checkpoints were exported"
+    life.stopped(reason)
+    return reason
+
+
+def _stopped(life: Life, reason: str) -> str:
+    """Notes that a signal has ended the run, on the first rank; returns the reason. Collective over the world."""
+    on_first_rank(lambda: life.stopped(reason))
+    return reason
 
 
 def _open_reporting(

@@ -72,7 +72,7 @@ def train_all(groups: Groups, configs: Sequence[Config], port: int, store: str) 
     dist.barrier()  # else the first rank to finish closes connections that the other still makes
 
 
-def in_a_thread(action: Callable[[], None]) -> None:
+def in_a_thread(action: Callable[[], object]) -> None:
     """Runs the action in another thread and waits; its errors are raised here."""
     raised: list[BaseException] = []
 

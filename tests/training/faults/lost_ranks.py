@@ -26,7 +26,7 @@ def with_short_timeouts(
     groups: Groups,
     store: str,
     timeout_s: float,
-    action: Callable[[Groups], None],
+    action: Callable[[Groups], object],
     device: str = "cpu",
     by_awake_clock: bool = False,
 ) -> None:
