@@ -87,3 +87,17 @@ class MachineError(MtrainError):
     """Disk, permissions, limits or devices of this machine do not allow the run."""
 
     exit_code = 7
+
+
+class UnfinishedError(MtrainError):
+    """A check could not be finished and says nothing: a rank of it died, or the program itself has a fault."""
+
+    exit_code = 8
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the reason of a failure in one line, with the kind of an error that nobody foresaw."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, MtrainError) and lines:
+        return lines[0]
+    return ": ".join([type(error).__name__, *lines[:1]])

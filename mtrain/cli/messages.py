@@ -3,13 +3,16 @@
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import typer
 
-from mtrain.base.errors import MtrainError
+from mtrain.base.errors import MtrainError, UnfinishedError, reason_of
 from mtrain.base.signals import was_interrupted
 
 
@@ -49,6 +52,57 @@ def prefixed_traceback() -> Iterator[None]:
         print("\n".join(f"[rank {this_rank()}] {line}" for line in lines), file=sys.stderr, flush=True)
         print(_summary_of(error) or "", end="", file=sys.stderr, flush=True)
         raise typer.Exit(1) from None
+
+
+@dataclass
+class _Place:
+    """Where the report of a verb is written."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+
+
+@contextmanager
+def one_verdict(verb: str) -> Iterator[_Place]:
+    """Keeps exit codes 0 and 1 to verdicts: whatever else ends the block is an error of another code.
+
+    The traceback of an error that nobody foresaw is written into the report's folder.
+
+    Args:
+        verb: Verb after `mtrain verify`.
+
+    Yields:
+        Object that takes the report's folder as soon as it is known.
+
+    Raises:
+        UnfinishedError: The block raised something that nobody foresaw.
+    """
+    place = _Place()
+    try:
+        yield place
+    except (typer.Exit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if was_interrupted():  # a library has turned it into another exception
+            raise KeyboardInterrupt from None
+        if isinstance(error, MtrainError) and error.exit_code > 1 and not hasattr(error, "__notes__"):
+            raise
+        where = _kept_traceback(place.folder / f"{verb}-traceback.txt", error)
+        raise UnfinishedError(
+            f"mtrain verify {verb} could not be finished and has no verdict: {reason_of(error)}; {where} has the "
+            "traceback, which a bug report needs"
+        ) from None
+
+
+def _kept_traceback(path: Path, error: BaseException) -> str:
+    """Writes a traceback into a file, or on standard error where that cannot be; returns the name of the place."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError:
+        print(text, end="", file=sys.stderr, flush=True)
+        return "standard error"
+    return str(path)
 
 
 def _summary_of(error: Exception) -> str | None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain.base.errors import UnfinishedError
 from mtrain.base.ground import require_ground
 from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config
-from mtrain.cli.messages import one_message, prefixed_traceback
+from mtrain.cli.messages import one_message, one_verdict
 
 if TYPE_CHECKING:
     from mtrain.config import Config
@@ -211,7 +212,7 @@ def backend(
         folder = certificate_folder() if certificates is None else certificates
         if unless_certified and (name := known_certificate(config, folder)):
             _show(f"certificate: {folder / name} is of these layers on this machine")
-            sys.exit(0)
+            raise typer.Exit
         request = BackendRequest(inject, " ".join(["mtrain", *sys.argv[1:]]))
         outcome = verify_backend(config, request, _show)
         if inject is None and outcome.certificate.candidates:
@@ -248,12 +249,13 @@ def rollout(
     ] = None,
 ) -> None:
     """Compares log-probabilities of an inference engine and the trainer with float64; exit 0 pass, 1 fail."""
-    with one_message(), prefixed_traceback():
+    folder = rollouts.parent / "verify-rollout" if output is None else output
+    with one_message(), one_verdict(rollout.__name__) as place:
+        place.folder = folder
         require_ground()
         from mtrain.verify.rollout.page import lines_of, write_rollout_report  # loads torch
         from mtrain.verify.rollout.run import RolloutRequest, verify_rollout
 
-        folder = rollouts.parent / "verify-rollout" if output is None else output
         command = " ".join(["mtrain", *sys.argv[1:]])
         given = (model, rollouts, overrides or [], None if dtype is None else dtype.value, weights or [], first)
         report = verify_rollout(RolloutRequest(*given, max_ranks=max_ranks, command=command), _show)
@@ -271,18 +273,22 @@ def _verify(
     last_overrides: Sequence[str] = (),
 ) -> None:
     """Reads the configuration, runs a check, writes and prints its report; exit code 0 pass, 1 fail."""
-    with one_message(), prefixed_traceback():
+    with one_message(), one_verdict(verb) as place:
         require_ground()
         config = loaded_config(arguments, last_overrides, counts_epochs=True)
         if verb != backend.__name__:
             config = on_several_ranks(config, options.max_ranks)
+        place.folder = folder = Path(config.run.dir) / verb if options.output is None else options.output
         from mtrain.verify.report.print import console, print_report, write_report  # loads torch
 
-        folder = Path(config.run.dir) / verb if options.output is None else options.output
         report = run(config)
         write_report(report, folder)
         print_report(report, folder, console())
-    raise typer.Exit(0 if report.passed else 1)
+        if report.exit_code > 1:
+            unfinished = UnfinishedError(f"{report.unfinished}; {folder / report.text.json_name} says why")
+            unfinished.exit_code = report.exit_code
+            raise unfinished
+    raise typer.Exit(report.exit_code)
 
 
 def on_several_ranks(config: "Config", max_ranks: int) -> "Config":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.base.errors import ConfigError, DataError, MtrainError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
@@ -35,7 +35,7 @@ from mtrain.training.step import TrainingStep
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
+from mtrain.verify.core.ranks import Pool, environment_of, failure
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import in_float32, notes_on_routes, refuse_incomparable
@@ -242,12 +242,12 @@ class _Runs:
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
         began, request = time.monotonic(), self._request
         steps: tuple[StepValues, ...] = ()
-        error = None
+        failed: dict[str, Any] = {}
         try:
             found = self._pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)
             steps = tuple(found[0])
-        except (RankFailedError, MtrainError) as fault:
-            error = reason_of(fault)
+        except Exception as error:  # of any kind: the report says so, and what the other layouts gave
+            failed = failure(error)
         result = LayoutResult(
             trial.name,
             trial.axes,
@@ -256,7 +256,7 @@ class _Runs:
             steps,
             tuple(self._expected),
             deviations=tuple(self._deviations(steps)),
-            error=error,
+            **failed,
         )
         progress(summary(result))
         return result

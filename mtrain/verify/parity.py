@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mtrain.base.errors import ConfigError, MachineError, MtrainError
+from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.model import ModelSection
@@ -23,7 +23,7 @@ from mtrain.verify.core.compare import Expected, compared
 from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places, with_clipping
 from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
+from mtrain.verify.core.ranks import Pool, environment_of, failure
 from mtrain.verify.core.result import LayoutResult, ParityReport, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
@@ -218,12 +218,10 @@ class _Check:
             exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
             seconds = time.monotonic() - began
             result = compared(trial, everyone, exact, self._expected, seconds)
-        except (RankFailedError, MtrainError) as fault:
-            reason = reason_of(fault)
+        except Exception as error:  # of any kind: the report says so, and what the other layouts gave
             seconds = time.monotonic() - began
-            return self._done(
-                LayoutResult(trial.name, trial.axes, trial.layout.world_size, seconds, error=reason), progress
-            )
+            result = LayoutResult(trial.name, trial.axes, trial.layout.world_size, seconds, **failure(error))
+            return self._done(result, progress)
         if not result.passed:
             self._weights[trial.name] = weights
         return self._done(result, progress)

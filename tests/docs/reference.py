@@ -303,8 +303,8 @@ def exit_codes() -> str:
         75: "Stopped on a signal, from `mtrain launch torchrun` and from jobs: start the run again.",
     }
     rows[1] = (
-        "A comparison found a difference (`compare`, `verify`, `inspect diff`), or a fault of the program itself: its "
-        "traceback is worth a bug report."
+        "A comparison found a difference (`compare`, `verify`, `inspect diff`); of other verbs than `verify` also a "
+        "fault of the program itself: its traceback is worth a bug report."
     )
     page = heading("Exit codes", "mtrain/base/errors.py")
     page += "\nThe last line on standard error says what was given, what is needed and what to change.\n"
@@ -322,6 +322,7 @@ MORE = {
     5: "[Surviving faults](../survive.md)",
     6: "[what to do](../when-it-fails.md)",
     7: "[what to do](../when-it-fails.md)",
+    8: "[what to do](../when-it-fails.md)",
     75: "[Kubernetes, torchrun](../kubernetes.md)",
 }
 """Exit code -> page that says more."""

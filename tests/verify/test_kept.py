@@ -27,7 +27,7 @@ def test_the_same_ranks_answer_again_from_the_same_random_states(kept: KeptPool)
     ("how", "kind", "said"),
     [
         ("ours", NumericError, "the loss is nan"),
-        ("foreign", RankFailed, r"rank 1: Traceback[\s\S]*seven by zero"),
+        ("foreign", RankFailed, r"^rank 1: ZeroDivisionError: seven by zero\nTraceback"),
         ("die", RankFailed, "rank 1 died with exit code -9"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mtrain.base.certificate import Certificate, Comparison, certificates
-from mtrain.base.errors import ConfigError, MtrainError
+from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.mcore.model.certified import layers_of, machine_of
@@ -23,7 +23,7 @@ from mtrain.verify.backend.cases import NUM_ROWS, Case, cases_of, few_layers, le
 from mtrain.verify.backend.errors import MEASURES, TensorError, tolerances
 from mtrain.verify.backend.planted import PLANTED
 from mtrain.verify.backend.worker import BackendJob, CaseResult, compare
-from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
+from mtrain.verify.core.ranks import Pool, environment_of, failure
 from mtrain.verify.core.result import BackendReport, Deviation, LayoutResult, badness, summary
 from mtrain.verify.parity import Progress, device_for
 
@@ -69,7 +69,7 @@ def verify_backend(
 
     Raises:
         ConfigError: The configuration has no layers that can be compared alone, or the fault is unknown.
-        MachineError: The device does not exist, or there are fewer GPUs than context-parallel ranks.
+        MachineError: The device does not exist, or no candidate can be built on this machine.
     """
     device, num_devices = device_for(config.train, max_ranks=config.layout.cp)
     if num_devices < config.layout.cp:
@@ -87,6 +87,9 @@ def verify_backend(
     absent = {candidate.name: each for candidate, each in found.items() if isinstance(each, str)}
     if request.fault in absent:
         raise ConfigError(f"--inject {request.fault} would change nothing, as {absent[request.fault]}; choose another")
+    if not compared:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise MachineError(f"there is nothing to compare with our layers on this machine ({reasons})")
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = machine_of(torch.device(device))
     report = BackendReport(
@@ -153,10 +156,10 @@ class _Comparisons:
         began = time.monotonic()
         try:
             ranks = self.pool.run(compare, self._layout, job)
-        except (RankFailedError, MtrainError) as fault:
-            reason = reason_of(fault)
-            self._add(LayoutResult(candidate.name, {}, self._layout.world_size, time.monotonic() - began, error=reason))
-            return Comparison(False, 0.0, 0.0, error=reason)
+        except Exception as error:  # of any kind: the report says so, and what the other candidates gave
+            failed, seconds = failure(error), time.monotonic() - began
+            self._add(LayoutResult(candidate.name, {}, self._layout.world_size, seconds, **failed))
+            return Comparison(False, 0.0, 0.0, error=failed["error"])
         if isinstance(ranks[0], str):
             self.progress(f"{candidate.name}: left out ({ranks[0]})")
             return ranks[0]

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
@@ -25,13 +26,21 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import psutil
+
 from mtrain.base.environment import program_versions
-from mtrain.base.errors import MtrainError
+from mtrain.base.errors import MtrainError, UnfinishedError, reason_of
 from mtrain.base.log import show_lines
-from mtrain.base.signals import interrupts_blocked
+from mtrain.base.signals import interrupts_blocked, was_interrupted
 from mtrain.plan.layout import Layout
 
 TIMEOUT_S = 120
+_LOOK_S = 1.0
+_LEAST_SHARE = 0.01
+"""Share of one processor that ranks at work use at least, all together; those that wait for each other look at a file
+now and then."""
+_GROUP_TIMEOUT_S = 1800
+"""Longest time in seconds that a rank waits for another in a collective: on a GPU, where waiting takes a processor."""
 _PRELOADED = (
     "numpy",
     "mtrain.mcore",
@@ -42,8 +51,8 @@ _PRELOADED = (
 )
 
 
-class RankFailedError(RuntimeError):
-    """Failure of a rank that raised, died or hung; carries its traceback."""
+class RankFailedError(UnfinishedError):
+    """Failure of a rank that raised, died or hung, in one line; a note holds its traceback."""
 
 
 def environment_of(device: str) -> dict[str, str]:
@@ -51,10 +60,27 @@ def environment_of(device: str) -> dict[str, str]:
     return {**program_versions(), "device": device, "backend": "gloo" if device == "cpu" else "nccl"}
 
 
-def reason_of(fault: RankFailedError | MtrainError) -> str:
-    """Returns the reason of a failure in one line."""
-    lines = str(fault).strip().splitlines()
-    return lines[-1] if isinstance(fault, RankFailedError) else lines[0]
+def failure(error: Exception) -> dict[str, Any]:
+    """Returns the fields of a `LayoutResult` that say why it was not run to its end.
+
+    Raises:
+        KeyboardInterrupt: The error is what a library has made of one.
+    """
+    if was_interrupted():
+        raise KeyboardInterrupt from None
+    return {"error": reason_of(error), "trace": trace_of(error), "exit_code": code_of(error)}
+
+
+def code_of(error: BaseException) -> int:
+    """Returns the exit code of a check that this error ends: never that of a verdict."""
+    code = error.exit_code if isinstance(error, MtrainError) else UnfinishedError.exit_code
+    return code if code > 1 else UnfinishedError.exit_code
+
+
+def trace_of(error: BaseException) -> str | None:
+    """Returns the traceback of an error that nobody foresaw, here or in a rank; None for one that a user can act on."""
+    is_foreseen = code_of(error) != UnfinishedError.exit_code
+    return None if is_foreseen else "".join(traceback.format_exception(error))
 
 
 class Pool:
@@ -64,7 +90,7 @@ class Pool:
         self,
         device: str = "cpu",
         preloaded: Sequence[str] = (),
-        timeout_s: int = TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
         is_deterministic: bool = False,
     ) -> None:
         """Chooses how ranks are started; starts none yet.
@@ -72,7 +98,7 @@ class Pool:
         Args:
             device: Kind of device: cpu, or cuda for one GPU per rank.
             preloaded: Further modules that the fork server imports.
-            timeout_s: Longest time that a call may take, in seconds.
+            timeout_s: Longest time in seconds for which no rank may use a processor; a call may take any time.
             is_deterministic: Value of `train.deterministic`.
         """
         self.device, self._timeout_s, self._is_deterministic = device, timeout_s, is_deterministic
@@ -125,7 +151,31 @@ class _Job(NamedTuple):
     is_deterministic: bool
     store: str
     """Path of the file over which the ranks meet."""
-    timeout_s: int
+    timeout_s: float
+
+
+class Patience:
+    """Tells ranks that are slow from ranks that hang: those use no processor."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """
+        Args:
+            timeout_s: Longest time without work, in seconds.
+        """
+        self._timeout_s = timeout_s
+        self._since: tuple[float, float] | None = None
+        """Time of the last sign of life, and the processor time that had been used by then."""
+
+    def has_ended(self, now_s: float, used_s: float) -> bool:
+        """Says whether the ranks have been idle for too long.
+
+        Args:
+            now_s: Time of any clock that does not go back.
+            used_s: Processor time that all ranks have used by then.
+        """
+        if self._since is None or abs(used_s - self._since[1]) >= _LEAST_SHARE * self._timeout_s:
+            self._since = now_s, used_s
+        return now_s - self._since[0] > self._timeout_s
 
 
 class _Ranks:
@@ -156,19 +206,30 @@ class _Ranks:
         self._processes.append(process)
         self._pipes.append(here)
 
-    def results(self, timeout_s: int) -> list[Any]:
+    def results(self, timeout_s: float) -> list[Any]:
         """Waits for the results of all ranks; raises the first failure."""
         found: dict[int, Any] = {}
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RankFailedError(f"ranks {sorted(waiting.values())} did not answer within {timeout_s} s")
+            ready = wait(list(waiting), timeout=min(_LOOK_S, timeout_s))
+            if not ready and patience.has_ended(time.monotonic(), self._used_s()):
+                raise RankFailedError(
+                    f"ranks {sorted(waiting.values())} have used no processor for {timeout_s:g} s and have not answered"
+                )
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 found[rank] = self._result(rank)
         return [found[rank] for rank in range(len(self._pipes))]
+
+    def _used_s(self) -> float:
+        """Returns the processor time that all ranks and the programs that they wait for have used, in seconds."""
+        used = 0.0
+        for process in self._processes:
+            with suppress(psutil.Error):  # it has ended
+                own = psutil.Process(process.pid)
+                used += sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+        return used
 
     def _result(self, rank: int) -> Any:
         try:
@@ -179,7 +240,10 @@ class _Ranks:
         if isinstance(value, MtrainError):
             raise value
         if not succeeded:
-            raise RankFailedError(f"rank {rank}: {value}")
+            reason, trace = value
+            failed = RankFailedError(f"rank {rank}: {reason}")
+            failed.add_note(trace)
+            raise failed
         return value
 
 
@@ -205,8 +269,8 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
             answer = (True, _call(job, rank))
     except MtrainError as error:
         answer = (False, error)
-    except BaseException:  # of any kind: the caller has to show it
-        answer = (False, traceback.format_exc())
+    except BaseException as error:  # of any kind: the caller has to show it
+        answer = (False, (reason_of(error), traceback.format_exc()))
     pipe.send_bytes(pickle.dumps(answer))  # by value: multiprocessing would share a tensor's memory, which ends with us
 
 
@@ -218,6 +282,7 @@ def _call(job: _Job, rank: int) -> Any:
 
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {}
+    timeout_s = max(job.timeout_s, _GROUP_TIMEOUT_S)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
@@ -226,11 +291,11 @@ def _call(job: _Job, rank: int) -> Any:
         init_method=f"file://{job.store}",
         rank=rank,
         world_size=job.layout.world_size,
-        timeout=timedelta(seconds=job.timeout_s),
+        timeout=timedelta(seconds=timeout_s),
         **options,
     )
     try:
-        with opened_groups(job.layout, device, job.seed, job.timeout_s) as groups:
+        with opened_groups(job.layout, device, job.seed, timeout_s) as groups:
             return job.function(groups, *job.arguments)
     finally:
         dist.destroy_process_group()

@@ -102,6 +102,10 @@ class LayoutResult:
     """Messages of the run's own checks, at which a training run would have stopped."""
     error: str | None = None
     """Reason why the layout could not be run to its end; None if it could."""
+    exit_code: int = 0
+    """Exit code of this error; 0 if there is none."""
+    trace: str | None = None
+    """Traceback of an error that nobody foresaw; None for others."""
 
     @property
     def passed(self) -> bool:
@@ -185,6 +189,24 @@ class Report:
     def passed(self) -> bool:
         """Says whether every layout passed."""
         return all(layout.passed for layout in self.layouts)
+
+    @property
+    def exit_code(self) -> int:
+        """Returns 1 if a layout that ran to its end differs; else the code of the first error, 0 without any."""
+        if any(not layout.passed for layout in self.layouts if layout.error is None):
+            return 1
+        return next((layout.exit_code for layout in self.layouts if layout.error is not None), 0)
+
+    @property
+    def verdict(self) -> str:
+        """Returns PASS, FAIL where something differs, or UNFINISHED where that is not known."""
+        return {0: "PASS", 1: "FAIL"}.get(self.exit_code, "UNFINISHED")
+
+    @property
+    def unfinished(self) -> str:
+        """Says how many layouts were not run to their end, as a sentence without its stop."""
+        count = sum(layout.error is not None for layout in self.layouts)
+        return f"{count} of {len(self.layouts)} {self.text.noun}s could not be run to the end"
 
     def tolerance(self, kind: str) -> Tolerance:
         """Returns the tolerance of one of KINDS."""

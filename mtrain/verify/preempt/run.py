@@ -10,9 +10,10 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mtrain.base.environment import program_versions
@@ -24,6 +25,7 @@ from mtrain.config.schema.data import AnyData, FilesSection
 from mtrain.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
+from mtrain.verify.core.ranks import failure
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, notes_on_routes, small, small_schedule
@@ -147,7 +149,8 @@ class _Done:
     seconds: float
     last_step: int
     """Newest recorded step after the ranks have ended."""
-    error: str | None = None
+    failed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a `LayoutResult` that say why the run could not go on."""
 
 
 class Drill:
@@ -184,17 +187,17 @@ class Drill:
         """Makes every start, also the last one, which is not stopped; yields the outcomes of those that are."""
         config, run_dir = self._config("stopped"), self._folder / "stopped"
         log = self._folder / "stopped.log"
-        failed = None
+        failed, lost = None, dict[str, Any]()
         for stop in stops(self._base.config):
             if failed is not None:
-                yield _Done(stop, 0.0, 0, f"not tried: the run was already lost {failed.name}")
+                yield _Done(stop, 0.0, 0, {**lost, "trace": None, "error": f"not tried: {failed.name} lost the run"})
                 continue
             command = launcher(config, self._num_ranks)
             try:
                 seconds = run_until_stopped(self._program, command, run_dir, stop, self._num_ranks - 1, log)
             except StopFailedError as fault:
-                failed = stop
-                yield _Done(stop, 0.0, 0, str(fault))
+                failed, lost = stop, failure(fault)
+                yield _Done(stop, 0.0, 0, lost)
                 continue
             plant(self._fault, stop, run_dir, config)
             yield _Done(stop, seconds, _newest(run_dir))
@@ -202,15 +205,15 @@ class Drill:
             try:
                 run_to_end(self._program, launcher(config, self._num_ranks), log)
             except StopFailedError as fault:
-                self._last_error = str(fault)
+                self._last_failure = failure(fault)
 
-    _last_error: str | None = None
+    _last_failure: Mapping[str, Any] = MappingProxyType({})
 
     def _results(self, done: Sequence[_Done], expected: Sequence[StepRecord]) -> list[LayoutResult]:
         """Returns the results of the stops; steps between two stops belong to the first, from which they continued."""
         records = records_of(self._folder / "stopped")
         found = list(recorded(records, expected))
-        if self._last_error is None and done[-1].error is None:
+        if not self._last_failure and not done[-1].failed:
             found += self._files()
         results = []
         for each, following in zip(done, [*done[1:], None], strict=True):
@@ -225,8 +228,8 @@ class Drill:
                     each.seconds,
                     steps=tuple(step_values(record) for record in records if record.step in steps),
                     expected=tuple(step_values(record) for record in expected if record.step in steps),
-                    deviations=tuple(one for one in found if one.step in steps) if each.error is None else (),
-                    error=each.error or (self._last_error if is_last else None),
+                    deviations=tuple(one for one in found if one.step in steps) if not each.failed else (),
+                    **(each.failed or (self._last_failure if is_last else {})),
                 )
             )
         return results

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import psutil
 
-from mtrain.base.errors import NumericError
+from mtrain.base.errors import UnfinishedError
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
 from mtrain.config.load import config_yaml, load_config
@@ -67,8 +67,8 @@ def new_process(command: Sequence[str], log: Path, more: Mapping[str, str]) -> P
         )
 
 
-class StopFailedError(NumericError):
-    """Failure of a run that was asked to stop but did something else."""
+class StopFailedError(UnfinishedError):
+    """Failure of a run that was asked to stop but did something else; a note holds the end of its log."""
 
 
 def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
@@ -145,7 +145,10 @@ def launcher(config: Path, num_ranks: int) -> list[str]:
 def _require(is_so: bool, text: str, log: Path) -> None:
     if not is_so:
         tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        raise StopFailedError("\n".join([text, *tail]))
+        said = next((line for line in reversed(tail) if line.strip()), None)
+        failed = StopFailedError(text if said is None else f"{text}; its log ends with: {said}")
+        failed.add_note("\n".join(tail))
+        raise failed
 
 
 PREEMPT_FAULTS = (

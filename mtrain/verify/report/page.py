@@ -94,6 +94,8 @@ def report_page(report: Report) -> str:
 
 
 def _headline(report: Report) -> str:
+    if report.verdict == "UNFINISHED":
+        return f"{report.unfinished}."
     num_failed = sum(not layout.passed for layout in report.layouts)
     text = report.text.failed_headline if num_failed else report.text.headline
     return text.format(count=len(report.layouts), failed=num_failed)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mtrain.base.errors import ConfigError, MtrainError, NumericError
+from mtrain.base.errors import ConfigError, NumericError
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.data import AnyData, MockSection
@@ -28,7 +28,7 @@ from mtrain.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, reason_of
+from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, failure
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, notes_on_routes, small, small_schedule
@@ -323,11 +323,12 @@ class ResumeCheck:
         return Path(tempfile.mkdtemp(dir=self._folder)).name
 
     def _judged(self, name: str, trial: Prepared, axes: dict[str, str], find: Callable[[], _Finding]) -> LayoutResult:
-        began, error, finding = time.monotonic(), None, _Finding([], [])
+        began, finding = time.monotonic(), _Finding([], [])
+        failed: dict[str, Any] = {}
         try:
             finding = find()
-        except (RankFailedError, MtrainError) as fault:
-            error = reason_of(fault)
+        except Exception as error:  # of any kind: the report says so, and what the other cases gave
+            failed = failure(error)
         seconds, at = time.monotonic() - began, self._at
         return LayoutResult(
             name,
@@ -337,7 +338,7 @@ class ResumeCheck:
             steps=tuple(step_values(record) for record in finding.records if record.step > at),
             expected=tuple(step_values(record) for record in self._expected if record.step > at),
             deviations=tuple(worst_in_order(finding.deviations, self.tensors)),
-            error=error,
+            **failed,
         )
 
     def _reported(self, result: LayoutResult, progress: Progress) -> LayoutResult:

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mtrain.base.certificate import Certificate, Comparison, certificates
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, MachineError
 from mtrain.cli.main import app
 from mtrain.config import Config
 from mtrain.config.load import load_config
@@ -181,6 +181,11 @@ def test_a_certificate_has_both_errors_of_every_tensor(pool: Pool, tmp_path: Pat
     assert read.layers == layers_of(config(**BF16))
     assert len(outcome.report.times) == 2
     assert BackendReport.from_json(outcome.report.to_json()) == outcome.report
+
+
+def test_nothing_to_compare_is_no_verdict(pool: Pool) -> None:
+    with refuses(MachineError, "absent: made for no cpu"):
+        check(pool, {}, ABSENT)
 
 
 def test_files_that_are_no_certificates_certify_nothing(tmp_path: Path) -> None:

@@ -57,3 +57,14 @@ def uses_it() -> None:
 def cannot_use_it() -> None:
     """Ends as what uses CUDA where a fork cannot."""
     raise SystemExit(1)
+
+
+def work_for(groups: Groups, seconds: float) -> bool:
+    """Uses a processor for some seconds of its time."""
+    while time.process_time() < seconds:
+        sum(range(10_000))
+    return True
+
+
+def sleep_for(groups: Groups, seconds: float) -> None:
+    time.sleep(seconds)

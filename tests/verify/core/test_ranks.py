@@ -5,12 +5,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mtrain.base.errors import NumericError
 from mtrain.plan.layout import Layout
 from mtrain.verify.core import ranks
-from mtrain.verify.core.ranks import Pool, RankFailedError
-from tests.verify.core.rank_functions import cannot_use_it, coordinates, fail, tensor, uses_it
+from mtrain.verify.core.ranks import Patience, Pool, RankFailedError
+from tests.verify.core.rank_functions import (
+    cannot_use_it,
+    coordinates,
+    fail,
+    sleep_for,
+    tensor,
+    uses_it,
+    work_for,
+)
 
 TWO = Layout(dp=2)
 
@@ -32,7 +42,8 @@ def test_an_error_for_the_user_arrives_as_itself(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("foreign", r"rank 1: Traceback[\s\S]*seven by zero"), ("die", "rank 1 died with exit code -9")]
+    ("how", "said"),
+    [("foreign", r"^rank 1: ZeroDivisionError: seven by zero\nTraceback"), ("die", "rank 1 died with exit code -9")],
 )
 def test_other_failures_name_the_rank(pool: Pool, how: str, said: str) -> None:
     with pytest.raises(RankFailedError, match=said):
@@ -47,3 +58,26 @@ def test_ranks_on_gpus_are_forked_where_a_fork_can_use_cuda(
     monkeypatch.setattr(ranks, "_use_cuda", use)
     assert Pool("cuda")._context.get_start_method() == start
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "else torch asks the driver, and no fork can"
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0, 40), st.floats(0, 1)), min_size=1, max_size=60), timeout_s=st.floats(1, 600)
+)
+def test_only_ranks_that_use_no_processor_run_out_of_time(steps: list[tuple[float, float]], timeout_s: float) -> None:
+    """The second number of a step is the share of a processor that was used during it."""
+    patience, now, used = Patience(timeout_s), 0.0, 0.0
+    assert not patience.has_ended(now, used)
+    idle_s, since = 0.0, 0.0
+    for seconds, share in steps:
+        now, used = now + seconds, used + share * seconds
+        idle_s, since = (0.0, used) if used - since >= 0.01 * timeout_s else (idle_s + seconds, since)
+        if (ended := patience.has_ended(now, used)) or idle_s > 1.001 * timeout_s:
+            assert ended, "they hang"
+            assert idle_s > 0.999 * timeout_s, "they are at work"
+            return
+
+
+def test_a_call_may_take_longer_than_its_ranks_may_be_idle() -> None:
+    assert Pool(timeout_s=2).run(work_for, Layout(), 2.5) == [True]
+    with pytest.raises(RankFailedError, match=r"ranks \[0\] have used no processor for 2 s and have not answered"):
+        Pool(timeout_s=2).run(sleep_for, Layout(), 600.0)
