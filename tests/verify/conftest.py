@@ -17,6 +17,12 @@ def kept() -> Iterator[KeptPool]:
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in an empty folder, so that no path of a shipped configuration leads to what a user's run has left."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+
+
 @pytest.fixture
 def word_tokenizer(tmp_path: Path) -> Path:
     """Writes a tokenizer of whole words."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from mtrain.base.errors import NothingToLearnError
@@ -304,10 +305,10 @@ def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
     """
     alone = config.model_copy(update={"data": config.data.model_copy(update={"packing": None})})
     try:
-        (batch,) = own_loader(alone, own_vocab_size, 0, 1).batches(0)
+        batches = own_loader(alone, own_vocab_size, 0, 1).batches(0)
     except NothingToLearnError:  # every answer begins after the end of rows of this length
         return False
-    learned = (batch.weights["main"] != 0).any(dim=1)
+    learned = torch.cat([(batch.weights["main"] != 0).any(dim=1) for batch in batches])
     return bool(learned.double().mean() > 0.5)
 
 

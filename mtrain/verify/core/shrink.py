@@ -19,7 +19,7 @@ from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection
+from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.plan import padded_vocab_size
@@ -109,26 +109,25 @@ def small(
         also: Further changes by section and key.
         batch_size: Wanted samples of a step; raised to a multiple of what the trials need.
     """
-    # extras of the user's samples are numbers of the large model, meaningless for the small one
-    reads_files = has_files(config.data) and not config.data.extras
+    reads = reads_files(config.data)
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
     batch = multiple_from(batch_size, [trial.batch_divisor for trial in trials])
     content = config.model_dump()
-    content["model"] |= _model(config, trials, length, reads_files)
+    content["model"] |= _model(config, trials, length, reads)
     content["adapter"] = None if config.adapter is None else _adapter(config.adapter)
     content["layout"] = {}
     content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
     if config.train.tokens_per_micro_batch is not None:
         ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
-    content["data"] = _data(config.data, reads_files) | {"seq_length": length, "prefetch_steps": 0}
+    content["data"] = _data(config.data, reads) | {"seq_length": length, "prefetch_steps": 0}
     content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
     for around in ("valid", "eval", "checkpoint", "metrics"):  # they do not affect a step, and contain paths
         content[around] = {}
     for section, values in also.items():
         content[section] |= values
     changed = Config.model_validate(content)
-    return Shrunk(changed, tuple(_changes(config, changed)), reads_files)
+    return Shrunk(changed, tuple(_changes(config, changed)), reads)
 
 
 def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:
@@ -144,19 +143,30 @@ def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: 
 
 def has_files(data: AnyData) -> bool:
     """Says whether the training data and the tokenizer that the configuration names are on this machine."""
+    if isinstance(data, MockSection) or (data.tokenizer is not None and not Path(data.tokenizer).exists()):
+        return False
+    return _are_there(data, data.all_sources)
+
+
+def has_valid_files(data: IndexedSection | SftSection) -> bool:
+    """Says whether the files of all validation sets that the configuration names are on this machine."""
+    return _are_there(data, [source for sources in data.valid_sets.values() for source in sources])
+
+
+def _are_there(data: IndexedSection | SftSection, sources: Sequence[SourceSection]) -> bool:
     match data:
-        case MockSection():
-            return False
         case IndexedSection():
-            paths = [Path(f"{source.path}.idx") for source in data.all_sources]
-        case SftSection():
-            # a source may be a pattern
-            paths = [Path(found) for source in data.all_sources for found in glob.glob(source.path) or [source.path]]
+            return all(Path(f"{source.path}.idx").exists() for source in sources)
+        case SftSection():  # a source may be a pattern
+            return all(glob.glob(source.path) or Path(source.path).exists() for source in sources)
         case _:
             assert_never(data)
-    if data.tokenizer is not None:
-        paths.append(Path(data.tokenizer))
-    return all(path.exists() for path in paths)
+
+
+def reads_files(data: AnyData) -> bool:
+    """Says whether samples come from the user's files; extras of those are numbers of the large model, meaningless for
+    the small one."""
+    return has_files(data) and not data.extras
 
 
 def notes_on_routes(data: AnyData, progress: Callable[[str], None]) -> tuple[str, ...]:

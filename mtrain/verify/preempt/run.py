@@ -21,14 +21,22 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
-from mtrain.config.schema.data import AnyData, FilesSection
+from mtrain.config.schema.data import AnyData, MockSection
 from mtrain.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import failure
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
-from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, notes_on_routes, small, small_schedule
+from mtrain.verify.core.shrink import (
+    FEW_SAMPLES,
+    Shrunk,
+    has_valid_files,
+    notes_on_routes,
+    reads_files,
+    small,
+    small_schedule,
+)
 from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.preempt.start import (
@@ -116,17 +124,18 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
 
 def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, dict[str, Any]]) -> Shrunk:
     """Shrinks all but the vocabulary, since real ranks do not take token ids modulo a smaller one."""
-    shrunk = small(config, [trial], length, also, FEW_SAMPLES)
-    if not shrunk.reads_files:
-        return shrunk
-    own = {"model": {"vocab_size": config.model.vocab_size}}
-    if isinstance(config.data, FilesSection):
-        own["data"] = {"valid": config.data.model_dump()["valid"]}
+    own: dict[str, dict[str, Any]] = {}
+    if reads_files(config.data) and not isinstance(config.data, MockSection):
+        own["model"] = {"vocab_size": config.model.vocab_size}
+        own["data"] = {"valid": config.data.model_dump()["valid"] if has_valid_files(config.data) else ()}
     return small(config, [trial], length, also | own, FEW_SAMPLES)
 
 
 def _can_validate(data: AnyData) -> bool:
-    return not isinstance(data, FilesSection) or bool(data.valid) or (data.split is not None and data.split[1] > 0)
+    if isinstance(data, MockSection):
+        return True
+    is_split = data.split is not None and data.split[1] > 0
+    return is_split or (bool(data.valid) and (not reads_files(data) or has_valid_files(data)))
 
 
 def stops(config: Config) -> Iterator[Stop]:
@@ -190,7 +199,9 @@ class Drill:
         failed, lost = None, dict[str, Any]()
         for stop in stops(self._base.config):
             if failed is not None:
-                yield _Done(stop, 0.0, 0, {**lost, "trace": None, "error": f"not tried: {failed.name} lost the run"})
+                yield _Done(
+                    stop, 0.0, 0, {**lost, "trace": None, "error": f"not tried: the run was already lost {failed.name}"}
+                )
                 continue
             command = launcher(config, self._num_ranks)
             try:

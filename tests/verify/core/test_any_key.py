@@ -18,12 +18,13 @@ from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.section import Section
 from mtrain.plan.layout import Layout
 from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
-from mtrain.verify.core.shrink import shrink
+from mtrain.verify.core.shrink import reads_files, shrink
 from mtrain.verify.parity import Request
 from mtrain.verify.preempt.run import small_run
 from mtrain.verify.resume.run import ResumeRequest, planned
 from tests.config.samples import content
 from tests.recipes import NAMES, shipped
+from tests.verify.core.user_data import write_data_of
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -198,3 +199,18 @@ def test_no_key_of_many_breaks_a_check(user: Config) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_of_what_is_shipped_are_legal(name: str, tmp_path: Path) -> None:
     small_copies(shipped(name, tmp_path))
+
+
+RUN_NAMES = [name for name in NAMES if not name.startswith("model ")]
+
+
+@pytest.mark.parametrize(
+    "name", [*RUN_NAMES, "model tiny", *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[-5:])]
+)
+def test_layouts_of_what_is_shipped_are_legal_where_its_data_are(name: str, tmp_path: Path) -> None:
+    user = shipped(name, tmp_path)
+    write_data_of(user, Path.cwd())
+    assert reads_files(user.data)
+    request = Request(None, 6, 8, None, "mtrain verify preempt")
+    small_copies(user)
+    assert small_run(user, request, 8)[1].config.data.kind == user.data.kind
