@@ -24,7 +24,7 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, Sources
 from mtrain.tokenizer import Tokenizer
 from mtrain.verify.core.samples import HardBatch, SamplePlan
-from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
+from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation, unshuffled
 from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, text_of
 
 _NUM_ORDERED = 4096
@@ -169,6 +169,11 @@ def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Cal
         count = _in_training(corpora[source].num_documents, data)
         if not is_permutation(orders[source, epoch], count):
             tell(f"source {source}: epoch {epoch} does not hold each of its {count} documents once")
+    for source, windows in enumerate(stream.sources):
+        assert isinstance(windows, PretrainDataset)
+        first, second = (windows.document_order(epoch)[:_NUM_ORDERED].tolist() for epoch in (0, 1))
+        for fault in unshuffled(first, second):
+            tell(f"documents of source {source}: {fault}")
     isolate, length = data.isolate_documents, data.seq_length
     return [corpora[turn.source].window(orders[turn.source, turn.epoch], turn.index, length, isolate) for turn in turns]
 

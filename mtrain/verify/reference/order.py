@@ -49,6 +49,8 @@ def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[S
             yield f"source {source}: a sample comes twice in an epoch"
         if [turn.epoch for turn in own] != [number // size for number in range(len(own))]:
             yield f"source {source}: an epoch ends before each of its {size} samples has come"
+        first, second = ([turn.index for turn in own if turn.epoch == epoch] for epoch in (0, 1))
+        yield from (f"source {source}: {fault}" for fault in unshuffled(first, second))
 
 
 def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> Iterator[str]:
@@ -60,6 +62,24 @@ def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> It
                 f"source {source} has {count} of {len(turns)} samples from number {blend.first} on, but its share is "
                 f"{share:.6g}"
             )
+
+
+_TELLING = 12
+"""Number of samples that chance brings into one order less than once in a billion runs."""
+
+
+def unshuffled(first: Sequence[int], second: Sequence[int]) -> Iterator[str]:
+    """Says whether epochs are in the order of the file, or all in one order.
+
+    Args:
+        first: Beginning of the order of the first epoch.
+        second: Beginning of the order of the second one; empty where it is not known.
+    """
+    if len(first) >= _TELLING and list(first) == list(range(len(first))):
+        yield "the first epoch has the order of the file"
+    both = min(len(first), len(second))
+    if both >= _TELLING and list(first[:both]) == list(second[:both]):
+        yield "the second epoch has the order of the first one"
 
 
 def is_permutation(order: NDArray[np.int64], count: int) -> bool:

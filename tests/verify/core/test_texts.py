@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,34 @@ def test_an_order_that_repeats_samples_is_reported(corpora: dict[str, Any], monk
     original = order.SampleOrder.locate
     monkeypatch.setattr(order.SampleOrder, "locate", lambda self, number: original(self, number - number % 2))
     assert any("comes twice in an epoch" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (lambda count, key: np.arange(count), "documents of source 0: the first epoch has the order of the file"),
+        (lambda count, key: np.arange(count)[::-1].copy(), "source 0: the second epoch has the order of the first one"),
+    ],
+)
+def test_documents_that_are_not_shuffled_are_reported(
+    corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch, plant: Callable[[int, int], Any], said: str
+) -> None:
+    monkeypatch.setattr(pretrain, "permutation", plant)
+    assert any(said in fault for fault in texts_of(user(corpora), PLAN).order_faults)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (lambda index, size, key: index, "source 0: the first epoch has the order of the file"),
+        (lambda index, size, key: size - 1 - index, "source 0: the second epoch has the order of the first one"),
+    ],
+)
+def test_samples_that_are_not_shuffled_are_reported(
+    corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch, plant: Callable[[int, int, int], int], said: str
+) -> None:
+    monkeypatch.setattr(order, "permuted", plant)
+    assert any(each.startswith(said) for each in texts_of(user(corpora), PLAN).order_faults)
 
 
 def test_documents_that_come_twice_are_reported(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
