@@ -16,11 +16,11 @@ from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.train import TrainSection
+from mtrain.config.schema.train import AnyOptimizer, TrainSection
 from mtrain.verify.core.activations import module_order, put_together
 from mtrain.verify.core.bisect import diagnosed, first_deviating, with_advice
 from mtrain.verify.core.compare import Expected, compared
-from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places, with_clipping
+from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places
 from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, environment_of, failure
@@ -196,19 +196,24 @@ class _Check:
     def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
         began = time.monotonic()
         found: ExactRun = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
-        self._clip_at(found.clip_grad)
+        self._take(found.optimizer)
         seconds = time.monotonic() - began
         result = LayoutResult("reference", {}, 1, seconds, steps=tuple(found.values), expected=tuple(found.values))
         return result, tuple(forward_order(found.names, found.names))
 
-    def _clip_at(self, clip_grad: float) -> None:
-        """Sets the `clip_grad` of the reference in every layout."""
-        before = self.config.optimizer.clip_grad
-        if clip_grad == before:
-            return
-        self.changes = (f"optimizer.clip_grad: {before} -> {clip_grad} (half of the first gradient's norm)",)
-        self.config = with_clipping(self.config, clip_grad)
-        self._trials = [replace(each, config=with_clipping(each.config, clip_grad)) for each in self._trials]
+    def _take(self, optimizer: AnyOptimizer) -> None:
+        """Sets `clip_grad` and `epsilon` of the reference in every layout."""
+        before = self.config.optimizer
+        said = {"clip_grad": "half of the first gradient's norm", "epsilon": "size of one of its elements"}
+        self.changes = tuple(
+            f"optimizer.{key}: {getattr(before, key)} -> {getattr(optimizer, key)} ({what})"
+            for key, what in said.items()
+            if getattr(before, key) != getattr(optimizer, key)
+        )
+        self.config = self.config.model_copy(update={"optimizer": optimizer})
+        self._trials = [
+            replace(each, config=each.config.model_copy(update={"optimizer": optimizer})) for each in self._trials
+        ]
 
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
         began = time.monotonic()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ELEMENTS_AT_A_TIME = 2**24
+ELEMENTS_AT_A_TIME = 2**24
 """Number of elements of a temporary: 64 MiB in float32."""
 
 
@@ -102,7 +102,7 @@ def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
 def row_slices(local: Tensor) -> Iterator[slice]:
     """Yields slices of positions whose logits fit into a temporary."""
     # along positions, the outermost axis, so that each part is one contiguous stretch of the logits
-    step = max(1, _ELEMENTS_AT_A_TIME // max(1, math.prod(local.shape[1:])))
+    step = max(1, ELEMENTS_AT_A_TIME // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0], step):
         yield slice(start, start + step)
 

@@ -43,7 +43,7 @@ def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
     sums = torch.empty(3, *weighting.maximum.shape, dtype=weighting.maximum.dtype, device=weighting.local.device)
     for rows in row_slices(weighting.local):
         first, second = weighting.scores(rows), other.scores(rows)
-        # before `second` is overwritten: at most three temporaries of _ELEMENTS_AT_A_TIME elements live at once
+        # before `second` is overwritten: at most three temporaries of ELEMENTS_AT_A_TIME elements live at once
         sums[2, rows] = second.exp().sum(-1)
         gap = torch.sub(first, second, out=second)
         weights = first.exp_()

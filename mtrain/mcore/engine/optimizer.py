@@ -26,7 +26,7 @@ from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
 """Number of skips in a row at the smallest loss scale that end the run: one can be a bad batch, two will not stop."""
 
-_BLOCK = 2**16
+BLOCK = 2**16
 """Number of elements converted to float64 at a time: half a MiB, which fits in the cache of a core."""
 
 
@@ -355,10 +355,10 @@ def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor
 
 def _sum_by_blocks(gradients: Sequence[Tensor]) -> Tensor:
     """Does what `_sum_of_squares` does by blocks: CPUs would convert each tensor whole, in twice its memory."""
-    wide = torch.empty(_BLOCK, dtype=torch.float64)
+    wide = torch.empty(BLOCK, dtype=torch.float64)
     sums = []
     for gradient in gradients:
-        for part in torch.split(gradient.reshape(-1), _BLOCK):
+        for part in torch.split(gradient.reshape(-1), BLOCK):
             widened = wide[: len(part)].copy_(part)
             sums.append(torch.dot(widened, widened))
     return torch.stack(sums).sum()

@@ -158,6 +158,8 @@ class SmallRun:
     """Number of key/value heads, in the user's ratio to query heads."""
     head_dim: int | None
     """Number of dimensions of a head; None where heads are as wide as the hidden size divided by their number."""
+    epsilon_factor: float = 1.0
+    """Factor of what norms add to a mean square."""
 
 
 class Feature:

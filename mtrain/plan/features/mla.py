@@ -102,7 +102,8 @@ class MultiHeadLatentAttention(LayerPart):
             "qk_rope_head_dim": SMALL_HEAD_DIM // 2,
             "v_head_dim": SMALL_HEAD_DIM + 2,
         }
-        return {"mla": ranks | heads | {"norm_epsilon": model.mla.norm_epsilon}}
+        own = model.mla.norm_epsilon
+        return {"mla": ranks | heads | {"norm_epsilon": None if own is None else own * small.epsilon_factor}}
 
 
 def _section(model: ModelSection) -> LatentAttentionSection:

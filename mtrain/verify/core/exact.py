@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.loss import TermSection
+from mtrain.config.schema.train import AnyOptimizer
 from mtrain.loss.functions.load import load_loss_function
 from mtrain.loss.pair import LossPair, TermInputs
 from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
+from mtrain.verify.core.reach import with_epsilon
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.tolerances import amplifies_rounding
 from mtrain.verify.core.weights import TABLES, Arrays, drawn
@@ -81,15 +84,15 @@ class ExactRun(NamedTuple):
     values: list[StepValues]
     names: list[str]
     """Names of all tensors in model order."""
-    clip_grad: float
-    """Norm to which gradients were clipped; 0 if the user's run does not clip."""
+    optimizer: AnyOptimizer
+    """Section with the norm to which gradients were clipped, and with the epsilon."""
 
 
 def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
     """Runs all steps of the reference with exact updates.
 
-    The user's `clip_grad` does not fit the norms of a small model: it is replaced by half of the first norm, so that
-    gradients are clipped.
+    The user's `clip_grad` and `epsilon` do not fit the gradients of a small model: they are replaced by half of the
+    first norm, so that gradients are clipped, and by the size of one of its elements.
     """
     config, weights = job.config, initial_weights(job.config)
     evaluator, optimizer = _Evaluator(groups.device, config), None
@@ -100,23 +103,21 @@ def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
         if exact.values.denominators["main"] != 0:
             if optimizer is None:
                 config = clipping(config, exact.values.grad_norm)
+                clipped = min(exact.values.grad_norm, config.optimizer.clip_grad or math.inf)
+                num_elements = sum(each.size for each in exact.gradients.values())
+                config = with_epsilon(config, clipped, num_elements)
                 optimizer = exact_optimizer(config)
             lr = config.optimizer.lr
             new = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, lr).weights
             weights = {**weights, **new, **exact.biases}
-    return ExactRun(values, names, config.optimizer.clip_grad)
+    return ExactRun(values, names, config.optimizer)
 
 
 def clipping(config: Config, grad_norm: float) -> Config:
     """Returns the configuration with a `clip_grad` that halves gradients of this norm, if it clips at all."""
     if config.optimizer.clip_grad == 0 or grad_norm == 0:
         return config
-    return with_clipping(config, grad_norm / 2)
-
-
-def with_clipping(config: Config, clip_grad: float) -> Config:
-    """Returns the configuration with another `clip_grad`."""
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": clip_grad})})
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": grad_norm / 2})})
 
 
 def initial_weights(config: Config, model: str = "trained") -> Arrays:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import NothingToLearnError
 from mtrain.config import Config
-from mtrain.config.extras import ROUTED_EXPERTS, columns_of
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, columns_of
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.batch import Microbatch
@@ -23,7 +23,7 @@ from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.order import key_of
 from mtrain.data.routes import routes_shape
 from mtrain.data.samples.sample import Sample, TokenizedSample, shifted
-from mtrain.loss.functions.load import extras_of, load_loss_function
+from mtrain.loss.functions.load import extras_of, load_loss_function, reads_temperature
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.reference.policy import EXTRAS
@@ -35,6 +35,10 @@ _LONGEST = 512
 _TOKEN_WEIGHTS = np.array([1.0, 0.5, 0.3, 0.125], np.float32).astype(np.float64)
 """Weights of tokens, drawn from these; rounded to float32, in which records are kept."""
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
+_TEMPERATURES = (0.6, 1.0, 1.3)
+_BOUNDS_OF_RATIOS = ("dual_clip", "rollout_cap", "rollout_floor")
+"""Options of policy losses, some of which are too far from 1 for ratios of usual numbers."""
+_LEAST_SPREAD = 0.3
 _NUM_EDGES = 3
 """Number of edges between the documents of a row."""
 _EDGES_EVERY = 3
@@ -188,10 +192,28 @@ def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: in
 
 
 def drawn_extras(loss: LossSection) -> tuple[str, ...]:
-    """Returns the extras that the loss functions read and that can be drawn."""
+    """Returns the extras that the loss functions read and that can be drawn.
+
+    Where a function reads numbers of sampled tokens, samples have temperatures, which their programs may give, too.
+    """
     terms = (loss, *loss.side_terms.values())
-    read = {name for term in terms for name in extras_of(load_loss_function(term.function, term.options))}
-    return tuple(name for name in EXTRAS if name in read)
+    functions = [load_loss_function(term.function, term.options) for term in terms]
+    read = {name for function in functions for name in extras_of(function)}
+    found = [name for name in EXTRAS if name in read]
+    if found and any(reads_temperature(function) for function in functions):
+        found.append(TEMPERATURE)
+    return tuple(found)
+
+
+def _spread(loss: LossSection) -> float:
+    """Returns the deviation of log-probabilities with which some ratios are beyond the farthest bound."""
+    bounds = [
+        abs(math.log(value))
+        for term in (loss, *loss.side_terms.values())
+        for name, value in term.options.items()
+        if name in _BOUNDS_OF_RATIOS and value
+    ]
+    return max([_LEAST_SPREAD, *(bound / 2 for bound in bounds)])
 
 
 @dataclass(frozen=True)
@@ -241,8 +263,15 @@ class HardBatch:
         # in turn one number per token and one per predicted token
         first = slot // 2 % 2
         extras = {name: each[first:].tolist() for name, each in text.extras.items()}
-        routes = text.routed_experts
-        datum = Datum(text.ids.tolist(), text.counts.tolist(), text.weight, extras, routed_experts=routes)
+        temperature = extras.pop(TEMPERATURE, [None])[0]
+        datum = Datum(
+            text.ids.tolist(),
+            text.counts.tolist(),
+            text.weight,
+            extras,
+            temperature=temperature,
+            routed_experts=text.routed_experts,
+        )
         return made_of.of_datum(datum, f"sample {slot}", self.config, tuple(text.extras))
 
     def _text(self, rng: np.random.Generator, mask: NDArray[np.float64], slot: int) -> Text:
@@ -262,13 +291,18 @@ class HardBatch:
         """Draws the extras of a sample's tokens.
 
         Advantages have both signs; log-probabilities are near those of a model with drawn weights, so that some ratios
-        are beyond every bound and some within.
+        are beyond every bound and some within. A temperature is that of the whole sample.
         """
         rng = np.random.default_rng([self.config.train.seed, self.kind, slot])
-        usual = -math.log(self.config.model.vocab_size)
+        usual, spread = -math.log(self.config.model.vocab_size), _spread(self.config.loss)
 
         def drawn(name: str) -> NDArray[np.float64]:
-            values = rng.normal(0.7, 1.0, size) if name == "advantages" else usual + rng.normal(0.0, 0.3, size)
+            if name == TEMPERATURE:
+                values = np.full(size, rng.choice(_TEMPERATURES))
+            elif name == "advantages":
+                values = rng.normal(0.7, 1.0, size)
+            else:
+                values = usual + rng.normal(0.0, spread, size)
             return values.astype(np.float32).astype(np.float64)
 
         return {name: drawn(name) for name in drawn_extras(self.config.loss)}

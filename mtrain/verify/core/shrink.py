@@ -1,9 +1,9 @@
 """Small configuration with the structure of the user's: everything that a layout could break is kept.
 
 Kept: number of query heads for each key/value head, norms, biases, activation, rotary scaling, ties, window, recompute,
-distributed optimizer and overlaps, aggregation and side terms, documents, optimizer constants. Made small: layers (at
-least one for every pipeline stage), sizes, sequence, batch. Precision is float32, where a fault cannot hide in
-rounding.
+distributed optimizer and overlaps, aggregation and side terms, documents, momenta and decay of the optimizer. Made
+small: layers (at least one for every pipeline stage), sizes, sequence, batch. Moved to where they act: bounds and
+constants that the small model would not reach (`reach`). Precision is float32, where a fault cannot hide in rounding.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mtrain.plan.activations import tokens_at_once
 from mtrain.plan.features import FEATURES, SmallRun
 from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
 from mtrain.verify.core.layouts import Trial, common_multiple
+from mtrain.verify.core.reach import epsilon_factor, loss_keys, model_keys, optimizer_keys, section_keys
 
 VOCAB_SIZE = 97
 """Vocabulary size of random tokens: prime, so that the table is padded under every layout."""
@@ -79,6 +80,7 @@ def shrink(
     if config.data.packing is not None:
         # the reference knows the samples of a step only if a step counts samples, not rows
         also["data"] = {"packing": {"batch": "sequences"}}
+    also |= {"optimizer": optimizer_keys(config.optimizer), "loss": loss_keys(config.loss)}
     return small(config, trials, seq_length, also, batch_size)
 
 
@@ -210,7 +212,9 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
     width = max(1.0, min(4.0, model.ffn_hidden_size / model.hidden_size))
     num_layers = _num_layers(model, trials)
     head_dim = SMALL_HEAD_DIM if needs_head_dim else None
-    small_run = SmallRun(tp, ep, etp, config.data.seq_length, seq_length, num_layers, groups, head_dim)
+    small_run = SmallRun(
+        tp, ep, etp, config.data.seq_length, seq_length, num_layers, groups, head_dim, epsilon_factor(model)
+    )
     return {
         "hf": None,
         "num_layers": num_layers,
@@ -221,6 +225,7 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
         "ffn_hidden_size": multiple_from(round(hidden * width), [tp, SMALL_HEAD_DIM]),
         "vocab_size": _vocab_size(model, reads_files),
         "vocab_multiple": model.vocab_multiple if reads_files else min(model.vocab_multiple, 8),
+        **model_keys(model),
         **_of_features(model, small_run),
     }
 
@@ -249,7 +254,13 @@ def _chunk_tokens(config: Config) -> str | int:
 
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
     """Returns the changes that the features of the model need."""
-    return {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
+    found = {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
+    size = round(SMALL_HEAD_DIM * found.get("rope", {"partial": 1.0})["partial"])
+    size = found.get("mla", {}).get("qk_rope_head_dim", size)
+    for section, keys in section_keys(model, size).items():
+        if keys:
+            found[section] = found.get(section, getattr(model, section).model_dump()) | keys
+    return found
 
 
 def _vocab_size(model: ModelSection, reads_files: bool) -> int:

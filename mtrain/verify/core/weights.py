@@ -19,6 +19,7 @@ from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.model.build import unwrap
 from mtrain.mcore.model.init_weights import sharded_tensors
 from mtrain.mcore.model.layer_spec import global_name
+from mtrain.verify.core.reach import scaled
 
 Arrays = dict[str, NDArray[Any]]
 """Global tensors by name; vocabulary tables include their padding rows."""
@@ -63,6 +64,7 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
     values = torch.randn(real, generator=generator) * (_DEVIATION * narrowing)
     if len(shape) == 1 and name.endswith(("weight", "magnitude")):
         values += 1.0
+    values = scaled(name, values, config.model)
     whole = torch.zeros(*shape)
     whole[: real[0]] = values
     return whole

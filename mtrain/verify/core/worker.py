@@ -8,7 +8,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
 from mtrain.config import Config
-from mtrain.config.extras import as_configured
+from mtrain.config.extras import TEMPERATURE, as_configured
 from mtrain.data.batch import Microbatch
 from mtrain.loss.objective import Objective
 from mtrain.mcore.distributed.groups import Groups
@@ -19,8 +19,9 @@ from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
+from mtrain.verify.core.reach import shrink_chunks, small_blocks
 from mtrain.verify.core.result import StepValues
-from mtrain.verify.core.samples import Batches, SamplePlan
+from mtrain.verify.core.samples import Batches, SamplePlan, drawn_extras
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.planted.faults import PLANTS
@@ -84,7 +85,8 @@ class _WatchedStep(TrainingStep):
 
 def run_layout(groups: Groups, job: Job) -> Outcome:
     """Trains a few steps from weights that do not depend on the layout. Collective."""
-    return _Runner(groups, job, SOUND if job.fault is None else PLANTS[job.fault]).run()
+    with small_blocks():
+        return _Runner(groups, job, SOUND if job.fault is None else PLANTS[job.fault]).run()
 
 
 def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
@@ -119,11 +121,16 @@ class _Runner:
         reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
         self._chunks = build_model(config, groups, weights_follow=True)
+        shrink_chunks(self._chunks)
         made_of.change_model(self._chunks)
         set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
         self._optimizer = made_of.optimizer(config, self._chunks, groups)
         model = RankModel(config, groups, self._chunks, self._optimizer)
-        objective = replace(own_objective(config, EXTRAS), has_routes=job.plan.replays)
+        objective = replace(
+            own_objective(config, EXTRAS),
+            has_routes=job.plan.replays,
+            has_temperatures=TEMPERATURE in drawn_extras(config.loss),
+        )
         teacher = small_teacher(config, groups)
         self._training = _WatchedStep(model, objective, teacher, made_of.step(groups))
 

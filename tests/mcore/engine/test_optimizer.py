@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.mcore.engine.optimizer import _BLOCK, _sum_of_squares
+from mtrain.mcore.engine.optimizer import BLOCK, _sum_of_squares
 from mtrain.plan.layout import Layout
 from tests.mcore.engine import fused_adam_ranks
 from tests.mcore.state.test_save_and_load import TIED, assert_same_standing, configured
@@ -27,7 +27,7 @@ def test_a_rank_without_gradients_adds_nothing() -> None:
 def test_the_norm_is_taken_block_by_block_of_any_shape() -> None:
     """Memory holds one block at a time: gradients end inside a block, at its edge and after it; one is strided."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(_BLOCK,), (_BLOCK + 1,), (3, _BLOCK - 1), (5, 7), (0,)]
+    shapes = [(BLOCK,), (BLOCK + 1,), (3, BLOCK - 1), (5, 7), (0,)]
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     gradients += [torch.randn(300, 400, generator=generator).t(), torch.tensor([1e25, 1e-30])]
     exact = sum(float(gradient.double().square().sum()) for gradient in gradients)
@@ -35,7 +35,7 @@ def test_the_norm_is_taken_block_by_block_of_any_shape() -> None:
     with torch.profiler.profile(profile_memory=True) as watched:
         _sum_of_squares(gradients[:3], torch.device("cpu"))
     largest = max(event.cpu_memory_usage for event in watched.events())
-    assert largest < 2 * _BLOCK * 8
+    assert largest < 2 * BLOCK * 8
 
 
 def test_resuming_is_exact_with_an_adam_that_counts_by_group(pool: Pool, tmp_path: Path) -> None:

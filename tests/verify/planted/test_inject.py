@@ -49,7 +49,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "state-dropped-at-parts": (CP, "cp", "loss", "main", ATTENTION),
     "decay-in-half-precision": (MICRO, "every layout", "gradient", FINAL_NORM, ATTENTION),
     "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
-    "expert-loads-per-rank": (DP, "dp", "update", BIAS, None),
+    "expert-loads-per-rank": ("dp4mbs2", "dp", "update", BIAS, None),
     "experts-left-out-of-norm": (f"{DP},dp2ep2mbs4", "ep", "grad_norm", "grad_norm", None),
     "depths-divided-by-main": (MICRO, "every layout", "gradient", OUTPUT, None),
     "matrices-by-tp-rank": (TP, "tp", "update", QKV, None),

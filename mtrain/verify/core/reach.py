@@ -1,0 +1,165 @@
+"""Bounds and constants that a small model would not reach, moved to where they act.
+
+A fault at the edge of a block, in a clamp or in a small summand changes nothing in a model that never gets there. Sizes
+that are keys change in the configuration, those of kernels in the ranks, and drawn weights are large or small enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from mtrain.config import Config
+from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
+from mtrain.config.schema.train import AnyOptimizer
+from mtrain.loss.vocab_parallel import cross_entropy
+from mtrain.mcore.engine import optimizer as optimizers
+from mtrain.mcore.model.attention.recurrent.core import RecurrentCore
+from mtrain.mcore.offload import activations
+
+_CHUNK = 3
+"""Tokens of a chunk of a recurrent layer: parts of context-parallel ranks, from 4 tokens on, have several, too."""
+_ELEMENTS = 500
+"""Elements of a block of logits, or of a gradient."""
+_EPSILON = 3e-4
+"""What a norm adds to a mean square, of 0.001 in recurrent layers to 1 elsewhere."""
+_BASE, _LOCAL_BASE = 100.0, 30.0
+"""Bases with which the slowest pair of a head of four still turns by one radian in a row."""
+_SOFTCAP = 1.0
+"""Bound of logits, whose deviation is about 0.6."""
+_STEP_MIN = 0.35
+"""Smallest step of Mamba: the softplus of a number around 0 is below it for one token in fifteen."""
+_RATE = 0.02
+"""Learning rate at which a thousandth of an update is above the rounding of a weight."""
+_COEFFICIENT = 0.1
+"""Coefficient of a term whose gradient stands out."""
+_TO_THE_CLAMP = 3.5
+"""Factor of the first projection before clamps at 7, so that a few of its outputs in ten thousand are beyond them."""
+_TO_THE_OFFSET = 0.1
+"""Factor of queries and keys before they are brought to unit length, beside whose squares 1e-6 then counts."""
+
+
+def model_keys(model: ModelSection) -> dict[str, Any]:
+    """Returns the keys of `model.*` that change; those of sections have a function each."""
+    softcap = model.logit_softcap
+    return {
+        "norm_epsilon": model.norm_epsilon * epsilon_factor(model),
+        "logit_softcap": None if softcap is None else min(softcap, _SOFTCAP),
+    }
+
+
+def epsilon_factor(model: ModelSection) -> float:
+    """Returns what every epsilon of a norm is multiplied by: two that differ still do."""
+    return max(1.0, _EPSILON / model.norm_epsilon)
+
+
+def section_keys(model: ModelSection, rotary_size: int) -> dict[str, dict[str, Any]]:
+    """Returns the keys of sections of the model that change, by section.
+
+    Args:
+        model: The user's section.
+        rotary_size: Number of rotated dimensions of a head of the small model.
+    """
+    changed: dict[str, dict[str, Any]] = {"rope": _rotations(model.rope, rotary_size)}
+    if model.mamba is not None and model.mamba.step_min > 0:
+        changed["mamba"] = {"step_min": max(model.mamba.step_min, _STEP_MIN)}
+    return changed
+
+
+def _rotations(rope: RopeSection, size: int) -> dict[str, Any]:
+    """Returns frequencies that short rows tell apart, and an original length with which the middle pair of a head lies
+    between those that are scaled and those that are not."""
+    base = min(rope.base, _BASE)
+    changed: dict[str, Any] = {"base": base}
+    if rope.local_base is not None:
+        changed["local_base"] = min(rope.local_base, _LOCAL_BASE)
+    bounds = {
+        "llama3": (rope.low_freq_factor, rope.high_freq_factor),
+        "yarn": (rope.beta_slow, rope.beta_fast),
+    }.get(rope.scaling)
+    if bounds is not None and rope.attention_temperature == 0:  # else the length is that of the temperature's steps
+        turn = 2 * math.pi * math.pow(base, 2.0 * (size // 4) / size)
+        changed["original_max_positions"] = max(1, round(math.sqrt(bounds[0] * bounds[1]) * turn))
+    return changed
+
+
+def optimizer_keys(optimizer: AnyOptimizer) -> dict[str, Any]:
+    """Returns the keys of `optimizer.*` that change: the schedule keeps its form."""
+    factor = max(1.0, _RATE / optimizer.lr)
+    return {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor}
+
+
+def loss_keys(loss: LossSection) -> dict[str, Any]:
+    """Returns the keys of `loss.*` that change: every coefficient that is not 0 is large enough."""
+    return {
+        "side_terms": {
+            name: term.model_dump() | {"coefficient": _raised(term.coefficient)}
+            for name, term in loss.side_terms.items()
+        },
+        "router": {name: _raised(value) for name, value in loss.router.model_dump().items()},
+        "mtp_coefficient": _raised(loss.mtp_coefficient),
+    }
+
+
+def _raised(coefficient: float) -> float:
+    return coefficient and math.copysign(max(abs(coefficient), _COEFFICIENT), coefficient)
+
+
+def scaled(name: str, values: Tensor, model: ModelSection) -> Tensor:
+    """Returns the drawn values of a parameter in the size with which bounds act.
+
+    Args:
+        name: Global name of the parameter.
+        values: Values drawn around 0, or 1 for norms.
+        model: Section of the small model.
+    """
+    experts, net = model.experts, model.delta_net
+    if name.endswith("router.expert_bias") and experts is not None:
+        # about half of the biased scores are negative; logits are so without
+        mean = {"sigmoid": 0.5, "softmax": 1 / experts.num_experts if experts.pre_softmax else 0.0}[experts.score]
+        return values - mean
+    if name.endswith("linear_fc1.weight") and model.activation == "swiglu_clamped":
+        return values * _TO_THE_CLAMP
+    if name.endswith("conv1d.weight") and net is not None:
+        by_head = values.clone().view(net.num_key_heads, -1, *values.shape[1:])
+        by_head[:, : 2 * net.key_head_dim] *= _TO_THE_OFFSET
+        return by_head.view(values.shape)
+    return values
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Makes the blocks of kernels of this process small."""
+    before = cross_entropy.ELEMENTS_AT_A_TIME, optimizers.BLOCK, activations.SMALLEST_MOVED_BYTES
+    cross_entropy.ELEMENTS_AT_A_TIME = optimizers.BLOCK = _ELEMENTS
+    activations.SMALLEST_MOVED_BYTES = 1
+    try:
+        yield
+    finally:
+        cross_entropy.ELEMENTS_AT_A_TIME, optimizers.BLOCK, activations.SMALLEST_MOVED_BYTES = before
+
+
+def shrink_chunks(modules: Sequence[nn.Module]) -> None:
+    """Makes the chunks of recurrent layers short."""
+    for module in (module for each in modules for module in each.modules()):
+        if isinstance(module, RecurrentCore):
+            module.chunk = _CHUNK
+
+
+def with_epsilon(config: Config, grad_norm: float, num_elements: int) -> Config:
+    """Returns the configuration with an `epsilon` as large as an element of the gradient, if the user's is smaller.
+
+    Args:
+        config: Small configuration.
+        grad_norm: Norm of the gradient, clipped.
+        num_elements: Number of its elements.
+    """
+    optimizer = config.optimizer
+    epsilon = max(optimizer.epsilon, grad_norm / math.sqrt(num_elements))
+    return config.model_copy(update={"optimizer": optimizer.model_copy(update={"epsilon": epsilon})})
