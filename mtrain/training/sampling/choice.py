@@ -36,25 +36,55 @@ def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParam
         sampling: Rules for drawing.
 
     Returns:
-        Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64, under the model itself (temperature
-        1, no token excluded). A row with nan, or with nothing but -inf, gives token -1.
+        Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64; see `log_probs`. A row with nan, or
+        with nothing but -inf, gives token -1.
     """
     values = logits.double()
-    likely = values.log_softmax(-1)
-    if sampling.temperature == 0:
+    shares = None if sampling.temperature == 0 else _shares(values, sampling)
+    if shares is None:
         tokens = values.argmax(-1)  # the first of equals
     else:
-        shares = (values / sampling.temperature).softmax(-1)
-        if sampling.top_k or sampling.top_p < 1:
-            shares = _likeliest(shares, sampling)
         # in the order of the vocabulary: if sorted, two probabilities that differ by rounding could swap places
         sums = _running_sums(shares)
         numbers = [uniform(sampling.seed, place) for place in places]
         draws = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1) * sums[:, -1:]
         # `right`: a token of probability 0 is never drawn, not even by the number 0
         tokens = torch.searchsorted(sums, draws, right=True).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-    found = likely.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    found = _log_probs(values, shares, sampling).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return torch.where(found.isfinite(), tokens, -1), found
+
+
+def log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Returns log-probabilities in nats, [rows, vocab_size] float64.
+
+    They are those of the model itself (temperature 1, no token excluded); with `sampling.log_probs_of_draw` those of
+    the distribution that tokens are drawn from, -inf where a token is excluded. At temperature 0 nothing is drawn, so
+    they are the model's.
+
+    Args:
+        logits: Logits, [rows, vocab_size] float32.
+        sampling: Rules for drawing.
+    """
+    values = logits.double()
+    is_of_model = sampling.temperature == 0 or not sampling.log_probs_of_draw
+    return _log_probs(values, None if is_of_model else _shares(values, sampling), sampling)
+
+
+def _log_probs(values: Tensor, shares: Tensor | None, sampling: SamplingParams) -> Tensor:
+    if shares is None or not sampling.log_probs_of_draw:
+        return values.log_softmax(-1)
+    return _scaled(values, sampling).masked_fill(shares == 0, -torch.inf).log_softmax(-1)
+
+
+def _shares(values: Tensor, sampling: SamplingParams) -> Tensor:
+    """Returns the share of each token, [rows, vocab_size]; rows need not sum to 1."""
+    shares = _scaled(values, sampling).softmax(-1)
+    return _likeliest(shares, sampling) if sampling.top_k or sampling.top_p < 1 else shares
+
+
+def _scaled(values: Tensor, sampling: SamplingParams) -> Tensor:
+    # the largest becomes 0, which no temperature, however small, makes infinite
+    return (values - values.amax(-1, keepdim=True)) / sampling.temperature
 
 
 def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:

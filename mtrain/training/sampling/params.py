@@ -30,6 +30,9 @@ class SamplingParams:
     all ranks. None: only tokens end it."""
     num_likeliest: int = 0
     """Number of the likeliest tokens that are returned in the place of each token."""
+    log_probs_of_draw: bool = False
+    """Whether log-probabilities are those of the distribution that tokens are drawn from, after temperature, top_k and
+    top_p, and not the model's own; at temperature 0, where nothing is drawn, always the model's."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a value is out of range."""

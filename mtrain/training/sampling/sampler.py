@@ -24,7 +24,7 @@ from mtrain.mcore.distributed.init import any_rank
 from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
 from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.mcore.engine.recorded_routes import RecordedRoutes
-from mtrain.training.sampling.choice import TokenPlace, choose
+from mtrain.training.sampling.choice import TokenPlace, choose, log_probs
 from mtrain.training.sampling.params import SamplingParams
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
@@ -38,7 +38,8 @@ class Completion:
     token_ids: list[int]
     """Tokens of the answer without the prompt; the token that ended it is the last one."""
     log_probs: list[float]
-    """Log-probability of each token in nats, under the model itself: temperature 1, no token excluded."""
+    """Log-probability of each token in nats, under the model itself (temperature 1, no token excluded), or with
+    `SamplingParams.log_probs_of_draw` under the distribution that it was drawn from."""
     finish_reason: Literal["stop", "length"]
     """Reason for the end. stop: a stop token or `is_complete` ended the answer; length: it has max_new_tokens."""
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -265,5 +266,5 @@ def _likeliest_rows(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, .
     """Returns tokens and log-probabilities, [num_likeliest, answers] float64 each; nothing where none are sampling."""
     if sampling.num_likeliest == 0:
         return ()
-    found = logits.double().log_softmax(-1).topk(sampling.num_likeliest, dim=-1)
+    found = log_probs(logits, sampling).topk(sampling.num_likeliest, dim=-1)
     return found.indices.t().double(), found.values.t()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from mtrain.training.sampling.choice import TokenPlace, choose, uniform
+from mtrain.training.sampling.choice import TokenPlace, choose, log_probs, uniform
 from mtrain.training.sampling.params import SamplingParams
 from tests.messages import refuses
 
@@ -54,6 +56,58 @@ def test_log_probabilities_are_those_of_the_model_itself() -> None:
     sampling = SamplingParams(temperature=0.5, top_p=0.6, seed=1)
     tokens, likely = choose(LOGITS.expand(9, -1), MANY[:9], sampling)
     assert torch.allclose(likely, LOGITS.double().log_softmax(-1)[tokens], rtol=0, atol=1e-12)
+
+
+def warped(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """Returns the log-probabilities of the distribution as transformers makes it, in float64."""
+    found = TemperatureLogitsWarper(temperature)(None, logits.double())
+    found = TopKLogitsWarper(top_k)(None, found) if top_k else found
+    return (TopPLogitsWarper(top_p)(None, found) if top_p < 1 else found).log_softmax(-1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    temperature=st.floats(0.05, 20.0),
+    top_p=st.sampled_from([1.0, 0.95, 0.6, 0.05]),
+    top_k=st.sampled_from([0, 1, 3, 40, 10**6]),
+    seed=st.integers(0, 2**48),
+)
+def test_log_probabilities_of_the_draw_are_those_of_transformers(
+    temperature: float, top_p: float, top_k: int, seed: int
+) -> None:
+    logits = torch.randn(20, 41, generator=torch.Generator().manual_seed(seed)) * 3
+    sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, log_probs_of_draw=True)
+    tokens, likely = choose(logits, MANY[:20], sampling)
+    exact = warped(logits, temperature, top_p, min(top_k, 41))
+    assert torch.allclose(likely, exact.gather(-1, tokens[:, None])[:, 0], rtol=0, atol=1e-9)
+    assert torch.allclose(log_probs(logits, sampling), exact, rtol=0, atol=1e-9)
+
+
+@given(temperature=st.floats(0, 1.79e308, exclude_min=True, allow_subnormal=True), seed=st.integers(0, 2**48))
+@example(5e-324, 0)
+@example(1e-310, 1)
+@example(1.7e308, 2)
+def test_no_temperature_is_too_small_or_too_large_to_draw_at(temperature: float, seed: int) -> None:
+    """Draws the likeliest token where the others have no probability left, and any token at the highest."""
+    logits = torch.randn(8, 13, generator=torch.Generator().manual_seed(seed)) * 5
+    for of_draw in (False, True):
+        tokens, likely = choose(
+            logits, MANY[:8], SamplingParams(temperature=temperature, seed=seed, log_probs_of_draw=of_draw)
+        )
+        assert likely.isfinite().all()
+        if temperature < 1e-9:
+            assert torch.equal(tokens, logits.argmax(-1))
+            assert not of_draw or likely.eq(0).all()
+        if temperature > 1e9 and of_draw:
+            assert torch.allclose(likely, torch.full_like(likely, -np.log(13)))
+
+
+def test_at_temperature_0_nothing_is_drawn() -> None:
+    """So log-probabilities are the model's, whichever are asked for, as other engines give them."""
+    sampling = SamplingParams(temperature=0.0, top_p=0.1, top_k=1, log_probs_of_draw=True)
+    tokens, likely = choose(LOGITS[None], MANY[:1], sampling)
+    assert tokens.tolist() == [4]
+    assert torch.equal(likely, LOGITS.double().log_softmax(-1)[tokens])
 
 
 def test_nan_gives_no_token() -> None:
