@@ -202,16 +202,19 @@ class Engine(Turns):
             NumericError: A loss, a denominator or the gradient norm is not finite or cannot be right. The gradients are
                 lost, the weights unchanged. On all ranks.
             RuntimeError: There was no `forward_backward` since the last step.
+            ValueError: An update with this learning rate and these options could leave the range of float32. The
+                gradients are kept.
         """
         training = self._built().training
         if self._open is None:
             raise RuntimeError("optim_step needs a forward_backward before it")
         if options is not None:
             self._built().model.optimizer.use(options)
+        rate = learning_rate(self.step, self.config.optimizer, self.config.train.num_steps) if lr is None else lr
+        self._built().model.optimizer.check_rate(rate)
         step, self._open = self._open, None
         tokens, self._tokens = self._tokens, 0
         totals = training.reduce(step)
-        rate = learning_rate(self.step, self.config.optimizer, self.config.train.num_steps) if lr is None else lr
         update = training.update(totals, rate)
         self.step += 1
         self._total_tokens += tokens

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError, NonFiniteError, NumericError
 from mtrain.config import Config
+from mtrain.config.schema.bounds import FLOAT32_LARGEST
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.mcore.distributed.megatron import gradients_of_norm
@@ -26,6 +27,11 @@ from mtrain.mcore.model.transformer_config import SMALLEST_LOSS_SCALE, optimizer
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
 """Number of skips in a row at the smallest loss scale that end the run: one can be a bad batch, two will not stop."""
 
+_SMALLEST_EPS = 2.0**-126
+"""Smallest normal number of float32. With an epsilon that it takes for 0, the update of a zero gradient is nan."""
+_LARGEST_RATIO = 1e18
+"""Largest learning rate / (epsilon x (1 - beta1)). Gradients are below 2e19, since larger ones have no square in
+float32; so updates are below 2e37, also where the second moment has no number for their squares."""
 BLOCK = 2**16
 """Number of elements converted to float64 at a time: half a MiB, which fits in the cache of a core."""
 
@@ -56,13 +62,31 @@ class AdamOptions:
         rules = {
             "beta1 must be at least 0 and below 1": 0 <= self.beta1 < 1,
             "beta2 must be at least 0 and below 1": 0 <= self.beta2 < 1,
-            "eps must be at least 0": 0 <= self.eps < math.inf,
+            "eps must be a normal number of float32": _SMALLEST_EPS <= self.eps <= FLOAT32_LARGEST,
             "weight_decay must be at least 0": 0 <= self.weight_decay < math.inf,
             "clip_grad must be at least 0": 0 <= self.clip_grad < math.inf,
         }
         broken = [f"{rule}, but is {getattr(self, rule.split()[0])}" for rule, holds in rules.items() if not holds]
         if broken:
             raise ValueError("; ".join(broken))
+
+    def check_rate(self, lr: float) -> None:
+        """Refuses a learning rate at which an update could leave the range of float32.
+
+        Raises:
+            ValueError: It could, or is no learning rate.
+        """
+        if not 0 <= lr <= FLOAT32_LARGEST * (1 - self.beta1):
+            raise ValueError(f"lr must be at least 0, and lr / (1 - beta1) a number of float32, but lr is {lr}")
+        if lr * self.weight_decay > 1:
+            raise ValueError(
+                f"lr={lr} times weight_decay={self.weight_decay} is above 1, which would turn weights over; lower one"
+            )
+        if lr > _LARGEST_RATIO * self.eps * (1 - self.beta1):
+            raise ValueError(
+                f"lr={lr} is too large for eps={self.eps} and beta1={self.beta1}: an update could leave the range of "
+                "float32; lower lr, or raise eps"
+            )
 
 
 class Skips:
@@ -162,6 +186,16 @@ class Optimizer:
         self._clip_grad, self._weight_decay = options.clip_grad, options.weight_decay
         for group in self.inner.param_groups:
             group["betas"], group["eps"] = (options.beta1, options.beta2), options.eps
+
+    def check_rate(self, lr: float) -> None:
+        """Refuses a learning rate at which the next update could leave the range of float32.
+
+        Raises:
+            ValueError: It could, or is no learning rate.
+        """
+        for group in self.inner.param_groups:
+            beta1, beta2 = group["betas"]
+            AdamOptions(beta1, beta2, group["eps"], self._weight_decay).check_rate(lr)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Multiplies the loss by the fp16 loss scale; 1 in other precisions."""
