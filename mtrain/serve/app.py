@@ -6,11 +6,9 @@ Calls that take time answer at once with the name of a future, which `retrieve_f
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -25,7 +23,7 @@ from mtrain.serve import bodies
 from mtrain.serve.asked import BaseModel, asked_of
 from mtrain.serve.checkpoints import FILE, Checkpoints, Run
 from mtrain.serve.desk import Desk, FullError, Request, Sessions
-from mtrain.serve.http import bytes_of, fault, read_body, read_with
+from mtrain.serve.http import Guard, Handler, call_of, fault, read_body, read_with, sentence_of
 from mtrain.serve.operations import (
     CreateModel,
     Done,
@@ -34,6 +32,7 @@ from mtrain.serve.operations import (
     LoadWeights,
     Operation,
     OptimStep,
+    Refuse,
     Save,
     Unload,
 )
@@ -61,19 +60,19 @@ class App:
 
     def asgi(self) -> Starlette:
         """Returns the application."""
-        posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
+        posts: dict[str, Handler] = {
             "client/config": self.client_config,
-            "client/dynamic_config": self.nothing,
+            "client/dynamic_config": self.dynamic_config,
             "telemetry": self.telemetry,
             "create_session": self.create_session,
             "session_heartbeat": self.heartbeat,
             "create_model": self.create_model,
-            "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_weights_for_sampler,
-            "save_weights_external": self.save_weights_external,
-            "load_weights": self.load_weights,
+            "forward_backward": self._in_line(self.forward_backward, is_chunk=True),
+            "optim_step": self._in_line(self.optim_step),
+            "save_weights": self._in_line(self.save_weights),
+            "save_weights_for_sampler": self._in_line(self.save_weights_for_sampler),
+            "save_weights_external": self._in_line(self.save_weights_external),
+            "load_weights": self._in_line(self.load_weights),
             "get_info": self.get_info,
             "create_sampling_session": self.create_sampling_session,
             "asample": self.asample,
@@ -95,20 +94,17 @@ class App:
         routes.append(Route("/{path:path}", self._guarded(self.unknown), methods=methods))
         return Starlette(routes=routes)
 
-    def _guarded(
-        self, handler: Callable[[HttpRequest], Awaitable[Response]], is_signed: bool = False
-    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+    def _guarded(self, handler: Handler, is_signed: bool = False) -> Handler:
+        guard = Guard(self.token)
+
         async def guarded(request: HttpRequest) -> Response:
             try:
-                if not is_signed:
-                    self._check_token(request)
+                guard.check(request, is_signed)
                 return await handler(request)
             except HTTPException as error:
                 return fault(error.status_code, error.detail)
             except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                where = ".".join(map(str, first["loc"])) or "the body"
-                return fault(422, f"{where}: {first['msg']}")
+                return fault(422, sentence_of(error))
             except DataError as error:
                 return fault(400, str(error))
             except FullError:
@@ -118,11 +114,28 @@ class App:
 
         return guarded
 
-    def _check_token(self, request: HttpRequest) -> None:
-        given = request.headers.get("x-api-key", "")
-        # as bytes: of texts compare_digest takes ASCII alone
-        if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
+    def _in_line(self, handler: Handler, is_chunk: bool = False) -> Handler:
+        """Lets a refused call take its place among the calls of its model: the client has spent its number.
+
+        Args:
+            handler: Handler of the call.
+            is_chunk: Whether clients send several at once, and the first number last. Where one of the others is
+                refused at once, they do not send the first one any more, so its future fails in its turn.
+        """
+
+        async def placed(request: HttpRequest) -> Response:
+            try:
+                return await handler(request)
+            except (DataError, ValidationError, HTTPException) as error:
+                if (call := await call_of(request)) is not None:
+                    refuse = Refuse(call.model_id, sentence_of(error), call.is_of_step)
+                    with contextlib.suppress(KeyError, DataError):  # of no model, or of no number that has a turn
+                        made = self.desk.submit_in_order(refuse, call.model_id, call.number)
+                        if is_chunk and isinstance(error, DataError):
+                            return _future(made, call.model_id)
+                raise
+
+        return placed
 
     # what the service is
 
@@ -130,18 +143,20 @@ class App:
         """Says that the service is there."""
         return JSONResponse({"status": "ok"})
 
-    async def nothing(self, request: HttpRequest) -> Response:
-        """Accepts what needs no answer."""
-        return JSONResponse({})
-
     async def telemetry(self, request: HttpRequest) -> Response:
         """Accepts what a client reports, and forgets it."""
-        await bytes_of(request)
+        await read_with(request, len)
         return JSONResponse({"status": "accepted"})
 
     async def client_config(self, request: HttpRequest) -> Response:
         """Tells a client what the service understands."""
+        await read_body(request, bodies.ClientBody)
         return JSONResponse({"proto_compress_fwdbwd": True, "parallel_fwdbwd_chunks": True})
+
+    async def dynamic_config(self, request: HttpRequest) -> Response:
+        """Tells a client nothing more."""
+        await read_body(request, bodies.ClientBody)
+        return JSONResponse({})
 
     async def capabilities(self, request: HttpRequest) -> Response:
         """Names the model."""
@@ -156,14 +171,14 @@ class App:
 
     async def create_session(self, request: HttpRequest) -> Response:
         """Opens a session."""
-        await read_body(request, bodies.Nothing)
+        await read_body(request, bodies.SessionBody)
         session_id = secrets.token_hex(16)
         self.sessions.see(session_id)
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: HttpRequest) -> Response:
         """Notes that a session's client is there."""
-        body = await read_body(request, bodies.OfSession)
+        body = await read_body(request, bodies.HeartbeatBody)
         self._check_session(body.session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
@@ -193,10 +208,7 @@ class App:
         """Makes a model at its beginning."""
         body = await read_body(request, bodies.CreateModelBody)
         self._check_session(body.session_id)
-        if not self.base.is_called(body.base_model):
-            raise DataError(f"base_model={body.base_model[:200]!r} is not served here; take {self.base.name}")
-        if body.optimizer_config.type != "adamw":
-            raise DataError(f"optimizer {body.optimizer_config.type[:80]!r} is not offered here; take adamw")
+        self.base.check_name(body.base_model)
         lora = Lora(0) if body.lora_config is None else Lora(**body.lora_config.model_dump())
         if lora.rank and lora.seed is None:
             lora = replace(lora, seed=secrets.randbits(48))
@@ -209,17 +221,22 @@ class App:
         """Goes on from a checkpoint, with a new model or with one that is there."""
         body = await read_body(request, bodies.LoadBody)
         source = _loadable(body.path)
+        if body.base_model is not None:
+            self.base.check_name(body.base_model)
         described = await run_in_threadpool(self.store.described, source)
-        if body.model_id is not None and body.seq_id is not None:
+        of_new = body.session_id, body.model_seq_id
+        if body.model_id is not None and body.seq_id is not None and of_new == (None, None):
+            if body.user_metadata is not None:
+                raise DataError("user_metadata belongs to a new model; give it to create_training_client_from_state")
             return self._ordered(LoadWeights(body.model_id, source, body.optimizer), body.model_id, body.seq_id)
-        if body.session_id is None or body.model_seq_id is None:
+        if None in of_new or body.session_id is None or (body.model_id, body.seq_id) != (None, None):
             raise DataError("load_weights needs model_id and seq_id, or session_id and model_seq_id; send one of both")
         self._check_session(body.session_id)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         operation = CreateModel(model_id, described.adapter, source, body.optimizer)
         return self._began(model_id, operation, body.user_metadata)
 
-    def _began(self, model_id: str, operation: CreateModel, user_metadata: dict[str, Any] | None) -> Response:
+    def _began(self, model_id: str, operation: CreateModel, user_metadata: dict[str, str] | None) -> Response:
         request = self.desk.submit(operation, f"{model_id}:create")
         self.desk.open_line(model_id)
         self._runs.setdefault(model_id, Run(operation.lora, user_metadata))
@@ -233,7 +250,7 @@ class App:
     async def optim_step(self, request: HttpRequest) -> Response:
         """Updates the weights."""
         body = await read_body(request, bodies.OptimStepBody)
-        if body.adam_params is None:
+        if body.adam_params is None or body.optimizer_params is not None:
             raise DataError("optim_step needs adam_params; the optimizer of this service is AdamW")
         given = body.adam_params
         options = given.model_dump(include={"beta1", "beta2", "eps", "weight_decay"})
@@ -243,22 +260,22 @@ class App:
     async def save_weights(self, request: HttpRequest) -> Response:
         """Saves weights and optimizer under a name."""
         body = await read_body(request, bodies.SaveBody)
-        place = Place.of(body.model_id, "weights", body.path or f"{body.seq_id:08d}")
-        return self._saved(place, body, body.overwrite)
+        name = f"{body.seq_id:08d}" if body.path is None else body.path
+        return self._saved(Place.of(body.model_id, "weights", name), body, body.overwrite, body.user_metadata)
 
     async def save_weights_external(self, request: HttpRequest) -> Response:
         """Saves weights as other programs read them: adapters as PEFT does, a whole model as transformers does."""
-        body = await read_body(request, bodies.SaveBody)
-        if body.age_encryption_recipients:
-            raise DataError("age_encryption_recipients is not offered here; leave it out, and encrypt the download")
+        body = await read_body(request, bodies.SaveExternalBody)
         if body.path is None:
             raise DataError("save_weights_external needs path; give a name")
-        return self._saved(Place.of(body.model_id, "external_weights", body.path), body, True)
+        return self._saved(Place.of(body.model_id, "external_weights", body.path), body, True, None)
 
-    def _saved(self, place: Place, body: bodies.SaveBody, overwrite: bool) -> Response:
+    def _saved(
+        self, place: Place, body: bodies.NamedBody, overwrite: bool, user_metadata: dict[str, str] | None
+    ) -> Response:
         run = self._runs.get(body.model_id)
         of_run = None if run is None else run.user_metadata
-        operation = Save(place, overwrite, body.ttl_seconds, body.user_metadata, of_run)
+        operation = Save(place, overwrite, body.ttl_seconds, user_metadata, of_run)
         request = self._submitted(operation, body.model_id, body.seq_id)
         if body.ttl_seconds is not None and not self.desk.listen(request, self.store.look_again):
             self.store.look_again()
@@ -266,13 +283,16 @@ class App:
 
     async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
         """Saves weights to sample from: under a name, or for this session alone."""
-        body = await read_body(request, bodies.SaveBody)
+        body = await read_body(request, bodies.SaveSamplerBody)
         if body.kind == "inflight":
             raise DataError("kind=inflight is not offered here; take snapshot, of which a client makes one per step")
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise DataError("save_weights_for_sampler needs path or sampling_session_seq_id; send one of both")
         if body.path is not None:
-            return self._saved(Place.of(body.model_id, "sampler_weights", body.path), body, True)
-        if body.sampling_session_seq_id is None:
-            raise DataError("save_weights_for_sampler needs path or sampling_session_seq_id; send one")
+            place = Place.of(body.model_id, "sampler_weights", body.path)
+            return self._saved(place, body, True, body.user_metadata)
+        if body.ttl_seconds is not None or body.user_metadata is not None:
+            raise DataError("ttl_seconds and user_metadata belong to a checkpoint; give path, or leave them out")
         sampler_id = f"{body.model_id.partition(':')[0]}:sample:{body.sampling_session_seq_id}"
         answer = self._ordered(KeepSampler(sampler_id, body.model_id), body.model_id, body.seq_id)
         self._samplers[sampler_id] = None
@@ -280,7 +300,7 @@ class App:
 
     async def get_info(self, request: HttpRequest) -> Response:
         """Describes a model."""
-        body = await read_body(request, bodies.OfModel)
+        body = await read_body(request, bodies.InfoBody)
         if body.model_id not in self._runs:
             raise HTTPException(404, f"there is no model {body.model_id}; create one")
         lora = self._runs[body.model_id].lora
@@ -301,7 +321,7 @@ class App:
         try:
             return self.desk.submit_in_order(operation, model_id, number)
         except KeyError:
-            raise HTTPException(410, f"call {number} of {model_id} is done and its result forgotten") from None
+            raise HTTPException(410, f"the turn of call {number} of {model_id} is over and its result gone") from None
 
     # sampling
 
@@ -311,8 +331,8 @@ class App:
         self._check_session(body.session_id)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         source = None if body.model_path is None else _loadable(body.model_path)
-        if source is None and not self.base.is_called(body.base_model or ""):
-            raise DataError(f"base_model={body.base_model!r:.200} is not served here; take {self.base.name}")
+        if source is None or body.base_model is not None:
+            self.base.check_name("" if body.base_model is None else body.base_model)
         made = self.desk.submit(KeepSampler(sampler_id, source=source), f"{sampler_id}:create")
         # before it is made, so that a session that ends meanwhile frees it
         self._samplers[sampler_id] = body.model_path

@@ -10,6 +10,9 @@ from mtrain.serve.bodies import SampleBody
 from mtrain.serve.operations import Sample
 from mtrain.training.sampling.params import SamplingParams
 
+_MOST_NUMBERS = 2**26
+"""Largest number of tokens and log-probabilities of an answer: a few gigabytes, while they are collected."""
+
 
 @dataclass(frozen=True)
 class BaseModel:
@@ -28,6 +31,15 @@ class BaseModel:
         """Says whether a client means this model: by its name, or as the hub names it, with an owner before it."""
         return name.count("/") <= 1 and name.rpartition("/")[2] == self.name
 
+    def check_name(self, name: str) -> None:
+        """Refuses another model than this one.
+
+        Raises:
+            DataError: It is not served here.
+        """
+        if not self.is_called(name):
+            raise DataError(f"base_model={name[:200]!r} is not served here; take {self.name}")
+
 
 def asked_of(body: SampleBody, base: BaseModel) -> Sample:
     """Returns the operation that answers a request.
@@ -37,27 +49,24 @@ def asked_of(body: SampleBody, base: BaseModel) -> Sample:
     """
     return Sample(
         body.sampling_session_id,
-        _prompt(body),
+        [token for chunk in body.prompt.chunks for token in chunk.tokens],
         body.num_samples,
         _sampling(body, base),
         _stop_texts(body, base),
         body.topk_sample_logprobs,
         bool(body.prompt_logprobs),
         body.topk_prompt_logprobs,
-        body.prompt_logprobs_last_n,
+        _last_n(body),
     )
 
 
-def _prompt(body: SampleBody) -> list[int]:
-    if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
-        raise DataError("the prompt has an image or a sound, which no model here reads; send tokens")
-    wanted = {
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
-        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
-    }
-    if missing := [name for name, value in wanted.items() if value]:
-        raise DataError(f"{', '.join(missing)} is not offered here; take topk_prompt_logprobs, or leave it out")
-    return [token for chunk in body.prompt.chunks for token in chunk.tokens]
+def _last_n(body: SampleBody) -> int | None:
+    last_n, length = body.prompt_logprobs_last_n, sum(len(chunk.tokens) for chunk in body.prompt.chunks)
+    if last_n is not None and not (body.prompt_logprobs and last_n < length):
+        raise DataError(
+            f"prompt_logprobs_last_n={last_n} needs prompt_logprobs and a longer prompt than {length} tokens; send both"
+        )
+    return last_n
 
 
 def _sampling(body: SampleBody, base: BaseModel) -> SamplingParams:
@@ -70,7 +79,15 @@ def _sampling(body: SampleBody, base: BaseModel) -> SamplingParams:
     stops = ids if isinstance(given.stop, list) and len(ids) == len(set(given.stop)) else base.stop_token_ids
     most = room if given.max_tokens is None else min(given.max_tokens, room)
     seed = secrets.randbits(48) if given.seed is None else given.seed
-    return SamplingParams(most, given.temperature, given.top_p, max(0, given.top_k), seed, stops)
+    numbers = body.num_samples * (length + most * (2 + 2 * body.topk_sample_logprobs))
+    if numbers > _MOST_NUMBERS:
+        raise DataError(
+            f"num_samples={body.num_samples} of {most} tokens with topk_sample_logprobs={body.topk_sample_logprobs} "
+            f"are {numbers} numbers; ask for less in one call, at most {_MOST_NUMBERS}"
+        )
+    top_k = max(0, given.top_k)  # -1, too, is all
+    # a client takes them for those of the policy that it has drawn from
+    return SamplingParams(most, given.temperature, given.top_p, top_k, seed, stops, log_probs_of_draw=True)
 
 
 def _stop_texts(body: SampleBody, base: BaseModel) -> tuple[str, ...]:

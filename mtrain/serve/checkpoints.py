@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from mtrain.base.errors import DataError
 from mtrain.serve import bodies
 from mtrain.serve.asked import BaseModel
-from mtrain.serve.http import fault, read_body
+from mtrain.serve.http import Handler, fault, read_body
 from mtrain.serve.store import Described, Lora, Place, Store
 
 FILE = "/api/v1/files/{model_id}/{kind}/{name}/{file:path}"
@@ -31,15 +32,13 @@ _LINK_S = 3600
 """Time that an address of a file is good for."""
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 @dataclass(frozen=True)
 class Run:
     """A model that clients train."""
 
     lora: Lora
-    user_metadata: dict[str, Any] | None
+    user_metadata: dict[str, str] | None
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Checkpoints:
     def _runs(self, saved: list[Described]) -> dict[str, dict[str, Any]]:
         runs: dict[str, dict[str, Any]] = {}
         live = [(model_id, run, None) for model_id, run in self.live.items()]
-        kept = [(each.model_id, Run(each.adapter, each.run_metadata), each) for each in saved]
+        kept = [(each.model_id, Run(each.adapter, _texts(each.run_metadata)), each) for each in saved]
         for model_id, run, described in [*live, *kept]:
             shown = runs.setdefault(
                 model_id,
@@ -165,6 +164,13 @@ class Checkpoints:
 
     def _signature(self, place: Place, file: str, expires: str) -> str:
         return hmac.new(self._secret, f"{place}/{file}?{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def _texts(given: dict[str, Any] | None) -> dict[str, str] | None:
+    """Returns what is kept with a run as the SDK can list it; services up to 0.12 kept any JSON."""
+    if given is None:
+        return None
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
 
 
 def _place(request: Request) -> Place:

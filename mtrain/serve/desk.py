@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mtrain.serve.operations import Done, Failed, Operation
+from mtrain.base.errors import DataError
+from mtrain.serve.operations import Done, Failed, Operation, Refuse
+from mtrain.serve.protocol import SentBatch
 
 _MOST_WAITING = 10_000
 """Number of requests that may wait."""
@@ -22,7 +24,9 @@ _MOST_RESULTS = 2 * _MOST_WAITING
 """Number of results that are kept, the oldest are forgotten first: a client that has sent all that may wait finds all
 of them, and asks again only for a short time."""
 _MOST_BYTES = 2**32
-"""Size of the results that are kept."""
+"""Size of the results that are kept, and of the batches that wait."""
+_PATIENCE_S = 60.0
+"""Time without a call of a model after which a number that has not come is given up."""
 
 
 class FullError(Exception):
@@ -42,7 +46,9 @@ class Request:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the result, as far as it can be large."""
+        """Returns the size of the operation, or of its result, as far as it can be large."""
+        if isinstance(self.operation, SentBatch):
+            return self.operation.num_bytes
         content = self.result.content if isinstance(self.result, Done) else None
         return len(content) if isinstance(content, bytes) else 0
 
@@ -53,18 +59,21 @@ class _Line:
     def __init__(self, first: int) -> None:
         self.next = first
         self.waiting: list[tuple[int, Request]] = []
+        self.latest = 0.0
+        """Time at which the latest call came."""
 
 
 class Desk:
     """Takes requests as they arrive, and begins each when it is its turn."""
 
-    def __init__(self, begin: Callable[[Request], object]) -> None:
+    def __init__(self, begin: Callable[[Request], object], clock: Callable[[], float] = time.monotonic) -> None:
         """Opens the desk.
 
         Args:
             begin: Function that gives a request to the engine, which works on one after the other.
+            clock: Function that returns the time in seconds since some moment.
         """
-        self._begin = begin
+        self._begin, self._clock = begin, clock
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
         self._finished: deque[Request] = deque()
@@ -73,6 +82,8 @@ class Desk:
         self._lines: dict[str, _Line] = {}
         self._numbers = itertools.count(1)
         self._num_open = 0
+        self._open_bytes = 0
+        """Size of the operations that have no result yet."""
 
     def open_line(self, model_id: str) -> None:
         """Begins the numbers of a model's calls at 1."""
@@ -100,27 +111,50 @@ class Desk:
             return request
 
     def submit_in_order(self, operation: Operation, model_id: str, number: int) -> Request:
-        """Queues a call of a model; it runs after those of smaller numbers."""
+        """Queues a call of a model; it runs after those of smaller numbers.
+
+        Raises:
+            KeyError: There is no such model, or the turn of this number is over and its result forgotten.
+            DataError: The number is so far ahead that the calls before it could not wait.
+            FullError: Too many wait.
+        """
         with self._lock:
-            line = self._lines[model_id]
-            request, is_new = self._made(operation, f"{model_id}:{number}")
+            line, request_id = self._lines[model_id], f"{model_id}:{number}"
+            if number < line.next and request_id not in self._requests:
+                raise KeyError(request_id)
+            if number >= line.next + _MOST_WAITING:
+                raise DataError(f"seq_id={number} is too far ahead: the next call of this model is {line.next}")
+            request, is_new = self._made(operation, request_id)
             if is_new:
-                if number < line.next:  # ran so long ago that its result was forgotten
-                    del self._requests[request.id]
-                    self._num_open -= 1
-                    raise KeyError(request.id)
+                line.latest = self._clock()
                 heapq.heappush(line.waiting, (number, request))
                 while line.waiting and line.waiting[0][0] == line.next:
                     self._begin(heapq.heappop(line.waiting)[1])
                     line.next += 1
             return request
 
+    def give_up(self) -> None:
+        """Refuses the calls behind a number that has not come for a minute, as parts of a step that is not whole."""
+        with self._lock:
+            limit = self._clock() - _PATIENCE_S
+            for model_id, line in self._lines.items():
+                if not line.waiting or line.latest > limit:
+                    continue
+                why = f"call {line.next} of this model did not come in {_PATIENCE_S:g} s, so later ones are not run"
+                for number, request in sorted(line.waiting, key=lambda each: each[0]):
+                    self._open_bytes -= request.num_bytes
+                    request.operation = Refuse(model_id, f"{why}; make a new step", is_of_step=True)
+                    self._begin(request)
+                    line.next = number + 1
+                line.waiting.clear()
+
     def finish(self, request: Request, result: Done | Failed) -> None:
         """Sets a result, and tells those who wait for it."""
         with self._lock:
-            request.result, listeners = result, request.listeners
-            request.operation, request.listeners = None, []
             self._num_open -= 1
+            self._open_bytes -= request.num_bytes
+            request.operation, request.result = None, result
+            listeners, request.listeners = request.listeners, []
             self._finished.append(request)
             self._num_bytes += request.num_bytes
             while len(self._finished) > _MOST_RESULTS or self._num_bytes > _MOST_BYTES:
@@ -155,10 +189,13 @@ class Desk:
         known = self._requests.get(request_id)
         if known is not None:
             return known, False
-        if self._num_open >= _MOST_WAITING:
+        made = Request(request_id, operation)
+        # one batch alone may always wait: none is larger than a body
+        if self._num_open >= _MOST_WAITING or 0 < self._open_bytes > _MOST_BYTES - made.num_bytes:
             raise FullError
-        made = self._requests[request_id] = Request(request_id, operation)
+        self._requests[request_id] = made
         self._num_open += 1
+        self._open_bytes += made.num_bytes
         return made, True
 
 

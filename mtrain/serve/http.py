@@ -1,29 +1,139 @@
-"""Bodies of requests, bounded, and answers that say what is wrong."""
+"""Who may call, bodies of requests, bounded, and answers that say what is wrong."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TypeVar
 
 import pyarrow as pa
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from mtrain.serve.bodies import Body
+from mtrain.base.errors import DataError
+from mtrain.serve.bodies import Body, Numbered
+from mtrain.serve.protocol import Call, call_of_batch
 
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 MOST_BYTES = 64 * 2**20
 """Largest body of a request, also when it is decompressed: twelve times what the SDK sends in one chunk."""
+_MOST_JSON_BYTES = 16 * 2**20
+"""Largest JSON, of which a byte can take a hundred in memory: a prompt of two million tokens."""
 _SMALL_BYTES = 2**18
 """Size of a body, decompressed, that is read at once: a thread would take longer to start, and an idle engine wait."""
 _BODY_TIMEOUT_S = 60.0
 """Time that a body may take to arrive."""
 
+_TYPES = ("application/json", "application/x-protobuf")
+"""Types of bodies. A page of another site cannot send them without asking the service first, which it denies."""
+_QUERY = {"offset", "limit", "access_scope", "expires", "signature"}
+"""Keys of queries. access_scope is not read: whoever may call sees all that there is."""
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:[0-9]+)?")
+_NUMBER = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"|"seq_id"\s*:\s*([0-9]{1,19})(?![0-9.eE])')
+
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Lets those call who may."""
+
+    token: str | None
+    """Key of the service; None: programs of this machine may call, but no page in one of its browsers."""
+
+    def check(self, request: HttpRequest, is_signed: bool) -> None:
+        """Looks at the head of a request.
+
+        Args:
+            request: The request.
+            is_signed: Whether a signature in the address takes the place of the key.
+
+        Raises:
+            HTTPException: The sender may not call, or a part of the head is not understood.
+        """
+        headers = request.headers
+        if self.token is None:
+            _check_local(request)
+        # as bytes: of texts compare_digest takes ASCII alone
+        elif not is_signed and not hmac.compare_digest(headers.get("x-api-key", "").encode(), self.token.encode()):
+            raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
+        kind = headers.get("content-type", _TYPES[0]).partition(";")[0].strip().lower()
+        if request.method not in ("GET", "HEAD") and kind not in _TYPES:
+            raise HTTPException(415, f"content-type={kind[:80]!r} is not understood; send {' or '.join(_TYPES)}")
+        if unknown := request.query_params.keys() - _QUERY:
+            raise DataError(f"{min(unknown)[:80]!r} in the address is not known here; leave it out")
+
+
+def _check_local(request: HttpRequest) -> None:
+    """Refuses what a browser sends for a page: without a key, any page could call a service on loopback.
+
+    Raises:
+        HTTPException: A browser sends it, or it is meant for a name that leads here by an attack on DNS.
+    """
+    found = _HOST.fullmatch(request.headers.get("host", ""))
+    if found is None or not _is_loopback(found[1].strip("[]")):
+        host = request.headers.get("host", "")[:200]
+        raise HTTPException(403, f"host={host!r} is not this machine; call 127.0.0.1, or give the service a key")
+    site = request.headers.get("sec-fetch-site", "none")
+    if "origin" in request.headers or site != "none":
+        raise HTTPException(403, "pages in a browser may not call a service without a key; call it from a program")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return name.lower() in ("localhost", "localhost.")
+
+
+def sentence_of(error: DataError | ValidationError | HTTPException) -> str:
+    """Returns what is wrong with a request."""
+    if isinstance(error, HTTPException):
+        return error.detail
+    if isinstance(error, DataError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))[-200:] or "the body"
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not known here; leave it out"
+    return f"{where}: {first['msg']}"
+
+
+def _readable_part(body: bytes) -> bytes:
+    """Returns the content, or its beginning where it is too large or damaged."""
+    for most in (MOST_BYTES, 2**12):
+        with contextlib.suppress(HTTPException):
+            return _decompressed(body, most, MOST_BYTES)
+    return b""
+
+
+async def call_of(request: HttpRequest) -> Call | None:
+    """Returns the model and the number that a call has spent, also of one that is not understood; None: not known."""
+    arrived: tuple[bytes, str] | None = getattr(request.state, "arrived", None)
+    return None if arrived is None else await run_in_threadpool(_call_of, request.url.path, *arrived)
+
+
+def _call_of(path: str, body: bytes, encoding: str) -> Call | None:
+    if encoding != "identity":
+        body = _readable_part(body)
+    if path.endswith("/forward_backward"):
+        return call_of_batch(body)
+    try:
+        numbered = Numbered.model_validate_json(body)
+        return Call(numbered.model_id, numbered.seq_id, is_of_step=False)
+    except ValidationError:  # too deep or not whole, say: a line that waits for the number would wait a minute
+        found = [next(filter(None, each), b"") for each in zip(*_NUMBER.findall(body), strict=True)]
+    return Call(found[0].decode(errors="replace"), int(found[1]), is_of_step=False) if all(found) and found else None
 
 
 def fault(status: int, message: str) -> Response:
@@ -38,33 +148,24 @@ async def read_body(request: HttpRequest, kind: type[B]) -> B:
         ValidationError: It is none of this kind.
         HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
     """
-    return kind.model_validate_json(await bytes_of(request))
+    return await read_with(request, kind.model_validate_json, _MOST_JSON_BYTES)
 
 
-async def bytes_of(request: HttpRequest) -> bytes:
-    """Returns the body, decompressed.
-
-    Raises:
-        HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
-    """
-    body, encoding = await _arrived(request)
-    return body if encoding == "identity" else await run_in_threadpool(_decompressed, body)
-
-
-async def read_with(request: HttpRequest, read: Callable[[bytes], T]) -> T:
-    """Reads a body with `read`, decompressed; a large one in a thread, so that other clients do not wait.
+async def read_with(request: HttpRequest, read: Callable[[bytes], T], most: int = MOST_BYTES) -> T:
+    """Reads a body of at most `most` bytes with `read`, decompressed; a large one in a thread, so that other clients do
+    not wait.
 
     Raises:
         HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
     """
-    body, encoding = await _arrived(request)
-    start = body if encoding == "identity" else _decompressed(body, _SMALL_BYTES)
+    body, encoding = await _arrived(request, most)
+    start = body if encoding == "identity" else _decompressed(body, _SMALL_BYTES, most)
     if len(start) <= _SMALL_BYTES:
         return read(start)
-    return await run_in_threadpool(lambda: read(body if encoding == "identity" else _decompressed(body)))
+    return await run_in_threadpool(lambda: read(body if encoding == "identity" else _decompressed(body, most, most)))
 
 
-async def _arrived(request: HttpRequest) -> tuple[bytes, str]:
+async def _arrived(request: HttpRequest, most: int) -> tuple[bytes, str]:
     """Returns the body as it was sent, and how it is compressed."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
@@ -75,27 +176,33 @@ async def _arrived(request: HttpRequest) -> tuple[bytes, str]:
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
-                if size > MOST_BYTES:
-                    raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes; send smaller batches")
+                if size > most:
+                    request.state.arrived = b"".join(parts), encoding
+                    raise _too_large(most)
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone before its body was whole") from None
-    return b"".join(parts), encoding
+    arrived = request.state.arrived = b"".join(parts), encoding
+    return arrived
 
 
-def _decompressed(body: bytes, most: int = MOST_BYTES) -> bytes:
-    """Returns the content; where it is larger than `most`, one byte more than that.
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {most} bytes; send less at once")
+
+
+def _decompressed(body: bytes, at_once: int, most: int) -> bytes:
+    """Returns the content; where it is larger than `at_once`, one byte more than that.
 
     Raises:
-        HTTPException: It is none, or larger than any body may be.
+        HTTPException: It is none, or larger than `most`.
     """
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
             # one byte more than allowed tells a bomb, which is never held whole
-            whole: bytes = stream.read(most + 1)
+            whole: bytes = stream.read(at_once + 1)
     except (OSError, pa.ArrowException) as error:
         raise HTTPException(400, f"the body is no zstd stream ({error})") from None
-    if len(whole) > MOST_BYTES:
-        raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes; send smaller batches")
+    if len(whole) > most:
+        raise _too_large(most)
     return whole

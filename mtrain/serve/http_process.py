@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.concurrency import run_in_threadpool
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtrain.base.errors import MachineError
 from mtrain.base.log import show_lines
@@ -28,7 +30,10 @@ _log = logging.getLogger(__name__)
 _SESSION_S = 600.0
 """Time without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
 _TIDY_S = 5.0
-"""Time between two looks for sessions and checkpoints whose time is over."""
+"""Time between two looks for sessions, calls and checkpoints whose time is over."""
+_MOST_CONNECTIONS = 2**14
+_OTHER_FILES = 256
+"""Number of files that may be open in addition to connections."""
 
 
 class Server(uvicorn.Server):
@@ -40,12 +45,47 @@ class Server(uvicorn.Server):
         yield
 
 
+class Connection(H11Protocol):
+    """A connection that gives way to a new one while it waits for its client.
+
+    The limit is that of open files: beyond it nobody could connect any more.
+    """
+
+    latest = 0.0
+    """Time at which bytes came."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Closes the connection whose client has been silent for longest, where there are too many."""
+        super().connection_made(transport)
+        self.latest = self.loop.time()
+        if len(self.connections) > _most_connections():
+            waiting = [each for each in self.connections if isinstance(each, Connection) and each.waits_for_client]
+            longest = min(waiting, key=lambda each: each.latest)
+            self.connections.discard(longest)
+            longest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes."""
+        self.latest = self.loop.time()
+        super().data_received(data)
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Says whether the client has to go on: with a request, or with the rest of it."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+
+def _most_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, max(1, soft - _OTHER_FILES))
+
+
 def server_of(app: App) -> Server:
     """Returns the server of an application."""
     return Server(
         uvicorn.Config(
             app.asgi(),
-            http="h11",  # bounds the headers; uvicorn would take httptools, which does not, where that is installed
+            http=Connection,  # of h11, which bounds the headers; httptools does not
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -85,6 +125,7 @@ async def _finish(reader: asyncio.StreamReader, desk: Desk, server: Server) -> N
 
 async def _tidy(app: App) -> None:
     while True:
+        app.desk.give_up()
         for session_id in app.sessions.lost():
             app.unload(session_id)
         try:
@@ -94,7 +135,17 @@ async def _tidy(app: App) -> None:
         await asyncio.sleep(_TIDY_S)
 
 
+def _allow_files() -> None:
+    """Raises the number of files that may be open, of which each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * _MOST_CONNECTIONS
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 if __name__ == "__main__":
     ignore_stop_signals()
+    _allow_files()
     show_lines()
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -78,6 +78,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """A call that was refused, in its place among the calls of its model."""
+
+    model_id: str
+    message: str
+    is_of_step: bool
+    """Whether it may have been a part of a step, which is not whole without it."""
+
+
+@dataclass(frozen=True)
 class Unload:
     """Models and samplers that nobody uses any more."""
 
@@ -85,7 +95,7 @@ class Unload:
     sampler_ids: tuple[str, ...]
 
 
-Operation = CreateModel | LoadWeights | OptimStep | Save | KeepSampler | Sample | Unload | SentBatch
+Operation = CreateModel | LoadWeights | OptimStep | Save | KeepSampler | Sample | Refuse | Unload | SentBatch
 
 
 @dataclass(frozen=True)

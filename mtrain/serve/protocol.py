@@ -1,13 +1,14 @@
 """Messages of the Tinker protocol that travel as protobuf: the batch of a forward_backward, its outputs, and answers.
 
-Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them; only the fields that
-this service reads or writes are named, and protobuf skips the others. They live in a pool of their own, so that a
+Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them. Of what clients send,
+every field is named; one that is not is refused. They live in a pool of their own, so that a
 process may load the SDK as well.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,15 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Text": {"tokens": (1, "bytes")},
     "Other": {},
     "Chunk": {"encoded_text": (1, "Text"), "image": (2, "Other"), "dmel": (3, "Other")},
-    "Datum": {"model_input": (1, "Chunk[]"), "loss_fn_inputs": (2, "{Tensor}")},
+    "Span": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
+    "Provenance": {"prompt_tokens": (1, "Span"), "sampled_tokens": (2, "Span")},
+    # where tokens came from, which only stable_reinforce reads, a loss that is not offered
+    "Datum": {
+        "model_input": (1, "Chunk[]"),
+        "loss_fn_inputs": (2, "{Tensor}"),
+        "model_input_spans": (3, "Provenance[]"),
+        "loss_fn_input_spans": (4, "Provenance[]"),
+    },
     "ConfigValue": {"number": (1, "double"), "text": (2, "string")},
     "ForwardBackwardRequest": {
         "model_id": (1, "string"),
@@ -126,6 +135,11 @@ class SentDatum:
     inputs: dict[str, NDArray[Any]]
     """Arrays by name, [tokens] or [tokens, k]."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the arrays."""
+        return self.tokens.nbytes + sum(each.nbytes for each in self.inputs.values())
+
 
 @dataclass(frozen=True)
 class SentBatch:
@@ -137,6 +151,46 @@ class SentBatch:
     options: dict[str, float | str]
     data: list[SentDatum]
     forward_only: bool
+
+    @property
+    def is_of_step(self) -> bool:
+        """Says whether a step is not whole without it."""
+        return not self.forward_only
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the arrays."""
+        return sum(each.num_bytes for each in self.data)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Place of a call among those of its model."""
+
+    model_id: str
+    number: int
+    is_of_step: bool
+    """Whether a step is not whole without it."""
+
+
+_HEAD = re.compile(rb"\n([\x01-\x7f])")
+_VARINT = re.compile(rb"\x10[\x80-\xff]{0,9}[\x00-\x7f]")
+
+
+def call_of_batch(body: bytes) -> Call | None:
+    """Returns the call of a request for forward_backward that may be damaged or cut; None: it cannot be seen."""
+    parts, message = [body], _CLASS["ForwardBackwardRequest"]()
+    if head := _HEAD.match(body):  # the model's name comes first, then the number
+        found = _VARINT.match(body, 2 + head[1][0])
+        parts += [body[: found.end()]] if found else []
+    for part in parts:
+        try:
+            message.ParseFromString(part)
+        except DecodeError:
+            continue
+        is_named = bool(message.model_id) and message.seq_id > 0
+        return Call(message.model_id, message.seq_id, not message.forward_only) if is_named else None
+    return None
 
 
 def read_batch(body: bytes) -> SentBatch:
@@ -150,17 +204,29 @@ def read_batch(body: bytes) -> SentBatch:
         message.ParseFromString(body)
     except DecodeError as fault:
         raise DataError(f"the body is no ForwardBackwardRequest ({fault}); send what the tinker SDK sends") from None
+    parts = (len(message.data), *(len(each.model_input) + len(each.loss_fn_inputs) for each in message.data))
+    if sum(parts) > _MOST_PARTS or len(message.loss_fn_config) + len(message.loss_fn_config_v2) > _MOST_OPTIONS:
+        raise DataError(f"the request has more than {_MOST_PARTS} parts, or {_MOST_OPTIONS} options; send less at once")
+    written_out = sum(_written_out(each) for datum in message.data for each in datum.loss_fn_inputs.values())
+    if written_out > _MOST_NUMBERS:
+        raise DataError(
+            f"the sparse arrays have {written_out} numbers written out; send at most {_MOST_NUMBERS} at once"
+        )
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         options[name] = value.text or value.number
     data = [_datum(each, f"datum {number}") for number, each in enumerate(message.data)]
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        raise DataError("the request has a field that this service does not know; send what tinker 0.38 sends")
     return SentBatch(message.model_id, message.seq_id, message.loss_fn, options, data, message.forward_only)
 
 
 def _datum(message: Any, name: str) -> SentDatum:
     tokens = []
     for chunk in message.model_input:
-        if chunk.HasField("image") or chunk.HasField("dmel"):
+        if not chunk.HasField("encoded_text"):
             raise DataError(f"{name} has an image or a sound, which no model here reads; send tokens")
         tokens.append(_array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input"))
     inputs = {key: _tensor(each, f"{name}: {key}") for key, each in message.loss_fn_inputs.items()}
@@ -176,16 +242,24 @@ def _tensor(message: Any, name: str) -> NDArray[Any]:
     values = _array(message.dense, dtype, name)
     if not shape:
         return values
-    if min(shape) < 0 or math.prod(shape) != len(values):
+    # of no numbers any shape could be claimed
+    is_matrix = len(shape) <= 2 and min(shape) >= 0 and max(shape) <= max(MOST_COLUMNS, len(values))
+    if not is_matrix or math.prod(shape) != len(values):
         raise DataError(f"{name} has {len(values)} numbers, but the shape {list(shape)}; send as many as it holds")
     return values.reshape(shape)
+
+
+def _written_out(message: Any) -> int:
+    """Returns how many numbers a sparse matrix may have: a thousand times as many as were sent, unlike a dense one."""
+    num_rows = len(message.sparse_csr.crow_indices) // np.dtype(np.int64).itemsize
+    return num_rows * min(max(message.shape, default=0), MOST_COLUMNS)
 
 
 def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], name: str) -> NDArray[Any]:
     values = _array(message.values, dtype, name)
     rows, columns = (_array(each, np.int64, name) for each in (message.crow_indices, message.col_indices))
     # a few bytes may claim any shape: the rows are really there, and columns are bounded like those of a dense array
-    is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 and 0 <= shape[1] <= MOST_COLUMNS
+    is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 > 0 and 0 <= shape[1] <= MOST_COLUMNS
     is_whole = (
         is_whole and len(columns) == len(values) == rows[-1] and rows[0] == 0 and bool((np.diff(rows) >= 0).all())
     )
@@ -198,6 +272,11 @@ def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], 
 
 MOST_COLUMNS = 1024
 """Largest number of numbers per token."""
+_MOST_PARTS = 2**18
+"""Largest number of data, chunks and arrays of a request: of empty ones, a body holds millions."""
+_MOST_OPTIONS = 64
+_MOST_NUMBERS = 2**26
+"""Largest number of numbers of a request's sparse matrices, half a GiB."""
 
 
 def _array(data: bytes, dtype: type[np.generic], name: str) -> NDArray[Any]:
@@ -246,7 +325,10 @@ def written_answers(
         )
         if each.likeliest:
             pairs = np.asarray(each.likeliest)
-            _write_likeliest(sequence.topk_sampled_logprobs, (pairs[..., 0].astype(np.int32), pairs[..., 1]))
+            can_be_drawn = np.isfinite(pairs[..., 1])
+            ids = np.where(can_be_drawn, pairs[..., 0], 0).astype(np.int32)
+            found = ids, np.where(can_be_drawn, pairs[..., 1], NO_LOG_PROB)
+            _write_likeliest(sequence.topk_sampled_logprobs, found)
     if prompt_log_probs is not None:
         message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
     if of_prompt is not None:

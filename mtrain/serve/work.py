@@ -32,11 +32,13 @@ from mtrain.serve.operations import (
     LoadWeights,
     Operation,
     OptimStep,
+    Refuse,
     Sample,
     Save,
     Unload,
 )
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
+from mtrain.serve.room import Sizes, check_room
 from mtrain.serve.store import Described, Kind, Lora, Place, Store
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.engine import Engine
@@ -67,6 +69,11 @@ def _targets(lora: Lora, model: ModelSection) -> list[Target]:
     every = LoraSection(targets=tuple(named or ("qkv",)))
     there = {each.part for each in all_matrices(model, every)}
     return [each for each in named if there.intersection(GROUPS.get(each, (each,)))]
+
+
+def _longest_side(model: ModelSection, targets: list[Target]) -> int:
+    matrices = all_matrices(model, LoraSection(targets=tuple(targets)))
+    return max(max(each.rows, each.columns) for each in matrices)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,11 @@ class Served:
         targets = _targets(lora, config.model)
         if not targets:
             raise ConfigError("nothing of this model would learn; set train_attn or train_mlp, or for the whole rank=0")
+        most = _longest_side(config.model, targets)
+        if lora.rank > most:
+            raise ConfigError(
+                f"rank={lora.rank} is larger than each of the matrices that it would adapt; take at most {most}"
+            )
         given = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
         content["adapter"] = {**given, "rank": lora.rank, "targets": targets, "rank_pattern": {}, "alpha_pattern": {}}
         try:
@@ -186,7 +198,7 @@ class Worker:
             if not error.on_every_rank:
                 raise
             failed = Failed(str(error), "server")
-        if isinstance(operation, SentBatch) and operation.model_id in self._models and not operation.forward_only:
+        if isinstance(operation, SentBatch | Refuse) and operation.is_of_step and operation.model_id in self._models:
             self._models[operation.model_id].fault = failed.message
             engine = self._models[operation.model_id].engine
             if self._current.get(id(engine)) == operation.model_id:
@@ -212,6 +224,8 @@ class Worker:
                 return self._keep(operation)
             case Sample():
                 return self._sample(operation)
+            case Refuse():
+                raise DataError(operation.message)
             case Unload():
                 return self._unload(operation)
 
@@ -219,6 +233,8 @@ class Worker:
         if asked.model_id in self._models:
             raise DataError(f"{asked.model_id} exists already; create a model of another number")
         engine = self._engine_of(asked.lora)
+        if id(engine) in self._current:  # the model whose turn it is will wait in host memory
+            check_room(engine.device, 0, Sizes(engine.config).trained_bytes, "another model")
         self._leave(engine)
         engine.begin_anew(asked.lora.seed)
         self._models[asked.model_id] = _Model(asked.lora, engine)
@@ -248,6 +264,7 @@ class Worker:
             return self._built_anew(lora)
         shape = wanted.model_dump_json()
         if shape not in self._shapes:
+            check_room(self._engine.device, Sizes(config).trained_bytes, 0, f"an adapter of rank {lora.rank}")
             self._shapes[shape] = self._engine.adapter(shape, wanted.model_dump(exclude={"path"}))
         return self._shapes[shape]
 
@@ -260,6 +277,8 @@ class Worker:
                 f"this service holds models with {_shown(there)}, and one with {_shown(wanted)} was asked for, which "
                 "cannot be trained at the same time; close the sessions of the others first"
             )
+        more = Sizes(config).trained_bytes - Sizes(self._engine.config).trained_bytes
+        check_room(self._engine.device, max(0, more), 0, f"a model with {_shown(wanted)}")
         self._engine.close()
         self._shapes.clear()
         self._current.clear()
@@ -311,8 +330,10 @@ class Worker:
             raise DataError(f"a forward_backward of this step failed ({fault}), so no update was made; send it again")
         if not model.has_gradients:
             raise DataError("optim_step needs a forward_backward before it; send one")
+        options = AdamOptions(**asked.options)
+        options.check_rate(asked.lr)  # gradients are kept, for a step of other options
         model.has_gradients = False
-        done = model.engine.optim_step(asked.lr, AdamOptions(**asked.options))
+        done = model.engine.optim_step(asked.lr, options)
         return Done({"metrics": {"grad_norm": done.grad_norm, "step": float(done.step)}})
 
     def _save(self, asked: Save) -> Done:
@@ -349,6 +370,7 @@ class Worker:
     def _keep(self, asked: KeepSampler) -> Done:
         if asked.model_id is not None:
             engine = self._turn_to(asked.model_id).engine
+            check_room(engine.device, 0, Sizes(engine.config).weights_bytes, "one more sampler")
             self._samplers[asked.sampler_id] = _Kept(engine, engine.hold(weights_only=True))
         elif asked.source is not None:
             self._samplers[asked.sampler_id] = self._weights_of(asked.source)
@@ -359,6 +381,7 @@ class Worker:
     def _weights_of(self, source: Place) -> _Kept:
         with self._reading(source) as described:
             engine = self._engine_of(described.adapter)
+            check_room(engine.device, 0, Sizes(engine.config).weights_bytes, "one more sampler")
             self._leave(engine)
             engine.load(self._store.folder(source))
         return _Kept(engine, engine.hold(weights_only=True))

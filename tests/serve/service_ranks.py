@@ -14,6 +14,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -23,8 +24,8 @@ from mtrain.config import Config
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.serve.link import Link, framed
 from mtrain.serve.losses import Batch
-from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, Unload
-from mtrain.serve.protocol import SentDatum
+from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, OptimStep, Unload
+from mtrain.serve.protocol import SentBatch, SentDatum
 from mtrain.serve.run import _work, serve
 from mtrain.serve.store import Lora, Store
 from mtrain.serve.work import Served, Worker
@@ -109,6 +110,60 @@ def lost(groups: Groups, config: Config, folder: str) -> tuple[str, bool]:
             except MachineError as error:
                 return str(error), error.on_every_rank
     raise AssertionError("the service goes on without its clients")
+
+
+def drawn_steps(
+    groups: Groups,
+    config: Config,
+    folder: str,
+    tokens: Sequence[Sequence[int]],
+    draws: Sequence[tuple[float, dict[str, float]]],
+) -> dict[str, int]:
+    """Makes steps with drawn options, each after one gradient; counts those that were made, and those refused."""
+    counts = {"made": 0, "refused": 0}
+    data = [SentDatum(np.array(each[:-1], np.int32), {"target_tokens": np.array(each[1:])}) for each in tokens]
+    with free(groups):
+        worker = Worker(Served(config), Store(Path(folder)))
+        with closing(worker):
+            for number, (lr, options) in enumerate(draws):
+                if number % 10 == 0:  # weights that are very large make every gradient infinite
+                    assert isinstance(worker.run(CreateModel(f"{number}", Lora(2, number))), Done)
+                model_id = f"{number - number % 10}"
+                engine = worker._turn_to(model_id).engine
+                worker.run(SentBatch(model_id, 1, "cross_entropy", {}, data, False))
+                before = [each.clone() for each in _trained(engine)]
+                done = isinstance(worker.run(OptimStep(model_id, lr, options)), Done)
+                after = _trained(engine)
+                assert all(bool(each.isfinite().all()) for each in after), (lr, options)
+                assert done or all(map(torch.equal, before, after)), (lr, options)
+                counts["made" if done else "refused"] += 1
+    return counts
+
+
+def short_of_memory(groups: Groups, config: Config, folder: str) -> list[str]:
+    """Returns what comes of calls before, while and after one rank has no memory left; "" where they are done."""
+    adapter, same, larger = (CreateModel(str(number), Lora(rank, 1)) for number, rank in enumerate((2, 2, 3)))
+    with free(groups):
+        worker, found = Worker(Served(config), Store(Path(folder))), []
+        with closing(worker):
+            for operation, is_short in (
+                (adapter, False),
+                (same, True),
+                (larger, True),
+                (KeepSampler("kept", "0"), True),
+                (same, False),
+                (larger, False),
+            ):
+                free_bytes = 0 if is_short and groups.rank == 1 else 10**12
+                with mock.patch("mtrain.serve.room._free_on_host", lambda left=free_bytes: left):
+                    result = worker.run(operation)
+                found.append(result.message if isinstance(result, Failed) else "")
+    return found
+
+
+def _trained(engine: Engine) -> list[torch.Tensor]:
+    parameters = (each for chunk in engine._built().model.chunks for each in chunk.parameters())
+    return [each.detach() for each in parameters if each.requires_grad]
 
 
 def _ended(stop: Path) -> None:

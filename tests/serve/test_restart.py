@@ -149,7 +149,7 @@ def test_clients_that_wait_are_answered_at_the_end(tmp_path: Path, capfd: pytest
         base = BaseModel("base", 32, frozenset())
         setup = Setup(base, tmp_path, None, Store(tmp_path).lock, listener.fileno())
         with linked(setup) as link:
-            slow.sendall(b"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\na few")
+            slow.sendall(b"POST /api/v1/asample HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\na few")
             client = httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1/")
             session_id = client.post("create_session", json={}).json()["session_id"]
             model = {"session_id": session_id, "model_seq_id": 0, "base_model": "base"}

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tinker import types
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtrain.base.errors import DataError
 from mtrain.serve.asked import BaseModel, asked_of
@@ -38,6 +40,20 @@ def save_letters(folder: Path) -> Path:
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "' + END + '"}')
     return folder
+
+
+def check_draws(answer: Any, exact: torch.Tensor, temperature: float, top_k: int, top_p: float) -> None:
+    """Compares log-probabilities with those of the distribution as transformers warps it."""
+    warped = TemperatureLogitsWarper(temperature)(None, exact)
+    warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
+    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
+    drawn_from = warped.log_softmax(-1)
+    expected = drawn_from.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(answer.logprobs, expected.numpy(), rtol=0, atol=1e-5)
+    for likeliest, values in zip(answer.topk_logprobs, drawn_from, strict=True):
+        assert {token for token, _ in likeliest} == set(values.isfinite().nonzero()[:, 0].tolist())
+        ours = [value for _, value in sorted(likeliest)]
+        np.testing.assert_allclose(ours, values[values.isfinite()].numpy(), rtol=0, atol=1e-5)
 
 
 def text_of(tokens: list[int]) -> str:
@@ -70,6 +86,13 @@ def test_texts_end_answers_and_likeliest_tokens_are_the_oracles(pool: Pool, tmp_
         ours = [[value for _, value in each] for each in likeliest]
         np.testing.assert_allclose(ours, best.values.detach().numpy(), rtol=0, atol=1e-5)
 
+        for temperature, top_k, top_p in ((0.5, 0, 1.0), (1.7, 5, 1.0), (0.8, 0, 0.6)):
+            rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            sampling = types.SamplingParams(max_tokens=12, seed=5, stop=[], **rules)
+            answer = sampler.sample(given, 1, sampling, topk_sample_logprobs=VOCAB).result().sequences[0]
+            (values,) = oracle.distributions([[*prompt, *answer.tokens]])
+            check_draws(answer, values[len(prompt) - 1 :].detach(), temperature, top_k, top_p)
+
         text = text_of(tokens)
         for stop in (text[4:7], ["none of it", text[4:7]]):
             answer = asked(stop).sequences[0]
@@ -93,6 +116,19 @@ def test_a_text_is_found_where_its_last_token_is(tmp_path: Path) -> None:
         ([60, 1], [END + "c"], False),
     ]:
         assert ends_with(texts, letters, ids) == wanted, (ids, texts)
+
+
+def test_an_answer_is_bounded_by_its_numbers() -> None:
+    """What is asked for could else not be held: 1,024 answers of a long context with 128 likeliest tokens each."""
+    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}
+    base = BaseModel("base", 32768, frozenset())
+    asked_of(SampleBody.model_validate({**body, "num_samples": 1000}), base)
+    for more in ({"num_samples": 1024, "topk_sample_logprobs": 128}, {"num_samples": 8, "topk_sample_logprobs": 128}):
+        with refuses(DataError, "num_samples", "topk_sample_logprobs=128"):
+            asked_of(SampleBody.model_validate({**body, **more}), base)
+    last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}
+    with refuses(DataError, "prompt_logprobs_last_n=1"):
+        asked_of(SampleBody.model_validate({**body, **last}), base)
 
 
 def test_a_text_needs_a_tokenizer() -> None:
