@@ -22,7 +22,7 @@ from mtrain.base.environment import cores_of_rank
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B
+from mtrain.mcore.model.adapters.adapter import first_deviation, is_adapter_key
 from mtrain.mcore.model.layer_parts import MODULES
 from mtrain.mcore.model.layer_spec import global_name
 from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
@@ -33,10 +33,6 @@ from mtrain.plan.features import present
 _ROWS_PER_BLOCK = 256
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
-_EMBEDDING_B = f"embedding_{LORA_B}"
-# Of an embedding's adapter, A is zero and B drawn, as in PEFT: A has a row for each token.
-_ZERO = (f"proj_{LORA_B}", f"fc2_{LORA_B}", f"output_{LORA_B}", f".{LORA_B}", f"embedding_{LORA_A}")
-"""Endings of the names of parameters that start at zero."""
 
 
 def sharded_tensors(
@@ -78,7 +74,8 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
         transformed = _transformation(name, config.model)
-        if name.endswith(_ZERO) or (len(shape) < 2 and transformed is None):
+        deviation = 1.0 if transformed is not None else _deviation(name, shape, config.model)
+        if deviation == 0 or (len(shape) < 2 and transformed is None):
             continue
         if name == "output_layer.weight" and config.model.output.is_tied:
             # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
@@ -89,7 +86,6 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         else:
             # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
-            deviation = 1.0 if transformed is not None else _deviation(name, shape, config.model)
             draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
             if transformed is not None:
                 # the distribution function of a normal number is uniform
@@ -116,27 +112,25 @@ def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, s
         axes = shard.prepend_axis_num
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
-        if name.endswith(_ZERO):
-            shard.data.zero_()
+        if len(shape) < 2 or not _may_lack(
+            name, model
+        ):  # lengths of DoRA and what learns whole follow the frozen model
             continue
-        if not _may_lack(name, model):  # a table that learns whole, or lengths of DoRA: they follow the frozen model
-            continue
-        host = torch.empty(shard.local_shape, dtype=shard.data.dtype)
-        draw(host, f"{seed}:{name}", tuple(shape), tuple(offset), _deviation(name, shape, model), num_threads)
+        host = torch.zeros(shard.local_shape, dtype=shard.data.dtype)
+        if deviation := _deviation(name, shape, model):
+            draw(host, f"{seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
         shard.data.copy_(host)
 
 
 def _may_lack(name: str, model: ModelSection) -> bool:
     """Says whether files of a language model lack the parameter."""
     is_head = model.output.is_new and name == "output_layer.weight"
-    return is_head or name.endswith((LORA_A, _EMBEDDING_B))
+    return is_head or is_adapter_key(name)
 
 
 def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
-    if name.endswith(_EMBEDDING_B):
-        return 1.0
-    if name.endswith(LORA_A):
-        return 1 / math.sqrt(3 * shape[-1])  # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
+    if is_adapter_key(name):
+        return first_deviation(name, shape[-1])
     into_residual = name.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight"))
     # for each layer's additions to the residual: its variance then does not grow with the depth
     additions = (2 if model.layer_pattern is None else 1) * model.num_layers

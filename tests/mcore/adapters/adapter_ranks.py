@@ -80,13 +80,13 @@ def logits(groups: Groups, config: Config) -> dict[str, Tensor]:
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
     plain = build_model(config.model_copy(update={"adapter": None}), groups)
     batch = Batches(config, SamplePlan(0, 1), 0, 1).of_step(0)[0]
-    found = {"on": _logits(chunks, batch, config)}
+    found = {"on": logits_of(chunks, batch, config)}
     with adapters_off(chunks):
-        found["off"] = _logits(chunks, batch, config)
-    return found | {"plain": _logits(plain, batch, config), "on again": _logits(chunks, batch, config)}
+        found["off"] = logits_of(chunks, batch, config)
+    return found | {"plain": logits_of(plain, batch, config), "on again": logits_of(chunks, batch, config)}
 
 
-def _logits(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) -> Tensor:
+def logits_of(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) -> Tensor:
     found: list[Tensor] = []
 
     def take(logits: Logits, batch: Microbatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 """Endings of parameter names: [rank, inputs], [outputs, rank], [outputs]."""
 MODULE = "_adapter"
 """Suffix that makes the name of an adapter from that of its module; both have the same parent."""
+_OF_TABLE = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
+"""Matrix of a table's pair -> standard deviation of its first numbers, as in PEFT: A has a row for each token."""
 
 
 class Adapter(nn.Module):
@@ -138,6 +141,21 @@ class AdapterSet:
 def is_adapter_key(key: str) -> bool:
     """Says whether a name, in the model or in a checkpoint, is of an adapter's parameter."""
     return f"{MODULE}." in key
+
+
+def first_deviation(name: str, columns: int) -> float:
+    """Returns the standard deviation of the first numbers of an adapter's parameter, 0 for one that begins at zero.
+
+    A is drawn with PEFT's variance, and everything else begins at zero, whatever module it belongs to, so that a model
+    begins as its frozen part. Of a table it is the other way round.
+
+    Args:
+        name: Name of the parameter, in the model or in a checkpoint.
+        columns: Number of columns of the whole matrix.
+    """
+    own = name.rpartition(".")[2]
+    # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
+    return _OF_TABLE.get(own, 1 / math.sqrt(3 * columns) if own.endswith(LORA_A) else 0.0)
 
 
 def has_adapters(model: nn.Module) -> bool:
