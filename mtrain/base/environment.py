@@ -184,7 +184,7 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
             raise MachineError(f"{name}={environ[name]!r} needs the form 2(x3),1; fix the variable")
-        counts += [int(match[1])] * int(match[2] or 1)
+        counts += [int(match[1])] * int("1" if match[2] is None else match[2])
     node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
     if node >= len(counts):
         raise MachineError(

@@ -36,7 +36,9 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.num_steps={train.num_steps}; "
             "shorten the warm-up or lengthen the run"
         )
-    elif optimizer.decay == "at_end" and optimizer.warmup_steps + (optimizer.decay_steps or 1) > train.num_steps:
+        return
+    decay_steps = 1 if optimizer.decay_steps is None else optimizer.decay_steps
+    if optimizer.decay == "at_end" and optimizer.warmup_steps + decay_steps > train.num_steps:
         yield (
             f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={optimizer.decay_steps} do not "
             f"fit into train.num_steps={train.num_steps} together; shorten one of them or lengthen the run"

@@ -184,7 +184,7 @@ def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float
 def _spread(steps: Sequence[int]) -> float:
     """Returns the width over which the curves of one step are drawn side by side, in steps."""
     gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
-    return min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) or 0.3)
+    return min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) if steps[-1] > steps[0] else 0.3)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, A
     axes.yaxis.set_major_formatter(_Thousands())
     axes.yaxis.get_offset_text().set_color(_INK)
     low, high = min(steps), max(steps)
-    free = padding * (high - low) or 1.0
+    free = padding * (high - low) if high > low else 1.0
     axes.set_xlim(low - free, high + free)
     ticks = _whole_numbers(low, high)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -251,7 +251,8 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
     """Returns limits around the finite values; a spread within the rounding of float64 becomes a flat line."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
-    free = 0.08 * (high - low) if high - low > 1e-12 * abs(high) else (abs(high) * 0.05 or 1.0)
+    free = 0.08 * (high - low) if high - low > 1e-12 * abs(high) else abs(high) * 0.05
+    free = 1.0 if free == 0 else free
     return low - free, high + free
 
 

@@ -79,12 +79,16 @@ class Batch:
         return cls(loss, data, lengths, width, names)
 
     @property
+    def _num_targets(self) -> int:
+        return 1 if self.width is None else self.width
+
+    @property
     def function(self) -> LossFunction:
         """Returns the loss function; called with a microbatch, it keeps what its tokens were."""
         computed = _FUNCTIONS[self.loss]
 
         # an option, by which extras of several numbers a token are declared
-        def loss(inputs: TermInputs, width: int = self.width or 1) -> LossPair:
+        def loss(inputs: TermInputs, width: int = self._num_targets) -> LossPair:
             log_probs = _log_probs(inputs, width)
             losses = computed(log_probs, inputs, width)
             if inputs.logits.first_index == 0:  # other ranks of TP compute the same numbers
@@ -100,7 +104,7 @@ class Batch:
 
     def outputs(self, device: torch.device) -> tuple[list[NDArray[np.float32]], float]:
         """Returns the log-probabilities of each datum's targets, and the loss. One all-reduce over the world."""
-        total, width = sum(self.lengths), self.width or 1
+        total, width = sum(self.lengths), self._num_targets
         found = torch.zeros(total, width + 1, dtype=torch.float64, device=device)
         for places, log_probs, losses in self._found:
             found[places, :width], found[places, width] = log_probs.double(), losses.double()

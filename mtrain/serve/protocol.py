@@ -214,7 +214,7 @@ def read_batch(body: bytes) -> SentBatch:
         )
     options: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
-        options[name] = value.text or value.number
+        options[name] = value.number if value.text == "" else value.text
     data = [_datum(each, f"datum {number}") for number, each in enumerate(message.data)]
     size = message.ByteSize()
     message.DiscardUnknownFields()

@@ -160,9 +160,10 @@ def label_scores(
     if layout.cp > 1:
         columns = zigzag_index_on(groups.device, seq, layout.cp, groups.cp_rank)
     numbers = itertools.count()
+    temperature = 1.0 if asked.temperature is None else asked.temperature
 
     def take(logits: Logits, batch: Microbatch) -> None:
-        scores = label_log_probs(logits, batch, config, groups, asked.entropy, asked.temperature or 1.0)
+        scores = label_log_probs(logits, batch, config, groups, asked.entropy, temperature)
         own = slots(next(numbers), groups.dp_rank, layout.dp, size)
         if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
             found[:, own.start : own.stop, columns] = scores

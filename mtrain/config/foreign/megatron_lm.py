@@ -127,6 +127,13 @@ class _Megatron:
             raise ConfigError(f"--{name} needs a whole number, but has {value!r}; fix it")
         return value
 
+    def _degree(self, name: str) -> int:
+        """Returns a number that parts are divided by; 1 where it is not given."""
+        found = self._number(name, 1)
+        if found is None or found < 1:
+            raise ConfigError(f"--{name} is {found}, but must be at least 1; fix it")
+        return found
+
     def _is_on(self, name: str) -> bool:
         return self._values(name) is not None
 
@@ -282,16 +289,17 @@ class _Megatron:
             self._lost("moe-router-load-balancing-type", f"known are {', '.join(BALANCE)} and none")
 
     def _layout(self) -> None:
-        put, tp = self._found.put, self._number("tensor-model-parallel-size", 1) or 1
+        put, tp = self._found.put, self._degree("tensor-model-parallel-size")
         if self._is_on("num-experts") and (tp > 1 or self._is_on("expert-tensor-parallel-size")):
             self._put("expert-tensor-parallel-size", "layout.etp", tp)
-        each, layers = self._number("num-layers-per-virtual-pipeline-stage"), self._number("num-layers")
-        if each is not None and layers is not None:
-            stages = layers // (self._number("pipeline-model-parallel-size", 1) or 1)
+        layers = self._number("num-layers")
+        if self._is_on("num-layers-per-virtual-pipeline-stage") and layers is not None:
+            stages = layers // self._degree("pipeline-model-parallel-size")
+            each = self._degree("num-layers-per-virtual-pipeline-stage")
             put("layout.vpp", stages // each, "--num-layers-per-virtual-pipeline-stage")
             if self._is_on("num-virtual-stages-per-pipeline-rank"):
                 self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
-        if (self._number("context-parallel-size", 1) or 1) > 1:
+        if self._degree("context-parallel-size") > 1:
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
             kinds = set(self._values("cp-comm-type") or ["p2p"])
             if len(kinds) == 1 and kinds <= ways.keys():

@@ -158,7 +158,9 @@ def read_rope(
         )
     partial = _partial(theirs, config, 1.0 if default_partial is None else default_partial)
     if default_partial is None and partial != 1:
-        raise DataError(f"config.json: {PARTIAL} must be 1: heads of this family do not rotate in part")
+        raise DataError(
+            f"config.json: {PARTIAL}={partial:g} is not supported, but 1 is needed: heads of this family rotate whole"
+        )
     scaling = _TYPES[theirs["rope_type"]]
     # a field that this type does not read suggests a mistyped type
     _check_names(theirs, scaling)
@@ -173,13 +175,12 @@ def read_rope(
 def _partial(theirs: dict[str, Any], config: dict[str, Any], default: float) -> float:
     """Reads the part of a head that rotates: it stands among the parameters in files of transformers 5, outside of them
     in older ones."""
-    outer = needed_value(config, PARTIAL, float, default) if config.get(PARTIAL) is not None else None
-    inner = needed_value(theirs, PARTIAL, float) if PARTIAL in theirs else None
-    # transformers 4 does not look into rope_scaling
-    is_ignored = not config.get("rope_parameters") and inner is not None and inner != (outer or default)
-    if is_ignored or (outer is not None and inner is not None and outer != inner):
-        _agree("rope_parameters or rope_scaling", {PARTIAL: inner}, "config.json", {PARTIAL: outer or default})
-    return inner or outer or default
+    outer = needed_value(config, PARTIAL, float) if config.get(PARTIAL) is not None else default
+    inner = needed_value(theirs, PARTIAL, float, outer)
+    # null outside says nothing to transformers 5; transformers 4 does not look into rope_scaling
+    if inner != outer and (config.get(PARTIAL) is not None or not config.get("rope_parameters")):
+        _agree("rope_parameters or rope_scaling", {PARTIAL: inner}, "config.json", {PARTIAL: outer})
+    return inner
 
 
 def _check_names(theirs: dict[str, Any], scaling: str) -> None:

@@ -123,7 +123,7 @@ class KubernetesOptions:
     @property
     def ranks_per_node(self) -> int:
         """Returns the number of ranks on each node."""
-        return self.gpus_per_node or 1
+        return 1 if self.gpus_per_node is None else self.gpus_per_node
 
     @property
     def num_ranks(self) -> int:

@@ -72,7 +72,9 @@ def completed_by(options: SlurmOptions, nodes: Nodes | None, device: str) -> tup
     """
     if nodes is None:
         return options, []
-    asked_gpus = options.gpus_per_node or (options.gpus_per_task or 0) * options.ranks_per_node
+    asked_gpus = options.gpus_per_node
+    if asked_gpus is None:
+        asked_gpus = (options.gpus_per_task or 0) * options.ranks_per_node
     if nodes.gpus and not asked_gpus and device != "cpu":
         raise ConfigError(
             f"the nodes have {nodes.gpus} GPUs each, and neither --gpus-per-node nor --gpus-per-task is given; add "

@@ -101,7 +101,7 @@ class SlurmOptions:
     @property
     def ranks_per_node(self) -> int:
         """Returns the number of ranks on each node."""
-        return self.tasks_per_node or self.gpus_per_node or 1
+        return next((each for each in (self.tasks_per_node, self.gpus_per_node) if each is not None), 1)
 
     @property
     def num_ranks(self) -> int:

@@ -226,7 +226,7 @@ class SlidingWindow(Feature):
         return "model.rope.local_base with model.rope.scaling=yarn"
 
     def num_layers_at_least(self, model: ModelSection) -> int:
-        return model.global_attention_every or 1
+        return 1 if model.global_attention_every is None else model.global_attention_every
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
         """Keeps the window's share of the row, but never the whole of a row that the user's window did not cover."""

@@ -58,7 +58,8 @@ class Trial:
     @property
     def batch_divisor(self) -> int:
         """Returns the number of which the global batch must be a multiple."""
-        return self.dp * (self.micro_batch_size or 1) * (self.pp if self.vpp > 1 else 1)
+        size = 1 if self.micro_batch_size is None else self.micro_batch_size
+        return self.dp * size * (self.pp if self.vpp > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,8 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
     if "cp_comm" not in fields:
         fields["cp_comm"] = layout.cp_comm if fields.get("cp", 1) > 1 else "allgather"
     trial = Trial(**fields)
-    degrees = (trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.ep, trial.etp, trial.micro_batch_size or 1)
-    if min(degrees) < 1:
+    degrees = (trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.ep, trial.etp, trial.micro_batch_size)
+    if any(each is not None and each < 1 for each in degrees):
         raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; fix the name")
     if trial.num_ranks > max_ranks:
         raise ConfigError(

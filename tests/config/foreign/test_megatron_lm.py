@@ -195,6 +195,10 @@ def test_defaults_that_differ_are_written_out() -> None:
         ("--tensor-model-paralel-size 2", "--tensor-model-parallel-size"),
         ("--num-layers", "--num-layers"),
         ("--num-layers a", "--num-layers"),
+        ("--num-layers 4 --pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 1", "pipeline-model"),
+        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size"),
+        ("--context-parallel-size 0", "--context-parallel-size"),
         ("num_layers=2", "num_layers=2"),
     ],
 )

@@ -128,9 +128,10 @@ def test_gemma_with_one_base_of_each_kind_is_read() -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_attention_heads": 5}, "hidden_size=64"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor=0"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, Any], fact: str) -> None:

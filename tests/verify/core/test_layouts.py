@@ -122,6 +122,7 @@ def test_cp_comm_is_the_users_where_no_other_is_named() -> None:
         "tp16",
         "vpp2",
         "tp0",
+        "dp2mbs0",
         "pp2[1+2+3]",
         " , ",
         "-",

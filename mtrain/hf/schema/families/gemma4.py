@@ -85,9 +85,10 @@ class _WideHeads(Entry):
                 "is needed"
             )
         groups = needed_value(config, "num_key_value_heads", int, 4)
+        of_wide = value_of(config, "num_global_key_value_heads", int, None)
         named = {
             "head_dim": needed_value(config, "global_head_dim", int, 512),
-            "num_key_value_heads": value_of(config, "num_global_key_value_heads", int, None) or groups,
+            "num_key_value_heads": groups if of_wide is None else of_wide,
         }
         found = named if config.get(_BY_LAYER) is None else self._of_each(config, groups)
         for ours, theirs in zip(_SIZES, ("global_head_dim", "num_global_key_value_heads"), strict=True):

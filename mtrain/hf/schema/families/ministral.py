@@ -42,7 +42,7 @@ class _TemperedRope(Entry):
         return ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        if not any(config.get(kind) for kind in _KINDS):
+        if all(config.get(kind) in (None, {}) for kind in _KINDS):
             config = {**config, "rope_parameters": _YARN}
         found = _ROPE.read(_rotary_alone(config))
         if found["rope.scaling"] != "yarn":

@@ -108,7 +108,8 @@ class LatentAttention(MegatronModule):
 
     @property
     def _epsilon(self) -> float:
-        return self.latent.norm_epsilon or self.config.layernorm_epsilon
+        own = self.latent.norm_epsilon
+        return self.config.layernorm_epsilon if own is None else own
 
     def _core(
         self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
