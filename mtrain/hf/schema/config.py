@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final, get_args
 
@@ -20,6 +20,7 @@ from mtrain.config.messages import readable
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
+from mtrain.hf.schema.parts import SIZES, section_of
 from mtrain.hf.schema.rope import PARTIAL, ROPE_NAMES, older_rope, read_rope, rope_differences, written_rope
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
@@ -50,6 +51,20 @@ class Entry(ABC):
     @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Returns the fields of the file that are read; all others are judged by `mtrain/hf/schema/registry.py`."""
+
+    @property
+    def part(self) -> str | None:
+        """Returns the part of a model, one of SIZES, to which the fields belong, if to any."""
+        return None
+
+    @property
+    def off(self) -> Mapping[str, Any]:
+        """Returns field -> value, besides null, false and 0, that switches nothing on in a file of another family."""
+        return {}
+
+    def sizes(self) -> Iterator[tuple[str, str]]:
+        """Yields parts of a model, each with the name of a field that gives its size."""
+        yield from ()
 
     @abstractmethod
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +98,26 @@ class Field(Entry):
     default: Any = None
     """Value in the family where the file has none."""
     resolved: str = ""
-    """Name of the model's property that gives the value where ours may be left out."""
+    """Model's property that gives the value where ours may be left out."""
     alias: str = ""
     """Name of the field in files of other versions; empty where there is none."""
+    without: Any = None
+    """Value, besides 0 and null, of a model that lacks what the field describes."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.theirs, self.alias) if self.alias else (self.theirs,)
+
+    @property
+    def part(self) -> str | None:
+        return section_of(self.ours)
+
+    @property
+    def off(self) -> Mapping[str, Any]:
+        return dict.fromkeys(self.names, self.without)
+
+    def sizes(self) -> Iterator[tuple[str, str]]:
+        yield from ((part, name) for part, ours in SIZES.items() if ours == self.ours for name in self.names)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         kind, may_be_null = _kind(self.ours)
@@ -134,14 +162,21 @@ class Required(Entry):
     """Value in the family where the file has none."""
     aliases: tuple[Any, ...] = ()
     """Values with the same meaning."""
+    part: str | None = None
+    is_off: bool = False
+    """Whether the value is that of a model that lacks what the field describes."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.theirs,)
 
+    @property
+    def off(self) -> Mapping[str, Any]:
+        return {self.theirs: self.value} if self.is_off else {}
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(self.theirs, self.default)
-        # the family's default counts where the field is left out, as transformers fills it in
+        # the default counts where the field is left out, as transformers fills it in
         if not any(_is_same(value, one) for one in (self.value, *self.aliases)):
             raise DataError(f"config.json: {self.theirs}={shown(value)} is not supported, but {self.value!r} is needed")
         return {}
@@ -246,6 +281,10 @@ class Computed(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return (self.theirs, *self.parts)
+
+    @property
+    def part(self) -> str | None:
+        return next((section_of(ours) for ours, _ in self.parts.values()), None)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         given = value_of(config, self.theirs, int, None)
@@ -391,8 +430,7 @@ _UNROTATED = "no_rope_freq"
 """Field of `model.megatron` that a family can express."""
 _GROUPS = ("num_groups", "group_top_k", "group_score_top_k")
 
-Difference = tuple[str, Any, Any]
-"""Dotted name below `model`, and both values."""
+Difference = tuple[str, Any, Any]  # dotted name below `model`, and both values
 
 
 def differences(one: ModelSection, other: ModelSection) -> list[Difference]:

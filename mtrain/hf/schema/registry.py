@@ -5,7 +5,7 @@ would make two functions of the same bytes, so every field is one of these:
 
 - read by the family's entries (`Entry.names`);
 - INERT: it changes nothing of what the weights compute;
-- read by another family's entries or in CHANGES_THE_FUNCTION: refused unless it is null, false or empty;
+- read by another family's entries or in CHANGES_THE_FUNCTION: refused unless it is switched off (`_is_off`);
 - anything else: named to the user (`unknown_fields`), since nobody can say what it means.
 """
 
@@ -41,6 +41,7 @@ from mtrain.hf.schema.families.phi import PHI3
 from mtrain.hf.schema.families.smollm import SMOLLM3
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
+from mtrain.hf.schema.rope import ROPE_NAMES
 from mtrain.hf.schema.values import shown
 
 # In the order in which `fitting_family` tries them: the plain ones first.
@@ -87,7 +88,9 @@ for _family in _FAMILIES:
         FAMILIES[_family.model_type] = _family
 _SHOWN_KEYS = 2
 """Largest number of keys that are shown for each family, where none fits."""
-_ALL_NAMES = frozenset(name for family in FAMILIES.values() for name in family.names)
+_ENTRIES = tuple(entry for family in FAMILIES.values() for entry in family.entries)
+# without those that a family leaves unread: what changes nothing in its own family is no danger in another
+_ALL_NAMES = frozenset(name for entry in _ENTRIES for name in entry.names)
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -171,8 +174,65 @@ CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
 
 _SHOWN_FIELDS = 4
 """Largest number of refused fields that are shown."""
-# These switch a feature off. 0 and 0.0 are not among them: a factor of 0 is a value.
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
+"""Values that say nothing."""
+READ_BY_ALL = frozenset((*ROPE_NAMES, "attention_chunk_size", "layer_types", "mlp_layer_types", "per_layer_config"))
+"""Fields that transformers reads, or refuses, in the configuration of any family: 0 is not the absence of these."""
+_FACTORS = dict.fromkeys(
+    ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier", "rope_ratio", "rotary_pct"), 1
+)
+"""Fields of CHANGES_THE_FUNCTION -> value that changes nothing."""
+
+
+def _off_values() -> dict[str, list[Any]]:
+    """Returns field -> values, besides those that say nothing, with which it switches nothing on where a family does
+    not read it."""
+    found: dict[str, list[Any]] = {name: [0] for name in (_ALL_NAMES | CHANGES_THE_FUNCTION) - READ_BY_ALL}
+    for name, value in [*_FACTORS.items(), *(pair for entry in _ENTRIES for pair in entry.off.items())]:
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def _parts() -> dict[str, str]:
+    """Returns field -> part of a model, for fields that mean nothing where a model has no such part in any family."""
+    found: dict[str, set[str | None]] = {}
+    for family in FAMILIES.values():
+        of_family = {(name, entry.part) for entry in family.entries for name in entry.names}
+        named = {name for name, part in of_family if part is not None}
+        for name, part in of_family:
+            if part is not None or name not in named:
+                found.setdefault(name, set()).add(part)
+    return {name: part for name, parts in found.items() if len(parts) == 1 for part in parts if part is not None}
+
+
+_OFF, _PART = _off_values(), _parts()
+_SIZES = [each for entry in _ENTRIES for each in entry.sizes()]
+"""Parts of a model, each with the name of a field that gives its size."""
+
+
+def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
+    """Says whether a field that a family does not read switches nothing on.
+
+    Its value says nothing or is off to the family that owns it; or it belongs to a part of which the file gives no
+    size; or it is a window that `use_sliding_window` switches off.
+
+    Args:
+        name: Name of the field.
+        config: Content of the file.
+        own: Fields that the family reads.
+    """
+    value = config[name]
+    is_bool = isinstance(value, bool)
+    if _is_neutral(value) or any(value == one and is_bool == isinstance(one, bool) for one in _OFF.get(name, ())):
+        return True
+    if name == "sliding_window" and config.get("use_sliding_window") is False:
+        return True
+    sizes = [each for part, each in _SIZES if part == _PART.get(name)]
+    return (
+        bool(sizes)
+        and name not in sizes
+        and all(_is_off(each, config, own) if each in config else each not in own for each in sizes)
+    )
 
 
 def refuse_fields_of_others(
@@ -193,7 +253,7 @@ def refuse_fields_of_others(
     if config.get("is_causal", True) is not True:
         raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
     of_another = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
-    found = [name for name in config if name in of_another and not _is_neutral(config[name])]
+    found = [name for name in config if name in of_another and not _is_off(name, config, own)]
     if found:
         listing = ", ".join(f"{name}={shown(config[name])}" for name in found[:_SHOWN_FIELDS])
         raise DataError(

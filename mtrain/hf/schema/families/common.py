@@ -211,6 +211,10 @@ class LayerWindows(Entry):
     def names(self) -> tuple[str, ...]:
         return ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
+    @property
+    def part(self) -> str:
+        return "sliding_window"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         window = value_of(config, "sliding_window", int, 4096)
         # a window that is switched off is still written in the files of this family
@@ -248,6 +252,10 @@ class ListedWindows(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return ("sliding_window", "layer_types")
+
+    @property
+    def part(self) -> str:
+        return "sliding_window"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         kinds = layer_kinds(config, lambda layer: layer % self.every == 0)

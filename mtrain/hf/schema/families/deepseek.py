@@ -83,6 +83,10 @@ class SharedExperts(Entry):
     def names(self) -> tuple[str, ...]:
         return ("n_shared_experts", "moe_intermediate_size")
 
+    @property
+    def part(self) -> str:
+        return "experts"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = value_of(config, "n_shared_experts", int, 1) or 0  # null: there are none
         return {
@@ -107,6 +111,10 @@ class DenseLayers(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return ("first_k_dense_replace", "num_hidden_layers")
+
+    @property
+    def part(self) -> str:
+        return "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = needed_value(config, "first_k_dense_replace", int, self.default)
@@ -133,6 +141,10 @@ class _ListedExperts(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
+
+    @property
+    def part(self) -> str:
+        return "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = _num_dense(config.get("mlp_layer_types"), needed_value(config, "num_hidden_layers", int))
@@ -181,6 +193,10 @@ class DividedScores(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return ("norm_topk_prob", _TOP_K)
+
+    @property
+    def part(self) -> str:
+        return "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         said, top_k = needed_value(config, "norm_topk_prob", bool, True), needed_value(config, _TOP_K, int, self.top_k)
@@ -233,6 +249,14 @@ class Groups(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return ("n_group", "topk_group", _TOP_K)
+
+    @property
+    def part(self) -> str:
+        return "experts"
+
+    @property
+    def off(self) -> Mapping[str, Any]:
+        return {"n_group": 1, "topk_group": 1}
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         num_groups, kept, top_k = (needed_value(config, name, int, self.defaults[name]) for name in self.names)
@@ -322,8 +346,8 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
         dense_layers: Entry of the layers without experts.
     """
 
-    def own(theirs: str, ours: str, alias: str = "") -> Field:
-        return Field(theirs, ours, defaults[theirs], alias=alias)
+    def own(theirs: str, ours: str, alias: str = "", without: Any = None) -> Field:
+        return Field(theirs, ours, defaults[theirs], alias=alias, without=without)
 
     return (
         *common(norm_epsilon=defaults["rms_norm_eps"]),
@@ -356,15 +380,15 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
         SharedExperts(defaults["moe_intermediate_size"]),
         dense_layers,
         Groups(defaults),
-        own("routed_scaling_factor", "experts.scaling_factor"),
+        own("routed_scaling_factor", "experts.scaling_factor", without=1.0),
         Constant("experts.score", "sigmoid"),
         Constant("experts.expert_bias", True),
         Depths(),
         Field("rope_interleave", "rope.interleaved", True),
         DividedScores(defaults[_TOP_K]),
-        Required("scoring_func", "sigmoid", "sigmoid"),
-        Required("topk_method", "noaux_tc", "noaux_tc"),
-        Required("moe_layer_freq", 1, 1),
+        Required("scoring_func", "sigmoid", "sigmoid", part="experts"),
+        Required("topk_method", "noaux_tc", "noaux_tc", part="experts"),
+        Required("moe_layer_freq", 1, 1, part="experts", is_off=True),
         Required("attention_bias", False, False),
         Rope(),
     )

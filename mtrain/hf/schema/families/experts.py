@@ -39,6 +39,10 @@ class Renormalised(Entry):
     def names(self) -> tuple[str, ...]:
         return ("norm_topk_prob",)
 
+    @property
+    def part(self) -> str:
+        return "experts"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         # softmax before the choice leaves the weights of the chosen ones below 1; after it they add up to 1
         return {"experts.pre_softmax": not needed_value(config, "norm_topk_prob", bool, self.is_default)}
@@ -49,12 +53,40 @@ class Renormalised(Entry):
 
 @final
 @dataclass(frozen=True)
+class GatedShare(Entry):
+    """Size of the experts that every token passes, which have a gate; with size 0 there is neither."""
+
+    default: int
+    """Size where the file has none."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("shared_expert_intermediate_size",)
+
+    @property
+    def part(self) -> str:
+        return "experts"
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        size = needed_value(config, "shared_expert_intermediate_size", int, self.default)
+        return {"experts.shared_ffn_hidden_size": size, "experts.shared_gate": size > 0}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {"shared_expert_intermediate_size": lookup(model, "experts.shared_ffn_hidden_size")}
+
+
+@final
+@dataclass(frozen=True)
 class _Window(Entry):
     """A sliding window in all layers or in none; the family reads no list of layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("use_sliding_window", "sliding_window")
+
+    @property
+    def part(self) -> str:
+        return "sliding_window"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         window = value_of(config, "sliding_window", int, 4096)
@@ -73,7 +105,7 @@ MIXTRAL = Family(
         *heads(groups=8),
         Field("sliding_window", "sliding_window"),
         Field("intermediate_size", "experts.ffn_hidden_size"),
-        Field("num_local_experts", "experts.num_experts", 8),
+        Field("num_local_experts", "experts.num_experts", 8, alias="num_experts"),
         Field("num_experts_per_tok", "experts.top_k", 2),
         Constant("experts.pre_softmax", False),
         # noise on the input of router and experts, which transformers draws in training; this program has none
@@ -90,7 +122,10 @@ MIXTRAL = Family(
     ),
 )
 # these two could make some layers dense, for which the families have no rules here
-NO_DENSE_LAYERS = (Required("decoder_sparse_step", 1, 1), Required("mlp_only_layers", [], [], (None,)))
+NO_DENSE_LAYERS = (
+    Required("decoder_sparse_step", 1, 1, part="experts", is_off=True),
+    Required("mlp_only_layers", [], [], (None,), part="experts"),
+)
 _SHARED = "mlp.shared_expert"
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -100,10 +135,9 @@ QWEN2_MOE = Family(
         *ACTIVATION,
         *heads(groups=16),
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 1408),
-        Field("shared_expert_intermediate_size", "experts.shared_ffn_hidden_size", 5632),
+        GatedShare(5632),
         Field("num_experts", "experts.num_experts", 60),
         Field("num_experts_per_tok", "experts.top_k", 4),
-        Constant("experts.shared_gate", True),
         Renormalised(),
         Field("qkv_bias", "qkv_bias", True),
         *NO_DENSE_LAYERS,

@@ -35,6 +35,10 @@ class _GemmaWindows(Entry):
     def names(self) -> tuple[str, ...]:
         return ("sliding_window", "sliding_window_pattern", "layer_types")
 
+    @property
+    def part(self) -> str:
+        return "sliding_window"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         every = needed_value(config, "sliding_window_pattern", int, 6)
         if every < 1:

@@ -56,6 +56,10 @@ class _LastIsWide(Entry):
     def names(self) -> tuple[str, ...]:
         return ("sliding_window", "layer_types")
 
+    @property
+    def part(self) -> str:
+        return "sliding_window"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         kinds = _kinds(config)
         if _WINDOWED not in kinds:
@@ -206,6 +210,10 @@ class _Experts(Entry):
     def names(self) -> tuple[str, ...]:
         return ("enable_moe_block", *_EXPERT_SIZES)
 
+    @property
+    def part(self) -> str:
+        return "experts"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         if not needed_value(config, "enable_moe_block", bool, False):
             return {"experts": None}
@@ -300,8 +308,8 @@ GEMMA4 = Family(
     "Gemma4ForCausalLM",
     _ENTRIES,
     _RULES,
-    # read where layers have embeddings, or share keys
-    inert=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+    # hidden_activation is the field that the model reads; the others where layers have embeddings, or share keys
+    inert=("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp"),
 )
 GEMMA4_IMAGES = in_tower(
     GEMMA4,

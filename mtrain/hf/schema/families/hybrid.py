@@ -27,7 +27,7 @@ from mtrain.hf.schema.families.common import (
     same,
     shared_experts,
 )
-from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, Renormalised
+from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, GatedShare, Renormalised
 from mtrain.hf.schema.family import Family, in_tower
 from mtrain.hf.schema.table import Fixed, Rule, TensorPattern
 from mtrain.hf.schema.tower import Tower
@@ -288,10 +288,9 @@ def _entries(groups: int) -> tuple[Entry, ...]:
 def _chosen(num_experts: int, top_k: int) -> tuple[Entry, ...]:
     return (
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 512),
-        Field("shared_expert_intermediate_size", "experts.shared_ffn_hidden_size", 512),
+        GatedShare(512),
         Field("num_experts", "experts.num_experts", num_experts),
         Field("num_experts_per_tok", "experts.top_k", top_k),
-        Constant("experts.shared_gate", True),
     )
 
 

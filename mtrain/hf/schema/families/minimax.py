@@ -34,6 +34,10 @@ class _SeveralExperts(Entry):
     def names(self) -> tuple[str, ...]:
         return (_TOP_K,)
 
+    @property
+    def part(self) -> str:
+        return "experts"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         top_k = needed_value(config, _TOP_K, int, 8)
         if top_k == 1:
@@ -62,8 +66,8 @@ MINIMAX_M2 = Family(
         Constant("qk_norm", True),
         Constant("qk_norm_width", "full"),
         # what the published files say of the function, which transformers does not read
-        Required("scoring_func", "sigmoid", "sigmoid"),
-        Required("use_routing_bias", True, True),
+        Required("scoring_func", "sigmoid", "sigmoid", part="experts"),
+        Required("use_routing_bias", True, True, part="experts"),
         Required("use_qk_norm", True, True),
         Required("qk_norm_type", "per_layer", "per_layer"),
         Required("shared_intermediate_size", 0, 0, (None,)),

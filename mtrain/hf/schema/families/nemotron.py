@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -92,6 +92,17 @@ class _Where(Entry):
     @property
     def names(self) -> tuple[str, ...]:
         return self.entry.names
+
+    @property
+    def part(self) -> str:
+        return {"M": "mamba", "E": "experts"}[self.letter]
+
+    @property
+    def off(self) -> Mapping[str, Any]:
+        return self.entry.off
+
+    def sizes(self) -> Iterator[tuple[str, str]]:
+        return self.entry.sizes()
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         return self.entry.read(config) if self.letter in _pattern_of(config) else {}
@@ -264,7 +275,7 @@ _OF_EXPERTS: tuple[Entry, ...] = (
     Field("num_experts_per_tok", "experts.top_k", _TOP_K),
     Field("moe_intermediate_size", "experts.ffn_hidden_size", 7688),
     Field("moe_shared_expert_intermediate_size", "experts.shared_ffn_hidden_size", 7688),
-    Field("routed_scaling_factor", "experts.scaling_factor", 1.0),
+    Field("routed_scaling_factor", "experts.scaling_factor", 1.0, without=1.0),
     Groups({"n_group": 1, "topk_group": 1, "num_experts_per_tok": _TOP_K}),
     DividedScores(_TOP_K),
     # experts that read a narrower projection of the hidden states, as in Nemotron 3 Super

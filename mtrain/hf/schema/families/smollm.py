@@ -84,6 +84,10 @@ class _Windows(Entry):
     def names(self) -> tuple[str, ...]:
         return ("use_sliding_window", "sliding_window", "layer_types")
 
+    @property
+    def part(self) -> str:
+        return "sliding_window"
+
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         window = value_of(config, "sliding_window", int, None)
         window = window if needed_value(config, "use_sliding_window", bool, False) else None
