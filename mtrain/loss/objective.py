@@ -357,8 +357,8 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
             "mtrain.loss.pair.LossPair(numerator, denominator)"
         )
     # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like planned ones
-    _check_part(pair.numerator, "numerator", torch.float32, name)
-    _check_part(pair.denominator, "denominator", torch.float64, name)
+    _check_part(pair.numerator, "numerator", (torch.float32, inputs.logits.dtype), name)
+    _check_part(pair.denominator, "denominator", (torch.float64,), name)
     # D divides after backward, so the gradient that such a function expects through D would never flow
     if pair.denominator.requires_grad:
         raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
@@ -384,16 +384,16 @@ def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
         )
 
 
-def _check_part(part: object, role: str, dtype: torch.dtype, name: str) -> None:
-    """Refuses a field of the pair that is not a scalar tensor of its dtype."""
+def _check_part(part: object, role: str, dtypes: tuple[torch.dtype, ...], name: str) -> None:
+    """Refuses a field of the pair that is not a scalar tensor of one of its dtypes."""
     if not isinstance(part, Tensor):
         found = type(part).__name__
-    elif part.ndim != 0 or part.dtype != dtype:
+    elif part.ndim != 0 or part.dtype not in dtypes:
         found = f"{part.dtype} tensor of shape {list(part.shape)}"
     else:
         return
     raise ConfigError(
-        f"loss.function={name!r} returned a {role} that is a {found}; it has to be a {dtype} scalar tensor"
+        f"loss.function={name!r} returned a {role} that is a {found}; it has to be a {dtypes[0]} scalar tensor"
     )
 
 

@@ -272,7 +272,8 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
 
 def _pair(kept: Tensor, inputs: TermInputs) -> LossPair:
     """Sums what each token adds to the numerator, [batch, seq], and the shares, and both by source where asked for."""
-    numerator, denominator = kept.sum().float(), inputs.denominator_weights.sum(dtype=torch.float64)
+    numerator = kept.sum().to(inputs.logits.dtype)
+    denominator = inputs.denominator_weights.sum(dtype=torch.float64)
     if inputs.sources is None:
         return LossPair(numerator, denominator)
     divisors = sum_by_source(inputs.denominator_weights, inputs.sources)

@@ -1,17 +1,21 @@
 """Several terms of different denominators in one backward pass."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection, SideTermSection, TeacherSection
+from mtrain.loss.functions.likelihood import next_token_loss
 from mtrain.loss.objective import Objective, power_of_two_near, side_term_factors
 from mtrain.loss.pair import MAIN_TERM, LossPair, TermInputs, TokenInputs
+from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.loss import bad_losses
 from tests.loss.microbatches import term_inputs
 from tests.messages import refuses
@@ -103,6 +107,29 @@ def test_a_bad_loss_function_is_named_with_its_mistake(function: str) -> None:
     with refuses(ConfigError) as caught:
         objective.pairs({MAIN_TERM: term_inputs(torch.ones(2, 3))})
     assert path in str(caught.value)
+
+
+def in_float32(inputs: TermInputs) -> LossPair:
+    """Rounds its sum, as functions of users may."""
+    pair = next_token_loss(inputs)
+    return LossPair(pair.numerator.float(), pair.denominator)
+
+
+@pytest.mark.parametrize("function", ["next_token", "tests.loss.test_objective:in_float32"])
+def test_float64_is_summed_in_float64_unless_a_function_rounds(function: str) -> None:
+    inputs = term_inputs(torch.full((2, 3), 1 / 3))
+    wide = replace(
+        inputs, logits=VocabParallelLogits(inputs.logits.local.detach().double().requires_grad_(), None, 0, 11)
+    )
+    objective = Objective.from_config(LossSection(function=function))
+    numerator = objective.pairs({MAIN_TERM: wide})[MAIN_TERM].numerator
+    logits, labels = wide.logits.local.transpose(0, 1), inputs.labels
+    exact = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    exact = (exact * inputs.weights.flatten().double()).sum()
+    assert (numerator.dtype == torch.float64) == (function == "next_token")
+    torch.testing.assert_close(numerator.double(), exact, rtol=1e-14 if function == "next_token" else 1e-6, atol=0)
+    scalar = objective.scalar({MAIN_TERM: LossPair(numerator, inputs.denominator_weights.sum())}, {})
+    assert torch.autograd.grad(scalar, wide.logits.local)[0].dtype == torch.float64
 
 
 def test_no_graph_is_asked_for_where_none_is_recorded() -> None:

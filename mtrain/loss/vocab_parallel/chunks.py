@@ -54,7 +54,7 @@ def sum_over_chunks(
         Sum, float32 scalar; with a graph even where there are no rows.
     """
     if not torch.is_grad_enabled():
-        total = weight.new_zeros((), dtype=torch.float32)
+        total = weight.new_zeros((), dtype=_wide(weight))
         for number, rows_of in enumerate(hidden):
             for rows in chunks(len(rows_of), chunk_rows):
                 total += loss_of_chunk(number, rows, logits_of_rows(rows_of[rows], weight))
@@ -63,6 +63,11 @@ def sum_over_chunks(
         weight, loss_of_chunk, chunk_rows, expected_gradient, *hidden
     )
     return result
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    """Returns float32, or float64 for a float64 table."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 class _SumOverChunks(torch.autograd.Function):
@@ -80,7 +85,7 @@ class _SumOverChunks(torch.autograd.Function):
         # a frozen table needs no gradient
         of_weight = _WeightGradient(weight) if ctx.needs_input_grad[0] else None
         of_hidden = [torch.empty_like(rows_of) for rows_of in hidden]
-        total = weight.new_zeros((), dtype=torch.float32)
+        total = weight.new_zeros((), dtype=_wide(weight))
         for number, rows_of in enumerate(hidden):
             for rows in chunks(len(rows_of), chunk_rows):
                 # no local name refers to a part of a chunk, so that it is freed before the next one
@@ -137,7 +142,7 @@ class _WeightGradient:
     """Gradient of the table, summed in float32 (float64 for float64 tables) over all chunks and rounded once."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight, self._wide = weight, torch.promote_types(weight.dtype, torch.float32)
+        self._weight, self._wide = weight, _wide(weight)
         self._sum: Tensor | None = None  # the first product is not added to zeros
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:

@@ -63,6 +63,11 @@ class VocabParallelLogits:
         self._entropy: Tensor | None = None
         self._divided: list[tuple[float | Tensor, VocabParallelLogits]] = []
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the results: float32, or float64 for float64 logits."""
+        return compute_dtype(self.local)
+
     def divided_by(self, temperature: float | Tensor) -> VocabParallelLogits:
         """Returns the logits at a temperature, with a graph to these ones; the same object for the same temperature.
 
@@ -80,7 +85,7 @@ class VocabParallelLogits:
             # where: 0 / 0 of a padding token would be nan in the gradient of its hidden state
             divisor = torch.where(temperature > 0, temperature, 1.0).t().unsqueeze(-1)
         # in full precision, so that dividing rounds no logit and no gradient to bf16
-        local = self.local.to(compute_dtype(self.local)) / divisor
+        local = self.local.to(self.dtype) / divisor
         divided = VocabParallelLogits(local, self.group, self.first_index, self.vocab_size)
         self._divided.append((temperature, divided))
         return divided

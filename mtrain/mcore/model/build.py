@@ -31,12 +31,14 @@ from mtrain.mcore.model.layer_parts import Backend
 from mtrain.mcore.model.layer_spec import chosen_backend, only_by_transformer_engine
 from mtrain.mcore.model.output_layer import Logits
 from mtrain.mcore.model.swiglu import use_own_swiglu
-from mtrain.mcore.model.transformer_config import ddp_config, transformer_config
+from mtrain.mcore.model.transformer_config import compute_in_float64, ddp_config, transformer_config
 from mtrain.mcore.offload.activations import move_activations
 from mtrain.plan.adapters import holds_narrow
 
 
-def build_model(config: Config, groups: Groups, weights_follow: bool = False) -> list[DistributedDataParallel]:
+def build_model(
+    config: Config, groups: Groups, weights_follow: bool = False, in_float64: bool = False
+) -> list[DistributedDataParallel]:
     """Builds this rank's model chunks, one for each virtual stage, with layout-free initial weights, wrapped in DDP.
 
     Collective over the world where `train.compile` asks for compiled layers.
@@ -46,18 +48,19 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False) ->
         groups: The process groups.
         weights_follow: Whether the caller loads weights, or draws them once it knows that there are none to load: until
             then they are nan.
+        in_float64: Whether to compute in float64 what the configuration computes in float32. No optimizer applies
+            such gradients.
 
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
     """
-    translated, chunks = _build_chunks(config, groups)
+    ddp = ddp_config(config, groups.layout)
+    ddp.grad_reduce_in_fp32 = not in_float64  # else in the precision of the parameters
+    translated, chunks = _build_chunks(config, groups, in_float64)
     for chunk in chunks:
         # before the wrapping: DistributedDataParallel moves parameters into its buffers and main weights copy those
         draw_weights(chunk, config, groups, others_follow=weights_follow)
-    wrapped = [
-        _wrap(config.train, ddp_config(config, groups.layout), translated, chunk, groups, index)
-        for index, chunk in enumerate(chunks)
-    ]
+    wrapped = [_wrap(config.train, ddp, translated, chunk, groups, index) for index, chunk in enumerate(chunks)]
     compile_layers(wrapped, config, groups)
     if config.train.offload_layers is not None:
         move_activations([unwrap(chunk).decoder for chunk in wrapped], config.train.offload_layers, groups.device)
@@ -93,14 +96,19 @@ def let_go(chunks: Sequence[DistributedDataParallel]) -> None:
         get_model_config(chunk).grad_scale_func = None
 
 
-def build_frozen_model(config: Config, groups: Groups) -> list[torch.nn.Module]:
+def build_frozen_model(config: Config, groups: Groups, in_float64: bool = False) -> list[torch.nn.Module]:
     """Builds this rank's chunks of a model that only runs forward: no gradients, no dropout, weights still to be
     loaded.
+
+    Args:
+        config: Configuration of the model.
+        groups: The process groups.
+        in_float64: See `build_model`.
 
     Raises:
         ConfigError: See `build_model`.
     """
-    translated, chunks = _build_chunks(config, groups)
+    translated, chunks = _build_chunks(config, groups, in_float64)
     for chunk in chunks:
         chunk.looks_ahead = False  # a teacher's depths are loaded with the rest and never run
         chunk.replays = False  # batches name the student's experts
@@ -127,8 +135,10 @@ def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Mod
     return _in_precision(config.train, translated, _build_chunk(config, translated, groups, None, backend))
 
 
-def _build_chunks(config: Config, groups: Groups) -> tuple[TransformerConfig, list[LanguageModel]]:
+def _build_chunks(config: Config, groups: Groups, in_float64: bool) -> tuple[TransformerConfig, list[LanguageModel]]:
     translated = transformer_config(config, groups.layout, groups.device)
+    if in_float64:
+        compute_in_float64(translated)
     stages: list[int | None] = [None] if groups.layout.vpp == 1 else list(range(groups.layout.vpp))
     backend = _agreed(chosen_backend(config, groups.device), config, groups)
     return translated, [_build_chunk(config, translated, groups, stage, backend) for stage in stages]
@@ -170,7 +180,7 @@ def _build_chunk(
     use_own_swiglu(model)
     if config.adapter is not None:
         if is_narrow:
-            widen_all_but_matrices(model, learned_modules(model, config.model, config.adapter))
+            widen_all_but_matrices(model, translated.params_dtype, learned_modules(model, config.model, config.adapter))
         attach(model, config.model, config.adapter, groups.collection)
     return model.to(groups.device)
 

@@ -89,7 +89,8 @@ class LanguageModel(LanguageModule):
             # it wants the length for learned positions, which no model here has
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
         self._scales_embeddings = model.scale_embeddings
-        self.rotary = _rotary(model)
+        # that of activations: parameters of a frozen base may be narrow
+        self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))
         layers = layout.layers(model.num_layers, groups.pp_rank, vp_stage or 0)
         self.decoder = TransformerBlock(
             config,
@@ -226,13 +227,13 @@ def of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | 
     return torch.where(is_padding, -1, sequence_ids)
 
 
-def _rotary(model: ModelSection) -> Rotary:
-    frequencies = inverse_frequencies(model.rope, model.with_global_heads().rotary_size)[0]
+def _rotary(model: ModelSection, dtype: torch.dtype) -> Rotary:
+    frequencies = inverse_frequencies(model.rope, model.with_global_heads().rotary_size, dtype)[0]
     if model.rope.attention_temperature:
         return TemperedRotary(frequencies, model.rope)
     if model.rope.local_base is None:
         return Rotary(frequencies)
-    return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.rotary_size))
+    return TwoBaseRotary(frequencies, local_frequencies(model.rope, model.rotary_size, dtype))
 
 
 def scaled(embedded: Tensor) -> Tensor:

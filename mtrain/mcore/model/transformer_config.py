@@ -75,6 +75,12 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
         raise ConfigError(f"megatron-core refuses the model configuration: {error}") from error
 
 
+def compute_in_float64(translated: TransformerConfig) -> None:
+    """Lets what is built with a configuration for float32 compute in float64."""
+    translated.params_dtype = translated.pipeline_dtype = torch.float64
+    translated.gradient_accumulation_fusion = False  # its products add to float32 alone
+
+
 def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make.
 

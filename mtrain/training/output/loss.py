@@ -86,7 +86,8 @@ class OutputLoss:
             return scalar_of(pairs), pairs
         distributions = self._distributions(logits, batch, teacher, counts)
         terms = [term for each in distributions for term in each.weights]
-        sums = _Sums(terms, batch.labels.device, len(self._config.data.source_names))
+        dtype = torch.promote_types(distributions[0].weight.dtype, torch.float32)
+        sums = _Sums(terms, dtype, batch.labels.device, len(self._config.data.source_names))
 
         def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
             pairs = self._objective.pairs(self._term_inputs(distributions[number], rows, local))
@@ -210,7 +211,8 @@ class _Distribution:
 class _Sums:
     """Sums of the pairs of all chunks."""
 
-    def __init__(self, terms: Sequence[str], device: torch.device, num_sources: int) -> None:
+    def __init__(self, terms: Sequence[str], dtype: torch.dtype, device: torch.device, num_sources: int) -> None:
+        self._dtype = dtype
         # float64, since the number of float32 parts depends on the size of a chunk
         self._sums = {term: torch.zeros(2, dtype=torch.float64, device=device) for term in terms}
         self._diagnostics: dict[str, dict[str, Tensor]] = {term: {} for term in terms}
@@ -229,7 +231,10 @@ class _Sums:
     def pairs(self) -> dict[str, LossPair]:
         return {
             term: LossPair(
-                numerator.float(), denominator, self._by_source if term == MAIN_TERM else None, self._diagnostics[term]
+                numerator.to(self._dtype),
+                denominator,
+                self._by_source if term == MAIN_TERM else None,
+                self._diagnostics[term],
             )
             for term, (numerator, denominator) in self._sums.items()
         }

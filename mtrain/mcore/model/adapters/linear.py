@@ -208,25 +208,26 @@ class LinearAdapter(Adapter):
         """Returns [outputs] of this rank in the inputs' dtype: magnitude over row norm, 1 where a part has none."""
         norms = self._parts.fusion.split(self.row_norms())
         ratios = [
-            (self._of(name, MAGNITUDE).float() / norm) if name in self._parts.adapted else None
+            (_wide(self._of(name, MAGNITUDE)) / norm) if name in self._parts.adapted else None
             for name, norm in zip(self._parts.names, norms, strict=True)
         ]
         return self._parts.fusion.joined(ratios, 1.0, norms[0]).to(self._config.params_dtype)
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """Returns the norms of the rows of W + s B A, in the order of the fused projection: [outputs], float32.
+        """Returns the norms of the rows of W + s B A, in the order of the fused projection: [outputs], at least
+        float32.
 
         Costs one all-reduce over TP of a row-parallel projection. The norm of a sum needs all of its elements, so the
-        sum is formed, a matrix of the projection's size in float32, and freed.
+        sum is formed, a matrix of the projection's size, and freed.
         """
         products = [
-            self._section.scale_of(name) * (self._of(name, LORA_B).float() @ self._of(name, LORA_A).float()).T
+            self._section.scale_of(name) * (_wide(self._of(name, LORA_B)) @ _wide(self._of(name, LORA_A))).T
             if name in self._parts.adapted
             else None
             for name in self._parts.names
         ]
-        weight = self._weight().float()  # [outputs, inputs]
+        weight = _wide(self._weight())  # [outputs, inputs]
         whole = weight.T + self._parts.fusion.joined(products, 0.0, weight.T)
         return self._over_ranks(whole.square().sum(0)).sqrt()
 
@@ -254,6 +255,10 @@ class LinearAdapter(Adapter):
 
     def _of(self, name: str, kind: str) -> nn.Parameter:
         return self.get_parameter(f"{name}_{kind}")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class WeightAdapter(LinearAdapter):

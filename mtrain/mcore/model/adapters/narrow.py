@@ -8,7 +8,7 @@ of the same, rounded values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,11 +38,12 @@ def built_narrow(translated: TransformerConfig) -> Iterator[None]:
         translated.params_dtype = before
 
 
-def widen_all_but_matrices(model: nn.Module, learned: Iterable[nn.Module] = ()) -> None:
-    """Converts everything but matrices to float32; matrices are converted by each product.
+def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterable[nn.Module] = ()) -> None:
+    """Converts everything but matrices to the dtype of the run; matrices are converted by each product.
 
     Args:
         model: One stage, built inside of `built_narrow`, without adapters.
+        dtype: Dtype of the run, float32 or float64.
         learned: Modules that learn whole, which are converted as well.
     """
     whole = {inner for each in learned for inner in each.modules()}
@@ -56,19 +57,19 @@ def widen_all_but_matrices(model: nn.Module, learned: Iterable[nn.Module] = ()) 
                 linear._forward_impl = _frozen_linear
                 is_matrix = True
             case VocabParallelEmbedding():
-                # before other hooks, which add or multiply in float32
-                module.register_forward_hook(_widened, prepend=True)
+                # before other hooks, which add or multiply in the dtype of the run
+                module.register_forward_hook(_widened_to(dtype), prepend=True)
                 is_matrix = True
             case Stack() | ReplicatedLinear():
                 is_matrix = True
         for name, parameter in module.named_parameters(recurse=False):
             if not (is_matrix and name == "weight"):
-                parameter.data = parameter.data.float()
+                parameter.data = parameter.data.to(dtype)
 
 
-def _widened(table: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _widened_to(dtype: torch.dtype) -> Callable[[nn.Module, object, Tensor], Tensor]:
     # after the sum over TP, which is exact: one rank has the row, the others zeros
-    return output.float()
+    return lambda table, inputs, output: output.to(dtype)
 
 
 def _frozen_linear(

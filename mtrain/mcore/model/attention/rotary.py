@@ -23,19 +23,20 @@ from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.documents import has_window
 
 
-def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
     """Returns the angle of each dimension pair per position, and the factor of cos and sin.
 
     Args:
         rope: Section `model.rope`.
         head_dim: Number of dimensions of a head that rotate; even.
+        dtype: Dtype of the angles.
 
     Returns:
-        [head_dim / 2] float32 on the CPU in radians, and the attention factor (1 except for yarn).
+        [head_dim / 2] on the CPU in radians, and the attention factor (1 except for yarn).
     """
     if rope.scaling == "proportional":
-        return _proportional(rope, head_dim), 1.0
-    periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+        return _proportional(rope, head_dim, dtype), 1.0
+    periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
     match rope.scaling:
         case "none":
             return 1.0 / periods, 1.0
@@ -49,16 +50,16 @@ def inverse_frequencies(rope: RopeSection, head_dim: int) -> tuple[Tensor, float
             assert_never(never)
 
 
-def local_frequencies(rope: RopeSection, head_dim: int) -> Tensor:
+def local_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Returns frequencies of layers with a sliding window where `rope.local_base` is set: never scaled."""
     assert rope.local_base is not None
-    return inverse_frequencies(RopeSection(base=rope.local_base), head_dim)[0]
+    return inverse_frequencies(RopeSection(base=rope.local_base), head_dim, dtype)[0]
 
 
-def _proportional(rope: RopeSection, head_dim: int) -> Tensor:
+def _proportional(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Returns the frequencies of whole heads for the first pairs, and 0 for the others."""
     num_pairs = int(rope.partial * head_dim // 2)
-    rotated = 1.0 / (rope.base ** (torch.arange(0, 2 * num_pairs, 2, dtype=torch.float32, device="cpu") / head_dim))
+    rotated = 1.0 / (rope.base ** (torch.arange(0, 2 * num_pairs, 2, dtype=dtype, device="cpu") / head_dim))
     # divided last, as transformers rounds
     return functional.pad(rotated, (0, head_dim // 2 - num_pairs)) / rope.factor
 
@@ -89,7 +90,7 @@ def _yarn(rope: RopeSection, periods: Tensor, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a ramp of width 0 would divide by 0
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=periods.dtype, device="cpu") - low) / (high - low)).clamp(0, 1)
     unscaled_share = 1 - ramp
     return 1.0 / (rope.factor * periods) * (1 - unscaled_share) + 1.0 / periods * unscaled_share
 
@@ -134,13 +135,13 @@ class Rotary(nn.Module):
     def __init__(self, inverse_frequencies: Tensor) -> None:
         """
         Args:
-            inverse_frequencies: [head_dim / 2] float32.
+            inverse_frequencies: [head_dim / 2], float32 or float64, as the angles will be.
         """
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles, [seq_local, batch or 1, 1, head_dim] float32.
+        """Returns angles, [seq_local, batch or 1, 1, head_dim].
 
         Args:
             positions: Positions of the tokens that this context-parallel rank holds, [batch or 1, seq_local] int64.
@@ -148,7 +149,7 @@ class Rotary(nn.Module):
         # moves once, in the first forward pass
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         # [seq_local, batch or 1, head_dim / 2]
-        angles = positions.t().unsqueeze(-1).to(torch.float32) * self.inverse_frequencies
+        angles = positions.t().unsqueeze(-1).to(self.inverse_frequencies.dtype) * self.inverse_frequencies
         # twice, since megatron-core rotates dimension i with i + head_dim / 2 (rope_utils.py)
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
 
@@ -159,8 +160,8 @@ class TwoBaseRotary(Rotary):
     def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
         """
         Args:
-            inverse_frequencies: [head_dim / 2] float32, of layers without a window.
-            windowed: [head_dim / 2] float32, of layers with a window.
+            inverse_frequencies: [head_dim / 2], of layers without a window.
+            windowed: [head_dim / 2], of layers with a window.
         """
         super().__init__(inverse_frequencies)
         self.windowed = Rotary(windowed)
@@ -168,7 +169,7 @@ class TwoBaseRotary(Rotary):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Returns angles, those of global layers before those of windowed ones, whose heads may have another size:
-        [seq_local, batch or 1, 1, head_dim of the one + that of the other] float32."""
+        [seq_local, batch or 1, 1, head_dim of the one + that of the other]."""
         # the block passes one tensor of angles to all layers; each of them chooses
         return torch.cat((super().forward(positions), self.windowed(positions)), dim=-1)
 

@@ -21,16 +21,16 @@ class TemperedRotary(Rotary):
     def __init__(self, inverse_frequencies: Tensor, rope: RopeSection) -> None:
         """
         Args:
-            inverse_frequencies: [head_dim / 2] float32.
+            inverse_frequencies: [head_dim / 2].
             rope: Section with the coefficient and the original length.
         """
         super().__init__(inverse_frequencies)
         self._coefficient, self._length = rope.attention_temperature, rope.original_max_positions
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1] float32; takes what `Rotary` does."""
+        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1]; takes what `Rotary` does."""
         # whole times that the original length has passed: exact, where a quotient in float32 may round up
-        passed = positions.t().div(self._length, rounding_mode="floor").to(torch.float32)
+        passed = positions.t().div(self._length, rounding_mode="floor").to(self.inverse_frequencies.dtype)
         factor = 1 + self._coefficient * torch.log1p(passed)
         return torch.cat((super().forward(positions), factor[..., None, None]), dim=-1)
 
@@ -39,7 +39,7 @@ class TemperedAttention(RotatingAttention):
     """Self-attention of grouped queries, each multiplied by a factor of its position after the rotation."""
 
     _factor: Tensor | None = None
-    """Factor of the current call, [seq, batch or 1, 1, 1] float32."""
+    """Factor of the current call, [seq, batch or 1, 1, 1]."""
 
     def forward(
         self, hidden_states: Tensor, *arguments: Any, rotary_pos_emb: Tensor | None = None, **options: Any

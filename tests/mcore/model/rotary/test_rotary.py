@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtrain.config.schema.rope import RopeSection
 from mtrain.mcore.model.attention.rotary import Rotary, inverse_frequencies
+from mtrain.verify.reference.model.rotary import frequency
 
 SECTIONS = {
     "none": RopeSection(base=500000.0),
@@ -99,6 +100,16 @@ def test_frequencies_are_bitwise_those_of_transformers(name: str, head_dim: int)
     assert frequencies.dtype == torch.float32
     assert torch.equal(frequencies, expected)
     assert attention_factor == expected_factor
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_frequencies_in_float64_are_those_of_the_formulas(name: str) -> None:
+    rope = SECTIONS[name]
+    frequencies, _ = inverse_frequencies(rope, 96, torch.float64)
+    expected = torch.tensor([frequency(rope, 96, pair) for pair in range(48)], dtype=torch.float64)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-13, atol=0)
+    angles = Rotary(frequencies)(torch.tensor([[4095, 7]]))
+    torch.testing.assert_close(angles[0, 0, 0], (4095 * expected).repeat(2), rtol=1e-13, atol=0)
 
 
 def test_yarn_keeps_fast_dimensions_and_divides_slow_ones() -> None:
