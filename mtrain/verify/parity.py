@@ -28,7 +28,7 @@ from mtrain.verify.core.result import LayoutResult, ParityReport, summary
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
-from mtrain.verify.core.tolerances import Sizes, forward_tolerance, tolerances
+from mtrain.verify.core.tolerances import needs_float64, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
 from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
 from mtrain.verify.planted.inject import FAULTS, chosen
@@ -88,6 +88,7 @@ def verify_parity(
         reference=check.reference,
         layouts=tuple(layouts),
         injected=request.fault,
+        precision="float64" if needs_float64(config.model) else "float32",
         diagnosis=with_advice(
             diagnosed(layouts, check.first_module, ParityReport.text), own_functions(check.config.loss)
         ),
@@ -249,7 +250,9 @@ class _Check:
             name: np.where(is_text, each, 0.0) for name, each in put_together(pieces_of(everyone), self.config).items()
         }
         order = module_order(self.config.model.num_layers)
-        return first_deviating(found, exact.outputs, order, forward_tolerance(Sizes.of(self.config)))
+        # outputs come after as many sums as the loss, or fewer
+        tolerance = next(each.value for each in self.tolerances if each.kind == "loss")
+        return first_deviating(found, exact.outputs, order, tolerance)
 
 
 def _before_each_step(outcome: Outcome) -> list[Arrays]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mtrain.verify.core.result import (
     Deviation,
@@ -42,6 +43,14 @@ def layout_result(name: str, axes: dict[str, str], gradient: float = 1e-7) -> La
     """Builds two steps of one layout."""
     steps = (step_values(1), step_values(2))
     return LayoutResult(name, axes, 2, 1.5, steps, steps, deviations(gradient))
+
+
+def report_in_float64() -> ParityReport:
+    """Builds a report of a model that is judged in float64, with what float32 rounded."""
+    found = report()
+    rounded = [Deviation("rounding", name, 1, 3e-5, 8e-3) for name in ("loss main", *TENSORS)]
+    layouts = tuple(replace(each, deviations=(*each.deviations, *rounded)) for each in found.layouts)
+    return replace(found, precision="float64", layouts=layouts)
 
 
 def report(gradient: float = 1e-7) -> ParityReport:

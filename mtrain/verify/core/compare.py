@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from mtrain.verify.core.exact import Exact
 from mtrain.verify.core.inputs import Fields, rate_deviations, sample_deviations
 from mtrain.verify.core.layouts import Prepared
 from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Tolerance
-from mtrain.verify.core.tolerances import amplified, update_tolerance
+from mtrain.verify.core.tolerances import rounding_limit, update_tolerance
 from mtrain.verify.core.weights import TABLES, Arrays, Whole
-from mtrain.verify.core.worker import Outcome, disagreement
+from mtrain.verify.core.worker import Outcome, StepOutcome, disagreement
 from mtrain.verify.reference.model.adapters import is_trained
 from mtrain.verify.reference.optimizer import Moments, Updated, exact_optimizer
 
@@ -112,28 +112,50 @@ class StepComparison:
         for step, expected in zip(outcome.steps, exact):
             assert step.gradients is not None, "rank 0 holds what was gathered"
             assert step.weights is not None, "rank 0 holds what was gathered"
-            yield from self._values(step.values, expected)
-            yield from self._gradients(step.values.step, step.gradients, expected)
-            yield self._norm(step.values, expected)
+            yield from self._denominators(step.values, expected)
+            judged = list(self._judged(step, expected))
+            yield from judged
+            yield self._norm(step.values, step.gradients, expected)
             updated = self._updated(before, step.gradients.tensors, step.values, expected.biases)
             yield from self._weights(step.values.step, step.weights, updated)
+            if step.in_float64 is not None:
+                yield from self._rounding(step, expected, judged)
             before = step.weights.tensors
 
-    def _values(self, found: StepValues, expected: Exact) -> Iterator[Deviation]:
-        exact = expected.values
-        for term, value in exact.denominators.items():
+    def _denominators(self, found: StepValues, expected: Exact) -> Iterator[Deviation]:
+        for term, value in expected.values.denominators.items():
             tolerance = 0.0 if term in expected.adds_exactly else self._tolerance["denominator"]
             deviation = relative(found.denominators[term], value)
             yield Deviation("denominator", term, found.step, deviation, tolerance)
-        for term, value in exact.means.items():
-            deviation = relative(found.means[term], value)
-            yield Deviation("loss", term, found.step, deviation, self._tolerance["loss"])
 
-    def _gradients(self, step: int, found: Whole, expected: Exact) -> Iterator[Deviation]:
+    def _judged(self, found: StepOutcome, expected: Exact) -> Iterator[Deviation]:
+        """Yields deviations of losses and gradients, of those in float64 where there are some."""
+        step, means, gradients = found.values.step, found.values.means, found.gradients
+        if found.in_float64 is not None:
+            means, gradients = found.in_float64.means, found.in_float64.gradients
+        assert gradients is not None, "rank 0 holds what was gathered"
+        yield from self._losses("loss", step, means, expected)
+        yield from self._gradients("gradient", step, gradients, expected)
+
+    def _rounding(self, found: StepOutcome, expected: Exact, judged: Sequence[Deviation]) -> Iterator[Deviation]:
+        """Yields deviations of losses and gradients in float32, from those in float64 that were judged."""
+        assert found.gradients is not None, "rank 0 holds what was gathered"
+        amplified = max((each.value for each in judged if each.kind == "gradient"), default=0.0)
+        limit = rounding_limit(self._tolerance["rounding"], amplified)
+        for each in self._losses("rounding", found.values.step, found.values.means, expected):
+            yield replace(each, name=f"loss {each.name}", tolerance=limit)
+        for each in self._gradients("rounding", found.values.step, found.gradients, expected):
+            yield replace(each, tolerance=limit)
+
+    def _losses(self, kind: str, step: int, means: Mapping[str, float], expected: Exact) -> Iterator[Deviation]:
+        for term, value in expected.values.means.items():
+            yield Deviation(kind, term, step, relative(means[term], value), self._tolerance[kind])
+
+    def _gradients(self, kind: str, step: int, found: Whole, expected: Exact) -> Iterator[Deviation]:
         """Yields deviations of gradients in the order in which they are computed, from the loss backwards."""
-        exact, tolerance = expected.gradients, max(self._tolerance["gradient"], amplified(expected.rounding))
+        exact = expected.gradients
         for name in reversed([name for name in self._tensors if name in exact]):
-            yield Deviation("gradient", name, step, self._tensor(name, found, exact[name]), tolerance)
+            yield Deviation(kind, name, step, self._tensor(name, found, exact[name]), self._tolerance[kind])
 
     def _tensor(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
         """Returns the largest difference, to the exact value or between ranks, over the largest exact element."""
@@ -145,10 +167,11 @@ class StepComparison:
         largest = float(np.abs(exact).max())
         return difference / largest if largest > 0 else (0.0 if difference == 0 else math.inf)
 
-    def _norm(self, found: StepValues, expected: Exact) -> Deviation:
-        value = relative(found.grad_norm, expected.values.grad_norm)
-        tolerance = max(self._tolerance["grad_norm"], amplified(expected.rounding))
-        return Deviation("grad_norm", "grad_norm", found.step, value, tolerance)
+    def _norm(self, found: StepValues, gradients: Whole, expected: Exact) -> Deviation:
+        """Compares the norm with that of the layout's own gradients."""
+        own = (self._parts(name, gradients.tensors[name])[0].astype(np.float64) for name in expected.gradients)
+        value = relative(found.grad_norm, math.sqrt(math.fsum(float((each**2).sum()) for each in own)))
+        return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
 
     def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
         """Applies the exact optimizer to the layout's gradients, and adds exact biases; an empty step is a no-op."""

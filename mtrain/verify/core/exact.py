@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify.core.reach import with_epsilon
 from mtrain.verify.core.result import StepValues
-from mtrain.verify.core.tolerances import amplifies_rounding
 from mtrain.verify.core.weights import TABLES, Arrays, drawn
 from mtrain.verify.reference.model.adapters import all_shapes, as_held
 from mtrain.verify.reference.model.transformer import Transformer
@@ -44,9 +43,6 @@ class Exact:
     """Biases of the choice of experts after the step, float64; empty if they are not updated."""
     outputs: dict[str, NDArray[Any]]
     """Outputs by module, [seq, batch, columns], 0 where there is no text; empty if the step was not watched."""
-    rounding: float = 0.0
-    """Distance of the gradients that one process computes in float32, over the largest element of each tensor, where
-    the weights decide how much rounding is amplified (`tolerances`); 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -153,19 +149,15 @@ class _Evaluator:
         """Computes values and gradients of the step with this index at the given weights."""
         config = self._config
         rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, self._device)
-        tensors = self._tensors(weights)
-        found = evaluated(config, tensors, rows, self._teacher, self._user_term)
-        rounding = 0.0
-        if amplifies_rounding(config.model):
-            single = {name: each.float() for name, each in tensors.items()}
-            rounding = _distance(evaluated(config, single, rows, self._teacher, self._user_term), found)
+        # what batches are compared with first, `samples`, has one rounding to float32
+        rows = replace(rows, carried=torch.float32)
+        found = evaluated(config, self._tensors(weights), rows, self._teacher, self._user_term)
         return Exact(
             values=_values(number, found),
             adds_exactly=frozenset(name for name, term in found.terms.items() if term.adds_exactly),
             gradients=_arrays(found.gradients.items()),
             biases=_arrays(found.biases.items()),
             outputs=_outputs(found, rows) if watches else {},
-            rounding=rounding,
         )
 
     def _tensors(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
@@ -204,12 +196,6 @@ def _values(number: int, found: Evaluated) -> StepValues:
         denominators={name: term.denominator for name, term in found.terms.items()},
         grad_norm=found.grad_norm,
     )
-
-
-def _distance(found: Evaluated, exact: Evaluated) -> float:
-    """Returns the largest difference of a gradient, over the largest exact element of its tensor."""
-    pairs = [(found.gradients[name], each) for name, each in exact.gradients.items() if each.any()]
-    return max((float((own - each).abs().max() / each.abs().max()) for own, each in pairs), default=0.0)
 
 
 def _arrays(tensors: Iterable[tuple[str, Tensor]]) -> Arrays:

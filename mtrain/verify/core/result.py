@@ -14,9 +14,9 @@ from mtrain.verify.report.text import BACKEND, HF, PARITY, PREEMPT, RESUME, TENS
 FORMAT = 1
 """Version of the JSON file; raised when a field changes its meaning."""
 
-KINDS = ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update")
+KINDS = ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update", "rounding")
 """Kinds that parity compares, in the order in which a step computes them: the first that deviates is nearest to the
-cause."""
+cause. rounding: losses and gradients of float32, where those of float64 are judged."""
 _ORDER = {kind: number for number, kind in enumerate(TITLES)}
 
 
@@ -208,6 +208,13 @@ class Report:
         count = sum(layout.error is not None for layout in self.layouts)
         return f"{count} of {len(self.layouts)} {self.text.noun}s could not be run to the end"
 
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Returns the kinds of each column of the table; only models that are judged in float64 have one of float32's
+        rounding."""
+        has_rounding = any(layout.worst("rounding") is not None for layout in self.layouts)
+        return {name: kinds for name, kinds in self.text.columns.items() if name != "rounding" or has_rounding}
+
     def tolerance(self, kind: str) -> Tolerance:
         """Returns the tolerance of one of KINDS."""
         return next(each for each in self.tolerances if each.kind == kind)
@@ -240,6 +247,16 @@ class ParityReport(Report):
     schedule, DDP or optimizer of Megatron-Core."""
 
     text = PARITY
+
+    precision: str = "float32"
+    """Precision in which steps were computed for their losses and gradients to be judged; with float64, those of the
+    run itself in float32 are the kind `rounding`."""
+
+    @property
+    def judged(self) -> str:
+        """Says which precision was judged."""
+        own = "" if self.precision == "float32" else ", at the weights of the run, which is in float32"
+        return f"Losses and gradients were judged in {self.precision}{own}."
 
 
 @dataclass(frozen=True)

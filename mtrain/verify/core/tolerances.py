@@ -1,4 +1,4 @@
-"""Bounds of the distance between a float32 run and the exact one, from the precision and the number of summands.
+"""Bounds of the distance between a run and the exact one, from the precision and the number of summands.
 
 u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
 
@@ -8,21 +8,27 @@ u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
   halves, add without rounding while the sum is below 2^53 multiples, so sums must be equal. Any other sum of n shares
   that are not negative is within n u64, whatever the order (Higham, Accuracy and Stability of Numerical Algorithms,
   section 4.2), even where its exact value is a whole number.
-- loss, gradient, grad_norm: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
+- loss, gradient: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
   products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
   theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. Independent errors of sums that feed each other
   add as squares: a quantity after sums of n1, n2, ... summands is within s u sqrt(N), N = n1 + n2 + ... A loss comes
-  after the forward pass (N), a gradient after twice as many sums and its own sum over all T tokens of the batch, the
-  gradient norm after these and the sum over all P parameters. Cancellation makes a sum smaller than what was added, so
-  gradients are compared with the largest element of their tensor and not element by element. This is a model and not a
-  worst case: the worst case, u N, assumes that all errors have one sign and would be a thousand times too lax to see a
-  fault.
-  Delta nets bring queries, keys and outputs to a length, which may be small before: a document's first output has the
-  factor k^T q, any number around 0. How much rounding that amplifies depends on the weights, so the reference measures
-  it: it computes the gradients in float32 too, and D is the largest distance between the two, over the largest element
-  of a tensor. Gradients of the step, and their norm, are then within s D where that is more: errors of another order
-  of the operations are as large, but others; measured: at most 3 D from exact. Norms of values and of branches of
-  experts bring to a length what may be small, too, and Gemma 4, which has them, divides no scores.
+  after the forward pass (N), a gradient after twice as many sums and its own sum over all T tokens of the batch.
+  Cancellation makes a sum smaller than what was added, so gradients are compared with the largest element of their
+  tensor and not element by element. This is a model and not a worst case: the worst case, u N, assumes that all errors
+  have one sign and would be a thousand times too lax to see a fault.
+- loss, gradient in float64: delta nets bring queries, keys and outputs to a length, which may be small before: a
+  document's first output has the factor k^T q, any number around 0. Norms of values and of branches of experts do the
+  same. How much rounding that amplifies depends on the weights, so in float32 the model above does not hold. Such
+  models, and all that keep a state, compute each step in float64, too, at the same weights, and that is judged. The
+  tolerance is s u, what float32 rounds once where it amplifies nothing. Rounding of float64 may be amplified by
+  u / u64 = 2^29 before it is as large; measured: 3e5 at most.
+- rounding: what the run itself makes of losses and gradients in float32 is reported, and held to a limit, since
+  float64 is the proof. v = 2^-9 is the unit roundoff of bfloat16: rounding of float32, amplified by the model, must not
+  do more than one rounding to bfloat16 does that nothing amplifies, s v. Some weights amplify more, in float64 as in
+  float32: where E is the largest deviation of a gradient in float64 in the same step, float32 is expected to be off by
+  E u / u64, and is held to s E u / u64 if that is more; measured: 0.9 to 3 E u / u64.
+- grad_norm: no model is needed, because the norm is compared with that of the layout's OWN gradients. Squares are added
+  in float64 before the division, which rounds 1 / D and each product to float32: 2 u, and a third for all of float64.
 - update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
   that no error of a gradient is amplified by the division by sqrt(v). The roundings of a dozen operations on each
   element remain, and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k, relative to
@@ -51,6 +57,7 @@ from mtrain.verify.core.result import Tolerance
 
 UNIT_ROUNDOFF = 2.0**-24
 UNIT_ROUNDOFF_64 = 2.0**-53
+UNIT_ROUNDOFF_BF16 = 2.0**-9
 _CONFIDENCE = 4.0
 RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
 """Tolerance of the learning rate, relative to the highest one."""
@@ -84,18 +91,30 @@ def _of_layer(model: ModelSection, length: int) -> int:
     return 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
 
 
-def tolerances(config: Config, num_steps: int) -> tuple[Tolerance, ...]:
-    """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order."""
+def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tuple[Tolerance, ...]:
+    """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order.
+
+    Args:
+        config: Shrunk configuration.
+        num_steps: Number of steps.
+        has_float64: Whether models that need it compute their steps in float64, too; if not, float32 is held to its
+            limit.
+    """
     sizes = Sizes.of(config)
-    values = _values(sizes, _OF_LENGTHS if amplifies_rounding(config.model) else "")
-    return (*_inputs(), denominator_tolerance(sizes), *values, _update(config.optimizer, num_steps))
+    always = (_norm(), _update(config.optimizer, num_steps))
+    before = (*_inputs(), denominator_tolerance(sizes))
+    if not needs_float64(config.model):
+        return (*before, *_values(sizes), *always)
+    if not has_float64:
+        return (*before, *_limited(), *always)
+    return (*before, *_in_float64(), *always, _rounding())
 
 
-def amplifies_rounding(model: ModelSection) -> bool:
-    """Says whether the model brings what may be small to a length, so that the weights decide how much rounding is
-    amplified."""
+def needs_float64(model: ModelSection) -> bool:
+    """Says whether steps are judged in float64: the model keeps a state, or brings what may be small to a length, so
+    that its weights decide how much rounding is amplified."""
     has_branches = model.experts is not None and model.experts.branch_norms
-    return model.delta_net is not None or model.value_norm or has_branches
+    return bool(model.recurrent) or model.value_norm or has_branches
 
 
 def update_tolerance(step: int) -> float:
@@ -103,14 +122,19 @@ def update_tolerance(step: int) -> float:
     return UNIT_ROUNDOFF * (16 + 8 * step)
 
 
+def rounding_limit(least: float, in_float64: float) -> float:
+    """Returns the limit of what float32 rounds in a step.
+
+    Args:
+        least: Tolerance of the kind rounding.
+        in_float64: Largest deviation of a gradient in float64, in the same step.
+    """
+    return max(least, amplified(in_float64 * UNIT_ROUNDOFF / UNIT_ROUNDOFF_64))
+
+
 def amplified(rounding: float) -> float:
-    """Returns the tolerance of gradients that one process in float32 has at this distance from the exact ones."""
+    """Returns the tolerance of what another computation in the same low precision has at this distance."""
     return _CONFIDENCE * rounding
-
-
-def forward_tolerance(sizes: Sizes) -> float:
-    """Returns the tolerance of module outputs, relative to the module's largest."""
-    return _CONFIDENCE * UNIT_ROUNDOFF * math.sqrt(sizes.summands)
 
 
 def _inputs() -> tuple[Tolerance, Tolerance]:
@@ -148,14 +172,12 @@ def denominator_tolerance(sizes: Sizes) -> Tolerance:
     )
 
 
-_OF_LENGTHS = (
-    " In a model with delta nets, or with norms of values or of branches of experts, within s D where that is more: D "
-    "is how far the gradients of one process in float32 are from the exact ones, in the same step."
-)
+_LOSS = "The mean of each loss term over the global batch, relative to its exact value."
+_GRADIENT = "Every gradient after its division, relative to the largest element of the exact one."
 
 
-def _values(sizes: Sizes, of_gradients: str) -> tuple[Tolerance, ...]:
-    summands, parameters, tokens = sizes
+def _values(sizes: Sizes) -> tuple[Tolerance, Tolerance]:
+    summands, _, tokens = sizes
     inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
     unit = _CONFIDENCE * UNIT_ROUNDOFF
     return (
@@ -164,25 +186,60 @@ def _values(sizes: Sizes, of_gradients: str) -> tuple[Tolerance, ...]:
             unit * math.sqrt(summands),
             "s u sqrt(N)",
             inputs,
-            "The mean of each loss term over the global batch, relative to its exact value. N summands follow each "
-            "other in a forward pass.",
+            f"{_LOSS} N summands follow each other in a forward pass.",
         ),
         Tolerance(
             "gradient",
             unit * math.sqrt(2 * summands + tokens),
             "s u sqrt(2 N + T)",
             inputs | {"T": float(tokens)},
-            "Every gradient after its division, relative to the largest element of the exact one. The N summands of "
-            f"the forward pass are doubled by the backward pass, and T tokens are added up.{of_gradients}",
+            f"{_GRADIENT} The N summands of the forward pass are doubled by the backward pass, and T tokens are added "
+            "up.",
         ),
-        Tolerance(
-            "grad_norm",
-            unit * math.sqrt(2 * summands + tokens + parameters),
-            "s u sqrt(2 N + T + P)",
-            inputs | {"T": float(tokens), "P": float(parameters)},
-            "The global norm of all gradients before clipping, relative to the exact one: no element of a gradient may "
-            f"be further off than above, and the squares of P parameters are added up.{of_gradients}",
-        ),
+    )
+
+
+def _in_float64() -> tuple[Tolerance, Tolerance]:
+    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF}
+    why = "Computed in float64, at the weights of the run: rounding of float64 is far below, even amplified."
+    return (
+        Tolerance("loss", _CONFIDENCE * UNIT_ROUNDOFF, "s u", inputs, f"{_LOSS} {why}"),
+        Tolerance("gradient", _CONFIDENCE * UNIT_ROUNDOFF, "s u", inputs, f"{_GRADIENT} {why}"),
+    )
+
+
+def _rounding() -> Tolerance:
+    return _limit(
+        "rounding",
+        "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 where that is "
+        "more: E is the largest deviation of a gradient in float64 in the same step.",
+    )
+
+
+def _limited() -> tuple[Tolerance, Tolerance]:
+    return _limit("loss", _LOSS), _limit("gradient", _GRADIENT)
+
+
+def _limit(kind: str, meaning: str) -> Tolerance:
+    return Tolerance(
+        kind,
+        _CONFIDENCE * UNIT_ROUNDOFF_BF16,
+        "s v",
+        {"s": _CONFIDENCE, "v": UNIT_ROUNDOFF_BF16},
+        f"{meaning} A limit and no bound: its weights decide how much the model amplifies rounding. That of float32, "
+        "amplified, must not do more than one rounding to bfloat16 does that nothing amplifies; mtrain verify parity "
+        "judges such models in float64.",
+    )
+
+
+def _norm() -> Tolerance:
+    return Tolerance(
+        "grad_norm",
+        3 * UNIT_ROUNDOFF,
+        "3 u",
+        {"u": UNIT_ROUNDOFF},
+        "The global norm before clipping, relative to that of the layout's own gradients: dividing them rounds each "
+        "element twice after its square was added up.",
     )
 
 

@@ -19,9 +19,11 @@ from mtrain.mcore.state.gather import gradient_shards, parameter_shards
 from mtrain.mcore.state.teacher import Teacher
 from mtrain.training.step import TrainingStep
 from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
+from mtrain.verify.core.in_float64 import NeverUpdates, copy_weights, without_gathers
 from mtrain.verify.core.reach import shrink_chunks, small_blocks
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.samples import Batches, SamplePlan, drawn_extras
+from mtrain.verify.core.tolerances import needs_float64
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.planted.faults import PLANTS
@@ -43,6 +45,16 @@ class Job:
 
 
 @dataclass(frozen=True)
+class InFloat64:
+    """What a step computes in float64 at the same weights."""
+
+    means: dict[str, float]
+    """Mean of each term."""
+    gradients: Whole | None
+    """Normalised gradients; on rank 0."""
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """Outcome of one optimizer step on a rank."""
 
@@ -53,6 +65,8 @@ class StepOutcome:
     """Normalised gradients before clipping; on rank 0."""
     weights: Whole | None
     """Weights after the update; on rank 0."""
+    in_float64: InFloat64 | None = None
+    """Loss and gradients in float64, where only they tell a fault from rounding."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +97,16 @@ class _WatchedStep(TrainingStep):
             self.said = str(error)
 
 
-def run_layout(groups: Groups, job: Job) -> Outcome:
-    """Trains a few steps from weights that do not depend on the layout. Collective."""
+def run_layout(groups: Groups, job: Job, made_of: Collaborators = SOUND) -> Outcome:
+    """Trains a few steps from weights that do not depend on the layout. Collective.
+
+    Args:
+        groups: Process groups.
+        job: Work of the layout.
+        made_of: Parts of the run, where the job names no fault.
+    """
     with small_blocks():
-        return _Runner(groups, job, SOUND if job.fault is None else PLANTS[job.fault]).run()
+        return _Runner(groups, job, made_of if job.fault is None else PLANTS[job.fault]).run()
 
 
 def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
@@ -120,19 +140,28 @@ class _Runner:
         # if modules are watched, every rank has to know the positions of the samples
         reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
-        self._chunks = build_model(config, groups, weights_follow=True)
-        shrink_chunks(self._chunks)
-        made_of.change_model(self._chunks)
-        set_weights(self._chunks, groups, lambda name, shape: drawn(name, shape, config))
-        self._optimizer = made_of.optimizer(config, self._chunks, groups)
-        model = RankModel(config, groups, self._chunks, self._optimizer)
         objective = replace(
             own_objective(config, EXTRAS),
             has_routes=job.plan.replays,
             has_temperatures=TEMPERATURE in drawn_extras(config.loss),
         )
-        teacher = small_teacher(config, groups)
-        self._training = _WatchedStep(model, objective, teacher, made_of.step(groups))
+        self._models: list[RankModel] = []
+        self._steps: list[_WatchedStep] = []
+        for in_float64 in (False, True) if needs_float64(config.model) else (False,):
+            own = without_gathers(config) if in_float64 else config
+            chunks = build_model(own, groups, weights_follow=True, in_float64=in_float64)
+            shrink_chunks(chunks)
+            made_of.change_model(chunks)
+            set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config))
+            optimizer = NeverUpdates(chunks, groups) if in_float64 else made_of.optimizer(own, chunks, groups)
+            model, teacher = RankModel(own, groups, chunks, optimizer), small_teacher(own, groups, in_float64)
+            self._models.append(model)
+            self._steps.append(_WatchedStep(model, objective, teacher, made_of.step(groups)))
+        self._chunks, self._optimizer, self._training = (
+            self._models[0].chunks,
+            self._models[0].optimizer,
+            self._steps[0],
+        )
 
     def run(self) -> Outcome:
         """Trains all steps, or those up to the watched one."""
@@ -142,7 +171,8 @@ class _Runner:
         pieces: list[RecordedOutput] = []
         for number in range(self._job.plan.num_steps if watched is None else watched + 1):
             places = self._batches.places(number) if self._batches is not None and number == watched else None
-            with ActivationRecorder(self._chunks, self._groups, self._config, places) as watch:
+            # in float64, if there is one
+            with ActivationRecorder(self._models[-1].chunks, self._groups, self._config, places) as watch:
                 outcome = self._step(number)
             steps.append(outcome)
             pieces = watch.pieces
@@ -156,12 +186,21 @@ class _Runner:
         batches = self._batches.of_step(number) if self._batches is not None and self._groups.tp_rank == 0 else None
         if batches is not None and self._groups.cp_rank == self._groups.pp_rank == 0:
             self._seen.append(batches)
+        wide = self._step_in_float64(number, batches) if len(self._models) > 1 else None
         totals = self._training.forward_backward(batches)
         gradients = gathered(gradient_shards(self._chunks, self._groups))
         grad_norm, said = self._update(totals)
         self._optimizer.gather_parameters()
         weights = gathered(parameter_shards(self._chunks, self._groups))
-        return StepOutcome(step_values(number, totals, grad_norm), self._training.said or said, gradients, weights)
+        values, said = step_values(number, totals, grad_norm), self._training.said or said
+        return StepOutcome(values, said, gradients, weights, wide)
+
+    def _step_in_float64(self, number: int, batches: list[Microbatch] | None) -> InFloat64:
+        chunks = self._models[1].chunks
+        copy_weights(chunks, self._chunks)
+        totals = self._steps[1].forward_backward(batches)
+        gradients = gathered(gradient_shards(chunks, self._groups))
+        return InFloat64(step_values(number, totals, 0.0).means, gradients)
 
     def _update(self, totals: StepTotals) -> tuple[float, str | None]:
         """Makes the update, and returns the gradient norm and the message of a failed check.
@@ -175,12 +214,12 @@ class _Runner:
         return 0.0 if update is None else update.grad_norm, None
 
 
-def small_teacher(config: Config, groups: Groups) -> Teacher | None:
+def small_teacher(config: Config, groups: Groups, in_float64: bool = False) -> Teacher | None:
     """Returns a teacher of the shrunk model's size, with its own weights; None if the run has no teacher."""
     if config.loss.teacher is None:
         return None
     config = config.model_copy(update={"adapter": None})  # adapters are the student's alone
-    chunks = build_frozen_model(config, groups)
+    chunks = build_frozen_model(config, groups, in_float64)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
     return Teacher(config, chunks, groups)
 

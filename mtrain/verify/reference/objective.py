@@ -194,7 +194,7 @@ def _terms(config: Config, rows: Rows, forward: Forward, taught: Tensor | None, 
     terms = {name: _term(section, config.loss, rows, forward, taught, user_term) for name, section in sections.items()}
     for depth, logits in enumerate(forward.ahead, start=1):
         ahead = rows.ahead(depth)
-        weights = token_weights(ahead.weights, rows.sample_weights, config.loss)
+        weights = token_weights(ahead.weights, rows.sample_weights, config.loss).to(rows.carried)
         numerator = weighted(cross_entropy(logits, ahead.labels), weights)
         terms[f"mtp_{depth}"] = _planned(numerator, divisor(ahead.weights, rows.sample_weights, config.loss))
     for name in coefficients(config.loss.router):
@@ -207,7 +207,7 @@ def _terms(config: Config, rows: Rows, forward: Forward, taught: Tensor | None, 
 def _term(
     section: TermSection, loss: LossSection, rows: Rows, forward: Forward, taught: Tensor | None, user_term: UserTerm
 ) -> Term:
-    weights = token_weights(rows.weights, rows.sample_weights, section)
+    weights = token_weights(rows.weights, rows.sample_weights, section).to(rows.carried)
     planned = divisor(rows.weights, rows.sample_weights, section)
     logits, options = forward.logits, section.options
     if section.function in TEMPERED:

@@ -68,6 +68,8 @@ class Rows:
     """Extras of the token that is predicted, by name, float64."""
     routed_experts: Tensor | None = None
     """Experts that routers take, [batch, seq, layers, top_k], -1 where they choose; None: they choose everywhere."""
+    carried: torch.dtype = torch.float64
+    """Dtype in which rows carry the factor of each token's loss; float32 in a trainer's batches."""
 
     @property
     def is_text(self) -> Tensor:

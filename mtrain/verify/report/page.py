@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from mtrain.pages.charts import Curve, difference_chart, value_chart
 from mtrain.pages.html import moment, render, short
-from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, Report, StepValues, badness
+from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, ParityReport, Report, StepValues, badness
 from mtrain.verify.report.text import TITLES
 
 _UNITS = {"loss": "nats", "denominator": "sum of shares", "grad_norm": "L2, before clipping"}
@@ -84,7 +84,7 @@ def report_page(report: Report) -> str:
         headline=_headline(report),
         notes=_notes(report),
         diagnosis=None if report.diagnosis is None else _facts(report.diagnosis),
-        headings=[_heading(report, name, kinds) for name, kinds in report.text.columns.items()],
+        headings=[_heading(report, name, kinds) for name, kinds in report.columns.items()],
         curves=[_curve(report, slot, ()) for slot in range(len(report.layouts))],
         figures=[_figure(report, kind, name) for kind, name in _plotted(report)],
         bins=BINS,
@@ -103,6 +103,8 @@ def _headline(report: Report) -> str:
 
 def _notes(report: Report) -> list[str]:
     notes = [f"{report.text.length.format(steps=report.num_steps)} Data: {report.data}. {moment(report.created)}"]
+    if isinstance(report, ParityReport):
+        notes.append(report.judged)
     if report.injected is not None:
         notes.append(f"A known fault was planted on purpose: {report.injected}.")
     return notes

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.verify.core.result import BackendReport, Deviation, Report
+from mtrain.verify.core.result import BackendReport, Deviation, ParityReport, Report
 
 _PLAIN_WIDTH = 260
 """Characters per line if the output is no terminal, so that no row is broken in two."""
@@ -40,6 +40,8 @@ def print_report(report: Report, folder: Path, output: Console) -> None:
         inputs = [f"{name} = {value:.6g}" for name, value in tolerance.inputs.items()]
         origin = ", ".join([tolerance.formula, *inputs])
         output.print(escape(f"tolerance of {tolerance.kind}: {tolerance.value:.1e} = {origin}"))
+    if isinstance(report, ParityReport):
+        output.print(escape(report.judged), soft_wrap=True)
     for layout in report.layouts:
         if said := [*layout.guards, *([layout.error] if layout.error else [])]:
             more = f" (and {len(said) - 1} more in {text.json_name})" if len(said) > 1 else ""
@@ -103,7 +105,7 @@ def _table(report: Report, *, is_boxed: bool, has_tensors: bool) -> Table:
     title = escape(f"{report.text.caption}: {report.data}")
     table = Table(title=title, title_justify="left", pad_edge=False, box=Table().box if is_boxed else None)
     table.add_column(report.text.noun, no_wrap=True)
-    for name in ("ranks", *report.text.columns):
+    for name in ("ranks", *report.columns):
         table.add_column(name, justify="right", no_wrap=True)
     if has_tensors:
         table.add_column("worst tensor", no_wrap=True)
@@ -112,7 +114,7 @@ def _table(report: Report, *, is_boxed: bool, has_tensors: bool) -> Table:
         worst = layout.worst_tensor()
         tensor = ["-" if worst is None else escape(_in_words(worst))] if has_tensors else []
         verdict = "[green]pass[/green]" if layout.passed else "[red]FAIL[/red]"
-        kinds = [_cell(layout.worst(*kinds)) for kinds in report.text.columns.values()]
+        kinds = [_cell(layout.worst(*kinds)) for kinds in report.columns.values()]
         table.add_row(escape(layout.name), str(layout.num_ranks), *kinds, *tensor, verdict)
     return table
 

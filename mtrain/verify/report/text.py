@@ -16,6 +16,7 @@ TITLES = {
     "gradient": "gradients",
     "grad_norm": "gradient norm",
     "update": "updated weights",
+    "rounding": "rounding of float32",
     "weights": "weights",
     "param": "main weights",
     "exp_avg": "first moments",
@@ -43,6 +44,7 @@ IN_WORDS = {
     "gradient": "gradient of {name}",
     "grad_norm": "gradient norm",
     "update": "updated weights of {name}",
+    "rounding": "{name} in float32",
     "weights": "weights of {name}",
     "param": "main weights of {name}",
     "exp_avg": "first moment of {name}",
@@ -131,7 +133,10 @@ def _curves(band: str, runs: str) -> str:
 PARITY = ReportText(
     verb="parity",
     noun="layout",
-    columns={kind: (kind,) for kind in ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update")},
+    columns={
+        kind: (kind,)
+        for kind in ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update", "rounding")
+    },
     maps=("gradient", "update"),
     shows_tolerances=True,
     agreement="layouts are the run of one process",
@@ -147,7 +152,8 @@ PARITY = ReportText(
     curves=_curves("the reference", "layouts")
     + (
         " After a wrong update they go their own way. Below: the relative deviation from the exact value of each step, "
-        "which is taken at the weights that the layout had; layouts side by side."
+        "which is taken at the weights that the layout had (gradient norms: from that of the layout's own gradients); "
+        "layouts side by side."
     ),
     tensors=(
         "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors stand in the "

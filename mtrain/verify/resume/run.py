@@ -159,7 +159,7 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
         prepared(base, comparable),
         prepared(_ONE_PROCESS, comparable),
         [each for each in others if each.name != saving.name],
-        tolerances(comparable, request.num_steps) if others else (),
+        tolerances(comparable, request.num_steps, has_float64=False) if others else (),
         config.model.vocab_size if shrunk.reads_files else shrunk.config.model.vocab_size,
         tuple(notes),
     )

@@ -20,7 +20,7 @@ from mtrain.verify.report.page import report_page
 from tests.browser import Browser, Visit
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.messages import refuses
-from tests.verify.reports import TENSORS, layout_result, report
+from tests.verify.reports import TENSORS, layout_result, report, report_in_float64
 
 HOSTILE = "</pre></title></style><script>window.hit=1</script><img src=x onerror='window.hit=1'>\"&amp;"
 GRADIENTS = [1e-7, 0.5, math.inf, math.nan]
@@ -111,6 +111,16 @@ def test_the_table_tells_each_layouts_worst_deviations() -> None:
     assert bad[6] == "✗ 5.0e-01step 2"
     assert bad[9] == f"{TENSORS[-1]}gradients, step 2"
     assert refused[1:] == ["✗ FAIL", *["none"] * 8, "0.1 s"]
+
+
+def test_the_page_says_which_precision_was_judged_and_what_float32_rounded() -> None:
+    plain, wide = page(report()), page(report_in_float64())
+    assert "judged in float32." in plain.all("main")[0].text
+    assert "judged in float64, at the weights of the run, which is in float32." in wide.all("main")[0].text
+    headings, *found = rows(wide.all("table", "layouts")[0])
+    at = headings.index("rounding of float32")
+    assert [row[at] for row in found] == ["3.0e-05step 1"] * 2
+    assert "rounding of float32" not in rows(plain.all("table", "layouts")[0])[0]
 
 
 def test_why_a_layout_stopped_is_reported() -> None:

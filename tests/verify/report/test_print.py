@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mtrain.verify.core.result import ParityReport
 from mtrain.verify.report.print import print_report
-from tests.verify.reports import TENSORS, report
+from tests.verify.reports import TENSORS, report, report_in_float64
 
 
-def shown(width: int, *, is_terminal: bool) -> list[str]:
+def shown(width: int, *, is_terminal: bool, found: ParityReport | None = None) -> list[str]:
     text = io.StringIO()
     output = Console(file=text, width=width, force_terminal=is_terminal, color_system=None, highlight=False)
-    print_report(report(0.5), Path("out"), output)
+    print_report(report(0.5) if found is None else found, Path("out"), output)
     return text.getvalue().splitlines()
 
 
@@ -32,3 +33,20 @@ def test_the_worst_tensor_of_every_layout_is_named_in_full(width: int, is_termin
 def test_a_wide_terminal_has_one_table_and_a_narrow_one_lines_below() -> None:
     assert not any(line.startswith("worst tensor of") for line in shown(200, is_terminal=True))
     assert sum(line.startswith("worst tensor of") for line in shown(80, is_terminal=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "judged"),
+    [
+        (report(), "Losses and gradients were judged in float32."),
+        (report_in_float64(), "were judged in float64, at the"),
+    ],
+    ids=["float32", "float64"],
+)
+def test_the_precision_that_was_judged_is_said_and_what_float32_rounded(found: ParityReport, judged: str) -> None:
+    lines = shown(200, is_terminal=False, found=found)
+    assert sum(judged in line for line in lines) == 1
+    heading = next(line for line in lines if line.startswith("layout"))
+    assert ("rounding" in heading) == (found.precision == "float64")
+    assert any("3.0e-05" in line for line in lines) == (found.precision == "float64")
+    assert ParityReport.from_json(found.to_json()) == found

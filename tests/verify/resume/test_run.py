@@ -112,7 +112,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
     assert [fault.axis for fault in RESUME_FAULTS if fault.axis] == [CRASH]
 
 
-COMPARED = set(TITLES) - {"layer_output", "input_gradient"}
+COMPARED = set(TITLES) - {"layer_output", "input_gradient", "rounding"}
 """Kinds of quantities of runs; the others are those of layers alone (tests/verify/backend)."""
 
 

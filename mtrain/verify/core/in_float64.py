@@ -1,0 +1,51 @@
+"""A run's step in float64, at the run's own weights, with the rounding out of the way.
+
+Layers that bring to a length what may be small amplify rounding by as much as the weights happen to say, so that no
+bound tells a fault from rounding in float32. Float64 has 29 more bits: amplified alike, its rounding stays far below
+the last digit of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.optimizer import Optimizer
+from mtrain.mcore.model.build import unwrap
+from mtrain.verify.planted.collaborators import configured
+
+without_gathers = configured("train", lambda train: {"overlap_param_gather": False})
+"""Function that returns a configuration whose forward pass gathers no weights of the update before it."""
+
+
+class NeverUpdates(Optimizer):
+    """Optimizer of a step whose gradients nobody applies: those of megatron-core know no float64."""
+
+    def __init__(self, chunks: Sequence[Any], groups: Groups) -> None:
+        self.chunks, self._device, self._is_fp16 = list(chunks), groups.device, False
+
+    def zero_grad(self) -> None:
+        """Clears the gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns the loss as it is."""
+        return loss
+
+    def local_grad_norm_sq(self) -> Tensor:
+        """Returns 0: the norm that a run reports is that of its own gradients."""
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+
+@torch.no_grad()
+def copy_weights(chunks: Sequence[nn.Module], source: Sequence[nn.Module]) -> None:
+    """Copies this rank's weights, and the biases of the choice of experts, to chunks of another precision."""
+    for to, origin in zip(map(unwrap, chunks), map(unwrap, source), strict=True):
+        values = dict(origin.named_parameters()) | dict(origin.named_buffers())
+        for name, place in (*to.named_parameters(), *to.named_buffers()):
+            place.copy_(values[name])
