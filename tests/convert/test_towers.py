@@ -1,5 +1,7 @@
 """A text model inside a model of images and text: text is trained, all else travels bit for bit."""
 
+import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.description import described_model, read_model
 from mtrain.hf.schema.files import as_declared, declared_ends
+from mtrain.hf.schema.registry import family_of
 from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
-from tests.hf.folders import TOWERS, class_of, run_of_folder, save
+from tests.hf.folders import TOWERS, class_of, content_of, run_of_folder, save
 from tests.hf.stored import store
 from tests.mcore.state import checkpoint_ranks
 from tests.pool import Pool
@@ -177,11 +180,74 @@ def test_a_stored_head_counts(said: dict[str, Any], has_head: bool, pool: Pool, 
     assert described_model(tmp_path / "theirs").tied_embeddings is not has_head
     import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
     export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    if not has_head:  # without this field transformers 4 would draw a head at random
+        config = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert config["text_config"].pop("tie_word_embeddings")
     for file in (tmp_path / "theirs").iterdir():
-        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
+        if has_head or file.name != "config.json":
+            assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes(), file.name
     expected = transformers_logits(tmp_path / "theirs", random_tokens(57)).numpy()
     ours = pool.run(hf_ranks.logits, Layout(), tmp_path / "ours")[0]
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+TIED = "tie_word_embeddings"
+SAID = (None, False, True)
+OWN, COPY, NONE = "own", "copy", "none"
+"""Stored heads: a table of its own, the embeddings once more, and none."""
+
+
+def saying(config: dict[str, Any], outer: bool | None, nested: bool | None) -> dict[str, Any]:
+    """Returns a config.json with these fields, without one for None."""
+
+    def changed(part: dict[str, Any], said: bool | None) -> dict[str, Any]:
+        return {key: value for key, value in part.items() if key != TIED} | ({} if said is None else {TIED: said})
+
+    return changed(config, outer) | {"text_config": changed(config["text_config"], nested)}
+
+
+def heads(config: dict[str, Any], stored: str) -> tuple[str, str]:
+    """Returns what transformers 5 and 4 take for the head of a folder; NONE where it would be drawn at random."""
+    read = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    in_5 = COPY if stored == NONE and getattr(read, TIED) else stored
+    return in_5, COPY if getattr(read.text_config, TIED) else stored
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_config_says_to_both_versions_whether_tables_are_tied(name: str) -> None:
+    """transformers 5 reads the outer field, transformers 4 the nested one."""
+    stored_as = "lm_head.weight" if "qwen" in name or "gemma4" in name else "language_model.lm_head.weight"
+    for outer, nested, stored in itertools.product(SAID, SAID, (OWN, COPY, NONE)):
+        case, theirs = (outer, nested, stored), saying(content_of(name), outer, nested)
+        family = family_of(theirs)
+        model = family.model(family.as_held(theirs, () if stored == NONE else (stored_as,)))
+        if stored == (OWN if model.tied_embeddings else NONE):
+            continue  # refused: another head than the one it is tied to, or a head that is not there
+        meant, _ = heads(theirs, stored)
+        same = family.config(model, theirs)
+        assert heads(same, stored) == (meant, meant), case
+        assert same in (theirs, saying(theirs, outer, model.tied_embeddings)), case
+        changed = family.for_all_versions(same)
+        read = transformers.AutoConfig.for_model(**copy.deepcopy(changed))
+        assert [getattr(each, TIED) for each in (read, read.text_config)] == [model.tied_embeddings] * 2, case
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_head_beside_a_nested_field_that_ties_it_is_read_by_both_versions(name: str, tmp_path: Path) -> None:
+    """transformers 5 writes such folders."""
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    save(name, theirs, max_shard_size="1GB")
+    config = json.loads((theirs / "config.json").read_text())
+    state = load_file(theirs / "model.safetensors")
+    embeddings = next(key for key in state if key.endswith("embed_tokens.weight"))
+    head = f"{'language_model.' if embeddings.startswith('language_model.') else ''}lm_head.weight"
+    save_file(state | {head: state[embeddings].flip(0)}, theirs / "model.safetensors", {"format": "pt"})
+    (theirs / "config.json").write_text(json.dumps(saying(config, False, True)))
+    import_hf(theirs, tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", back, None, None, num_workers=1)
+    assert (back / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    said = json.loads((back / "config.json").read_text())
+    assert said == saying(said, False, False)
 
 
 def test_a_text_model_has_the_name_that_it_is_published_with(tmp_path: Path) -> None:

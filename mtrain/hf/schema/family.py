@@ -181,20 +181,21 @@ class Family:
         text = self.tower.text(start)
         if template is not None and not model.tied_embeddings and self.tower.may_hold_head(start):
             text[TIED] = False
-        return self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
+        found = self.tower.with_text(start, text, config_of(model, self.entries, text, template is not None))
+        return self.tower.saying_inside(found, model.tied_embeddings)
 
     def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Builds a config.json that transformers 4 reads as transformers 5 does: older fields are added where they are
         missing.
 
         Args:
-            config: Content of config.json of a model of this family.
+            config: Content of config.json of a model of this family, from `config`.
         """
         given = self.text(dict(config))
         found = dict(given)
         for entry in self.entries:
             found |= {name: value for name, value in entry.older(given).items() if name not in given}
-        return found if self.tower is None else self.tower.with_text(config, given, found)
+        return found if self.tower is None else self.tower.saying_outside(self.tower.with_text(config, given, found))
 
     def table(self, model: ModelSection) -> Table:
         """Builds the table that says where each tensor of a model goes."""

@@ -82,7 +82,7 @@ class Tower:
         transformers 5 writes that field so for models that were published without it, keeps the stored head and says
         so; transformers 4 reads the nested field.
         """
-        return not needed_value(self.nested(config), TIED, bool, self.is_tied)
+        return not self._is_tied_inside(config)
 
     def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """Returns the config.json of what a folder holds."""
@@ -105,6 +105,23 @@ class Tower:
             found[TIED] = changes.pop(TIED)
         found[TEXT] = {**found[TEXT], **changes}
         return found
+
+    def saying_inside(self, config: dict[str, Any], is_tied: bool) -> dict[str, Any]:
+        """Returns a config.json whose nested field says whether tables are tied: transformers 4 reads that one, and so
+        does every program that opens the text model alone."""
+        text = config[TEXT]
+        return config if self._is_tied_inside(config) == is_tied else {**config, TEXT: {**text, TIED: is_tied}}
+
+    def saying_outside(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Returns a config.json whose outer field says what the nested one says; where a head is stored, transformers 5
+        reads the model alike without it."""
+        is_tied = self._is_tied_inside(config)
+        return (
+            config if needed_value(config, TIED, bool, self.is_tied_outside) == is_tied else {**config, TIED: is_tied}
+        )
+
+    def _is_tied_inside(self, config: Mapping[str, Any]) -> bool:
+        return needed_value(self.nested(config), TIED, bool, self.is_tied)
 
     def beginnings(self, names: Collection[str]) -> tuple[str, str]:
         """Returns the beginnings of the names in a folder: of the base model's tensors, and of heads."""
