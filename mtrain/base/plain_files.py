@@ -147,6 +147,39 @@ def _finite_number(text: str) -> float:
     return number
 
 
+def map_plain_file(path: Path) -> mmap.mmap:
+    """Maps a file read-only. It may be larger than the memory: the system has to keep room for pages that can be
+    written to alone, even where nobody writes to them.
+
+    Raises:
+        OSError: As `open_plain_file`.
+        ValueError: The file is empty.
+    """
+    with open_plain_file(path) as file:
+        # private: some network disks and FUSE have no shared mappings
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+
+
+class _Bytes:
+    """Bytes of a mapped file for numpy, which takes them for an array that can be written to."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        import numpy as np  # only here: the lowest layers load without
+
+        self._held = np.frombuffer(content, np.uint8)
+        self.__array_interface__ = {**self._held.__array_interface__, "data": (self._held.ctypes.data, False)}
+
+
+def bytes_of(content: mmap.mmap) -> Any:
+    """Returns a mapped file as a numpy array, which keeps the mapping alive and must not be written to.
+
+    It says that it can be, since torch has no tensors that cannot and would warn of each array that says otherwise.
+    """
+    import numpy as np
+
+    return np.asarray(_Bytes(content))
+
+
 def read_ahead(content: mmap.mmap, start: int, stop: int) -> None:
     """Asks the system to read these bytes of a mapped file ahead, in large pieces; does not wait for them.
 

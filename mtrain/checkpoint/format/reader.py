@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.base.plain_files import open_plain_file, read_ahead
+from mtrain.base.plain_files import bytes_of, map_plain_file, read_ahead
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.inert_pickle import Built, Named, Saved, read_inert
 from mtrain.checkpoint.format.safe_metadata import SavedSlice, read_metadata
@@ -86,7 +86,7 @@ def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: S
     if begin + (last + 1) * dtype.itemsize > data.stop:
         raise ValueError("it is larger than its data")
     # frombuffer keeps the mapping alive as long as a tensor uses it
-    flat = torch.frombuffer(content, dtype=dtype, count=last + 1, offset=begin)
+    flat = torch.frombuffer(bytes_of(content), dtype=dtype, count=last + 1, offset=begin)
     return flat.as_strided(storage.shape, storage.stride)
 
 
@@ -232,9 +232,7 @@ class CheckpointTensors:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Maps a file copy-on-write, so that torch may take it for writable memory; nothing is ever written."""
     try:
-        with open_plain_file(path) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return map_plain_file(path)
     except (OSError, ValueError) as fault:
         raise DataError(f"{path} cannot be read: {fault}; restore the checkpoint") from fault

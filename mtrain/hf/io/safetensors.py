@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.base.plain_files import open_plain_file, read_ahead
+from mtrain.base.plain_files import bytes_of, map_plain_file, read_ahead
 from mtrain.base.tensor_slice import Sizes
-from mtrain.hf.schema.files import METADATA, PREFIX_BYTES, Header, read_header
+from mtrain.hf.schema.files import METADATA, PREFIX_BYTES, Header, damage_named, read_header
 
 _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63
@@ -64,14 +63,13 @@ class SafetensorsFile:
 
         Raises:
             DataError: The file is cut or damaged.
+            MachineError: The machine refuses.
         """
         self.path = path
         header = read_header(path)
-        try:
-            with open_plain_file(path) as file:
-                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # never written to
-        except (OSError, ValueError) as fault:
-            raise DataError(f"{path} cannot be read: {fault}; download it again") from fault
+        with damage_named(path):
+            self._content = map_plain_file(path)
+        self._bytes = bytes_of(self._content)
         self.metadata = header.metadata
         """Free text of the header, by name."""
         self.entries = self._checked(header)
@@ -84,7 +82,7 @@ class SafetensorsFile:
         if start == stop:
             return torch.empty(shape, dtype=dtype)
         # frombuffer keeps the mapping alive as long as a tensor uses it
-        return torch.frombuffer(self._content, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+        return torch.frombuffer(self._bytes, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def expect(self, name: str) -> None:
         """Lets the system read a tensor that will be asked for soon."""

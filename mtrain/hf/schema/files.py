@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.base.plain_files import open_plain_file, parsed_json, read_plain_file
+from mtrain.base.files import disk_faults
+from mtrain.base.plain_files import NOT_A_PLAIN_FILE, open_plain_file, parsed_json, read_plain_file
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -227,13 +229,33 @@ class Header(NamedTuple):
     """Size of the file."""
 
 
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turns errors of the block, which reads a file of weights, into one readable message.
+
+    Raises:
+        DataError: The file is missing, damaged, or no file at all.
+        MachineError: The machine refuses, whatever the file holds.
+    """
+    try:
+        yield
+    except ValueError as fault:
+        raise DataError(f"{path} is damaged: {fault}; download it again") from fault
+    except OSError as fault:
+        if fault.errno in NOT_A_PLAIN_FILE:
+            raise DataError(f"{path} cannot be read: {fault.strerror or fault}; download it again") from fault
+        with disk_faults(f"read {path}"):
+            raise
+
+
 def read_header(path: Path) -> Header:
     """Reads only the header.
 
     Raises:
         DataError: The file cannot be read or is damaged.
+        MachineError: The machine refuses.
     """
-    try:
+    with damage_named(path):
         with open_plain_file(path) as file:
             size = os.fstat(file.fileno()).st_size  # size of the open file: the path may name another file by now
             length = int.from_bytes(file.read(PREFIX_BYTES), "little")
@@ -244,16 +266,12 @@ def read_header(path: Path) -> Header:
             content = parsed_json(file.read(length))
         if not isinstance(content, dict):
             raise ValueError("its header is not a JSON object")
-        metadata = content.pop(METADATA, {})
+        metadata = {} if (found := content.pop(METADATA, None)) is None else found
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError(f"{METADATA} is not an object of texts")
         for name in content:
             if not is_tensor_name(name):
                 raise ValueError(f"{name[:100]!r} is not the name of a tensor")
-    except OSError as fault:
-        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; download it again") from fault
-    except ValueError as fault:
-        raise DataError(f"{path} is damaged: {fault}; download it again") from fault
     return Header(metadata, content, PREFIX_BYTES + length, size)
 
 

@@ -36,6 +36,27 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
         assert torch.equal(file.tensor(name), values)
 
 
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    """The system keeps room for pages that may be written to, even in a private mapping, and refused one of 51 GB."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes_kb = {name: int(size) for name, size, *_ in lines}
+    size_bytes = (sizes_kb["MemTotal:"] + sizes_kb["SwapTotal:"]) * 1024 + (1 << 30)
+    header = joined({"a": {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}}, b"")
+    with (tmp_path / "file").open("wb") as file:  # sparse: it takes a page of the disk
+        file.write(header)
+        file.seek(len(header) + size_bytes - 1)
+        file.write(b"\7")
+    found = SafetensorsFile(tmp_path / "file").tensor("a")
+    assert found[-2:].tolist() == [0, 7]
+
+
+def test_metadata_may_be_null(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(joined({"__metadata__": None, "a": ENTRY}))
+    with safe_open(str(tmp_path / "file"), "numpy") as library:
+        assert library.metadata() is None
+    assert SafetensorsFile(tmp_path / "file").metadata == {}
+
+
 DAMAGES: dict[str, bytes] = {
     "empty": b"",
     "header beyond the file": joined({"a": ENTRY})[:20],
