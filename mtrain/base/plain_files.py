@@ -152,7 +152,7 @@ def map_plain_file(path: Path) -> mmap.mmap:
     written to alone, even where nobody writes to them.
 
     Raises:
-        OSError: As `open_plain_file`.
+        OSError: `open_plain_file` cannot open it, or the system refuses.
         ValueError: The file is empty.
     """
     with open_plain_file(path) as file:

@@ -27,7 +27,9 @@ _LIST, _RUN_CONFIG = ".metadata", "run_config.yaml"
 _MOST_BYTES = 1 << 20
 """Largest size of a text file next to the tensors."""
 _HALF = re.compile(r"\.weight\d*_[wv]$")
-_LEGACY = ("mp_rank_00", "mp_rank_00_000")
+_LEGACY = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
+"""Folder of a rank in the old format: its numbers in tensor, pipeline and expert parallelism, those of an axis of more
+than one rank alone. A node may hold some of them."""
 
 
 def megatron_folder(path: Path) -> Path | None:
@@ -48,14 +50,17 @@ def megatron_folder(path: Path) -> Path | None:
             return path
         if (path / LATEST_NAME).exists():
             return _checked(path, _text(path / LATEST_NAME))
-        if any((path / name).exists() for name in _LEGACY):
-            raise _legacy(path)
+        if _LEGACY.fullmatch(path.name) and any(path.glob("*.pt")):
+            raise _legacy(path.parent)
+        old = next((each for each in (path, *sorted(path.glob("iter_*"), reverse=True)) if _is_legacy(each)), None)
         iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{_LIST}"))
     if iterations:
         # not the highest number: an interrupted save leaves a folder as well
         raise DataError(
             f"{path} has no {LATEST_NAME} to say which is the latest; name a folder such as {iterations[-1]}"
         )
+    if old is not None:
+        raise _legacy(old)
     return None
 
 
@@ -94,15 +99,19 @@ def _checked(path: Path, latest: str) -> Path:
     folder = path / (latest if latest == RELEASE else f"iter_{int(latest):07d}")
     if (folder / _LIST).exists():
         return folder
-    if any((folder / name).exists() for name in _LEGACY):
+    if _is_legacy(folder):
         raise _legacy(folder)
     raise DataError(f"{path / LATEST_NAME} names {folder.name}, which has no {_LIST}; name a whole iteration's folder")
 
 
+def _is_legacy(folder: Path) -> bool:
+    return folder.is_dir() and any(_LEGACY.fullmatch(each.name) for each in folder.iterdir())
+
+
 def _legacy(folder: Path) -> DataError:
     return DataError(
-        f"{folder} has one pickled file per rank (--ckpt-format torch), which is never loaded; convert it with "
-        "Megatron-LM's --ckpt-convert-format torch_dist"
+        f"{folder} has one pickled file per rank (--ckpt-format torch), which is never loaded; start Megatron-LM once "
+        "as it was trained, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, and name DIR/torch_dist"
     )
 
 

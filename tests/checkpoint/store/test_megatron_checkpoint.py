@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -47,6 +48,25 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path, latest: str, folder: st
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(latest)
     with refuses(DataError, fact):
         megatron_folder(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["above", "iteration", "rank"])
+@pytest.mark.parametrize("has_latest", [True, False])
+def test_one_file_per_rank_is_refused_whichever_ranks_are_here(tmp_path: Path, named: str, has_latest: bool) -> None:
+    """Names are mp_rank_TP, mp_rank_TP_PP, mp_rank_TP_PP_EP or mp_rank_TP_EP; a node has those of its own ranks."""
+    random = Random(named)
+    for number in range(8):
+        axes = random.sample([random.randrange(100) for _ in range(3)], random.randrange(1, 4))
+        name = f"mp_rank_{axes[0]:02d}{''.join(f'_{axis:03d}' for axis in axes[1:])}"
+        place = tmp_path / f"{number}"
+        rank = place / "iter_0000300" / name
+        rank.mkdir(parents=True)
+        (rank / "model_optim_rng.pt").touch()
+        if has_latest:
+            (place / "latest_checkpointed_iteration.txt").write_text("300")
+        with pytest.raises(DataError) as refused:
+            megatron_folder({"above": place, "iteration": rank.parent, "rank": rank}[named])
+        assert str(refused.value).startswith(f"{rank.parent} has one pickled file per rank"), name
 
 
 def test_without_a_latest_an_iteration_has_to_be_named(tmp_path: Path) -> None:
