@@ -30,6 +30,7 @@ from tests.hf import hf_ranks
 from tests.hf.folders import TOWERS, class_of, content_of, run_of_folder, save
 from tests.hf.stored import store
 from tests.mcore.state import checkpoint_ranks
+from tests.messages import refuses
 from tests.pool import Pool
 
 CARRIED = "hf/carried.safetensors"
@@ -328,6 +329,25 @@ def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], reported: 
     with pytest.raises(DataError) as refused:
         import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
     assert reported in str(refused.value)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_codes_of_a_quantisation_are_named_and_not_missed(inside: bool, tmp_path: Path) -> None:
+    """Kimi-K2.5 is published in INT4, which its text_config says, and three tensors stand for each matrix."""
+    theirs = tmp_path / "theirs"
+    save("kimi-k2.5", theirs, max_shard_size="1GB")
+    state = load_file(theirs / "model.safetensors")
+    for name in [name for name in state if ".experts." in name]:
+        rows, columns = state.pop(name).shape
+        state[f"{name}_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
+        state[f"{name}_scale"], state[f"{name}_shape"] = torch.ones(rows, 1), torch.tensor([rows, columns])
+    save_file(state, theirs / "model.safetensors", {"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    said = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+    config |= {"text_config": config["text_config"] | said} if inside else said
+    (theirs / "config.json").write_text(json.dumps(config))
+    with refuses(DataError, "compressed-tensors", "pack-quantized", "bfloat16"):
+        import_hf(theirs, tmp_path / "ours", None, num_workers=1)
 
 
 def test_weights_in_few_bits_are_refused(tmp_path: Path) -> None:

@@ -15,12 +15,18 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.mxfp4 import FORMAT, Mxfp4, is_mxfp4
+from mtrain.hf.schema.tower import TEXT
 from mtrain.hf.schema.values import shown
 
 SCALE_SUFFIX = "_scale_inv"
 _BLOCK_SIZE = "weight_block_size"
 _FP8 = torch.float8_e4m3fn
 _ON_LOAD = ("load_in_4bit", "load_in_8bit")
+_COMPRESSED = "compressed-tensors"
+_DEQUANTISED = (
+    ", as transformers makes it: from_pretrained(DIR, quantization_config=CompressedTensorsConfig(dequantize=True)), "
+    "then save_pretrained"
+)
 PLAIN_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that weights may have; integers, and FP8 without known scales, are codes for other numbers."""
 
@@ -57,7 +63,9 @@ class Dequantised:
         said = folder.config[FORMAT]
         method, block = (said.get(name) if isinstance(said, dict) else said for name in ("quant_method", _BLOCK_SIZE))
         # codes of another format: read as plain numbers they would mean something else, without an error
-        if method != "fp8" or not _is_block(block):
+        if method != "fp8":
+            raise _unread(folder, said)
+        if not _is_block(block):
             raise DataError(
                 f"{folder.path}: weights in {shown(method)} with {_BLOCK_SIZE}={shown(block)} are not read; take "
                 "weights in bfloat16, in fp8 with scales for blocks of two sizes, or in mxfp4"
@@ -130,10 +138,22 @@ def plain_weights(folder: HfFolder) -> Weights:
     Raises:
         DataError: The weights are stored in an unknown format.
     """
-    said = folder.config.get(FORMAT)
+    said, text = folder.config.get(FORMAT), folder.config.get(TEXT)
+    inside = text.get(FORMAT) if isinstance(text, dict) else None
+    if inside and not _quantises_nothing(inside, folder):
+        raise _unread(folder, inside)
     if not said or _quantises_nothing(said, folder):
         return folder
     return Mxfp4(folder) if is_mxfp4(folder.config) else Dequantised(folder)
+
+
+def _unread(folder: HfFolder, said: object) -> DataError:
+    """Builds the error of a quantisation that is not read."""
+    method, form = (said.get("quant_method"), said.get("format")) if isinstance(said, dict) else (said, None)
+    quantised = f"weights quantised by {shown(method)}{'' if form is None else f' (format={shown(form)})'}"
+    # of models with images, transformers 5.24 saves Kimi-K2.5 under other names
+    how = _DEQUANTISED if method == _COMPRESSED and TEXT not in folder.config else ""
+    return DataError(f"{folder.path}: {quantised} are not read; take this model in bfloat16{how}")
 
 
 def _quantises_nothing(said: object, folder: HfFolder) -> bool:

@@ -83,7 +83,8 @@ def test_another_quantisation_is_refused(tmp_path: Path) -> None:
     "said",
     ["fp8", 8, ["fp8"], {"quant_method": "fp8"}]
     + [{"quant_method": "fp8", "weight_block_size": block} for block in (128, [128], [0, 128], [128, "a"], [128, 1.5])]
-    + [{"quant_method": "gptq", "weight_block_size": [128, 128]}],
+    + [{"quant_method": "gptq", "weight_block_size": [128, 128]}]
+    + [{"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}],
     ids=str,
 )
 def test_another_format_is_one_message(tmp_path: Path, said: Any) -> None:
