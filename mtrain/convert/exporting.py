@@ -239,7 +239,9 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
         said = read_json(described / INDEX_NAME) if described is not None and (described / INDEX_NAME).exists() else {}
         size = {"total_size": sum(shard.size_bytes for shard in files.values())}
         placed = sorted((one.name, name) for name, shard in files.items() for one in shard.tensors)
-        index = {"metadata": {**said.get("metadata", {}), **size}, "weight_map": dict(placed)}
+        # transformers needs an object there; some indices have null, or nothing
+        held = found if isinstance(found := said.get("metadata"), dict) else {}
+        index = {"metadata": {**held, **size}, "weight_map": dict(placed)}
         _write_like(folder / INDEX_NAME, index, None if described is None else described / INDEX_NAME)
 
 

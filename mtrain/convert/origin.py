@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json",
 _LISTED = "added_tokens_decoder"
 """Key of the settings that, where it is there, lists all added tokens."""
 _OF_TOKENIZERS = re.compile(
-    r"tokenizer.*|vocab\..*|merges\.txt|.*_tokens.*\.json|.*\.(tiktoken|model|jinja)|chat_template.*"
+    r"tokenizer.*|tekken\.json|vocab\..*|merges\.txt|.*_tokens.*\.json|.*\.(tiktoken|model|jinja)|chat_template.*"
 )
 """Names of files that belong to a tokenizer, among those that a conversion copies."""
 

@@ -3,6 +3,7 @@
 import filecmp
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,8 @@ def test_an_alias_is_the_model_that_its_bytes_are_under_the_other_name(pool: Poo
     said = json.loads((theirs / "config.json").read_text())
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.Model"}
     (theirs / "config.json").write_text(json.dumps(said | {"model_type": "kimi_k2", "auto_map": code}))
-    (theirs / "tiktoken.model").write_text("IQ== 0")
+    for name in ("tiktoken.model", "tekken.json", "params.json", "tokenizer.model.v3"):
+        (theirs / name).write_text("IQ== 0")
     for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
         (theirs / name).write_text("raise SystemExit")
     import_hf(theirs, ours, None, num_workers=1)
@@ -91,6 +93,7 @@ def test_an_alias_is_the_model_that_its_bytes_are_under_the_other_name(pool: Poo
 
     tokens = random_tokens(57)
     with torch.no_grad():
+        named.set_experts_implementation("eager")
         expected = named.float()(tokens).logits
     assert torch.equal(transformers_logits(theirs, tokens), expected)
     np.testing.assert_allclose(
@@ -116,6 +119,25 @@ def test_an_import_loads_on_uneven_stages_and_tensor_parallel_ranks(pool: Pool, 
     for key, value in whole.items():
         rows = 57 if value.shape[0] > 57 and "layers" not in key else value.shape[0]
         np.testing.assert_array_equal(split[key][:rows], value[:rows], err_msg=key)
+
+
+@pytest.mark.parametrize("metadata", ["absent", None, [], "x", {}, {"total_size": 1, "by": "hand"}], ids=repr)
+def test_an_export_has_the_index_that_transformers_needs(tmp_path: Path, metadata: Any) -> None:
+    """transformers looks for an object under `metadata`, which other programs leave out."""
+    save("llama", tmp_path / "theirs")
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    said = {"metadata": metadata, "weight_map": json.loads(index.read_text())["weight_map"]}
+    index.write_text(json.dumps({name: value for name, value in said.items() if value != "absent"}))
+    import_hf(tmp_path / "theirs", tmp_path / "ours", None, num_workers=1)
+    export_hf(tmp_path / "ours", tmp_path / "back", None, None, num_workers=1)
+    found = json.loads((tmp_path / "back" / index.name).read_text())
+    size = sum(
+        file.entries[name].stop - file.entries[name].start
+        for file in HfFolder(tmp_path / "back").files.values()
+        for name in file.entries
+    )
+    assert found["metadata"] == (metadata if isinstance(metadata, dict) else {}) | {"total_size": size}
+    assert found["weight_map"] == said["weight_map"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -55,12 +55,14 @@ def open_model(folder: Path) -> Any:
     said, _ = known.config_class.get_config_dict(folder, local_files_only=True)
     # under the class's own name: transformers knows Kimi-K2 only by code of the folder
     config = known.config_class.from_dict({**said, "model_type": known.config_class.model_type})
-    # eager: fused attention rounds otherwise and differs by version; local files only: missing ones would be fetched
+    # eager: fused attention rounds otherwise and differs by version, and grouped experts need rows of whole 16 bytes;
+    # local files only: missing ones would be fetched
     return known.from_pretrained(
         folder,
         config=config,
         dtype=torch.float32,
         attn_implementation="eager",
+        experts_implementation="eager",
         trust_remote_code=False,
         local_files_only=True,
     ).eval()

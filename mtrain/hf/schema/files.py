@@ -34,7 +34,7 @@ _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 """Beginning of a pointer of Git LFS, and its largest size in bytes, by its specification."""
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
-    r"generation_config\.json|tokenizer.*\.(json|model)|tiktoken\.model|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
+    r"generation_config\.json|tokenizer.*\.(json|model)(\.v\d+)?|tekken\.json|params\.json|tiktoken\.model|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
     r"special_tokens_map\.json|added_tokens\.json|chat_template\.json|(video_)?(pre)?processor_config\.json|"
     r"sentencepiece.*\.model|LICENSE.*|NOTICE.*|USE_POLICY.*|README\.md"
 )

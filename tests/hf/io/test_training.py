@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,19 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.train import AdamWSection
-from mtrain.hf.io.training import StepInput, TrainingRows, transformers_steps
+from mtrain.hf.io.training import StepInput, TrainingRows, transformers_logits, transformers_steps
+from tests.hf.folders import save
 
 DENOMINATOR = 70.5
+
+
+def test_experts_may_have_rows_of_any_size(tmp_path: Path) -> None:
+    """Grouped products of torch need rows of whole 16 bytes."""
+    model = save("qwen3-moe", tmp_path, moe_intermediate_size=21)
+    model.set_experts_implementation("eager")
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        assert torch.equal(transformers_logits(tmp_path, tokens), model.float()(tokens).logits)
 
 
 class Logits(torch.nn.Module):
