@@ -17,6 +17,7 @@ from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.schema.data import MockSection, SftSection
 from mtrain.config.schema.loss import LossSection
+from mtrain.hf.schema.files import has_weights
 from mtrain.metrics.trackers.open import refuse_missing
 from mtrain.preflight.disk import look_at_disk
 from mtrain.preflight.files import look_at_files, source_paths
@@ -31,13 +32,8 @@ _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
 """Size of records, and of a checkpoint, up to which a check reads them; more would take too long."""
 
 
-def look_at_start(config: Config, findings: Findings) -> None:
-    """Goes through a start, up to where it would need ranks and devices.
-
-    Args:
-        config: Configuration of the run.
-        findings: Findings to add to.
-    """
+def look_at_start(config: Config, findings: Findings, needs_weights: bool) -> None:
+    """Goes through a start, up to where it would need ranks and devices; the arguments are those of `look`."""
     folder = RunFolder(Path(config.run.dir))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
@@ -56,7 +52,7 @@ def look_at_start(config: Config, findings: Findings) -> None:
             from mtrain.loss.objective import objective_of  # torch
 
             findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
-    start = Start(config, findings)
+    start = Start(config, findings, needs_weights)
     known = len(findings.faults)
     look_at_files(config, findings)
     data = None
@@ -90,6 +86,8 @@ class Start:
 
     config: Config
     findings: Findings
+    needs_weights: bool = True
+    """Whether a folder of `model.hf` that holds no weights yet is a fault."""
 
     def is_soon_opened(self) -> bool:
         """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
@@ -159,7 +157,10 @@ class Start:
                 check_megatron_weights(found, config)
                 findings.fact(name, str(found))
         elif config.model.hf is not None:
-            from mtrain.hf.io.source import source_for
+            if not self.needs_weights and not has_weights(Path(config.model.hf)):
+                findings.fact(name, f"{config.model.hf} holds none, which a start would refuse")
+                return
+            from mtrain.hf.io.source import source_for  # torch
 
             source = source_for(Path(config.model.hf), config.model)
             findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, which fit the model")
@@ -216,16 +217,17 @@ def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | 
             return entry
 
 
-def look(config: Config, findings: Findings) -> None:
+def look(config: Config, findings: Findings, needs_weights: bool = True) -> None:
     """Goes through a start, checks its disks for room, and looks for the libraries of its trackers.
 
     Args:
         config: Configuration of the run.
         findings: Findings to add to.
+        needs_weights: Whether a folder of `model.hf` that holds no weights yet is a fault.
     """
     if config.metrics.trackers:
         with findings.looking():
             refuse_missing(config.metrics.trackers)
             findings.fact("trackers", ", ".join(config.metrics.trackers))
-    look_at_start(config, findings)
+    look_at_start(config, findings, needs_weights)
     look_at_disk(config, findings)

@@ -21,7 +21,7 @@ from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.data.chat.cases import folder_of, write_tokenizer
 from tests.fault_table import Notice
-from tests.hf.folders import save
+from tests.hf.folders import content_of, save
 
 Check = Callable[..., tuple[int, str]]
 CHAT = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}
@@ -53,6 +53,29 @@ def check(tmp_path: Path) -> Check:
         return call("check", write(tmp_path / "config.yaml", given), "--world-size", 2, *options)
 
     return run
+
+
+@pytest.mark.parametrize("name", ["qwen3", "kimi-k2.5", "glm4-moe"])
+def test_a_config_json_alone_is_enough_before_anything_starts(name: str, tmp_path: Path) -> None:
+    """Weights say whether there is a head beside images, and layers that predict further ahead; a plan goes without."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    said = content_of(name) | ({"num_nextn_predict_layers": 1} if name == "glm4-moe" else {})
+    (alone / "config.json").write_text(json.dumps(said))
+    given = content(run__dir=str(tmp_path / "run")) | {"model": {"hf": str(alone)}}
+    file = write(tmp_path / "config.yaml", given)
+    sizes = ("--seq-length", 8, "--global-batch-size", 8)
+    for verb in (["plan", file, "--gpus", 2], ["plan", alone / "config.json", "--gpus", 2, *sizes]):
+        code, output = call(*verb)
+        assert code == 0, output
+    code, output = call("check", file, "--world-size", 1, "--without-files")
+    assert code == 0, output
+    code, output = call("launch", "slurm", file, "--nodes", 1, "--dry-run")
+    assert code == 0, output
+    assert "holds none, which a start would refuse" in output
+    code, output = call("check", file, "--world-size", 1)
+    assert code == 3, output
+    assert "has neither model.safetensors nor" in output
 
 
 def indexed(prefix: Path) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def slurm(
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options, ("train",) if service is None else service.verb)
         has_files = not without_files and container is None  # inside a container, paths differ
-        findings = _looked_at(arguments, has_files, serve)
+        findings = _looked_at(arguments, has_files, serve, needs_weights=not dry_run)
         if dry_run:
             _print_summary(arguments, options.num_ranks, gpu, has_files and not serve, findings)
             typer.echo(submission.files[SCRIPT], nl=False)
@@ -204,7 +204,7 @@ def _print_summary(
         raise typer.Exit(findings.exit_code)
 
 
-def _looked_at(arguments: list[str], has_files: bool, serve: bool) -> "Findings":
+def _looked_at(arguments: list[str], has_files: bool, serve: bool, needs_weights: bool) -> "Findings":
     """Ends the program now, not after the queue, for faults that `mtrain check` would find in files and disks."""
     from mtrain.cli.check import print_findings
     from mtrain.preflight.findings import Findings
@@ -215,9 +215,9 @@ def _looked_at(arguments: list[str], has_files: bool, serve: bool) -> "Findings"
 
         if serve:  # reads no data
             with findings.looking():
-                Start(loaded_config(arguments), findings).look_at_model("weights")
+                Start(loaded_config(arguments), findings, needs_weights).look_at_model("weights")
         else:
-            look(loaded_config(arguments, counts_epochs=True), findings)
+            look(loaded_config(arguments, counts_epochs=True), findings, needs_weights)
     if findings.faults:
         print_findings(Findings(faults=findings.faults))
         raise typer.Exit(findings.exit_code)

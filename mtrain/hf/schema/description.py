@@ -17,6 +17,7 @@ from mtrain.hf.schema.files import (
     CONFIG_NAME,
     SINGLE_NAME,
     chosen_places,
+    has_weights,
     how_to_download,
     inside,
     read_header,
@@ -35,7 +36,7 @@ _SHOWN_FIELDS = 8
 
 
 def described_model(folder: Path, depths: int = 0) -> ModelSection:
-    """Reads the architecture of the weights that a folder holds.
+    """Reads the architecture of the weights that a folder holds, or, where it holds none, that its config.json says.
 
     Args:
         folder: Path of the folder.
@@ -46,19 +47,22 @@ def described_model(folder: Path, depths: int = 0) -> ModelSection:
     """
     config = read_json(inside(folder, CONFIG_NAME))
     # the index is read only where it matters: a config may promise depths, or tied tables, that are not there
-    names = tensor_names(folder, config) if depths or config.get(DEPTHS) or TEXT in config else ()
+    names: Collection[str] | None = ()
+    if depths or config.get(DEPTHS) or TEXT in config:
+        # a plan is made before weights are downloaded, or on another machine; a start refuses a folder without
+        names = tensor_names(folder, config) if has_weights(folder) else None
     return read_model(folder, config, names, depths)[1]
 
 
 def read_model(
-    folder: Path, config: dict[str, Any], names: Collection[str], depths: int = 0
+    folder: Path, config: dict[str, Any], names: Collection[str] | None, depths: int = 0
 ) -> tuple[Family, ModelSection]:
     """Reads the family and the model that a folder's config.json describes.
 
     Args:
         folder: Path of the folder, for messages.
         config: Content of the folder's config.json.
-        names: Names of the folder's tensors.
+        names: Names of the folder's tensors; None where they are not known.
         depths: Number of predictions further ahead that are asked for, which some families read for that alone.
 
     Raises:

@@ -68,22 +68,26 @@ class Family:
             raise DataError(f"a {self.model_type} model has one prediction further ahead, but mtp_depths={depths}")
         return replace(self, is_ahead_read=True)
 
-    def with_depths(self, model: ModelSection, depths: int, names: Collection[str]) -> tuple[Family, ModelSection]:
+    def with_depths(
+        self, model: ModelSection, depths: int, names: Collection[str] | None
+    ) -> tuple[Family, ModelSection]:
         """Returns family and model with the predictions further ahead that are asked for, if a folder has them.
 
         Args:
             model: Model that config.json describes.
             depths: Number of predictions further ahead that are asked for.
-            names: Names of the folder's tensors.
+            names: Names of the folder's tensors; None where they are not known: then it has those that are asked for.
 
         Raises:
             DataError: Their layers are not like the last one.
         """
-        numbers = {name.removeprefix(f"{self.ahead}layers.").split(".")[0] for name in names if self._is_ahead(name)}
-        if not depths or not numbers:
+        ahead = [name for name in names or () if self._is_ahead(name)]
+        numbers = {name.removeprefix(f"{self.ahead}layers.").split(".")[0] for name in ahead}
+        found = depths if names is None and self.ahead else len(numbers)
+        if not depths or not found:
             return self, model
-        content = model.model_dump(exclude_defaults=True) | {"mtp_depths": len(numbers)}
-        return self.for_depths(len(numbers)), validated(content)
+        content = model.model_dump(exclude_defaults=True) | {"mtp_depths": found}
+        return self.for_depths(found), validated(content)
 
     def _is_ahead(self, name: str) -> bool:
         return bool(self.ahead) and name.startswith(f"{self.ahead}layers.")
@@ -113,10 +117,12 @@ class Family:
         """Returns the fields of config.json whose meaning is known in this family."""
         return frozenset(self.inert).union(*(entry.names for entry in self.entries))
 
-    def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    def as_held(self, config: dict[str, Any], names: Collection[str] | None) -> dict[str, Any]:
         """Returns the config.json of what a folder holds: depths of multi-token prediction may be configured and not be
-        there, and a head though tables are said to be tied."""
+        there, and a head though tables are said to be tied; as config.json says where the names are not known."""
         found = config if self.tower is None else self.tower.as_held(config, names)
+        if names is None:
+            return found
         text = found if self.tower is None else self.tower.nested(found)
         base = (BASE, "") if self.tower is None else self.tower.beginnings(names)[:1]
         layer = f"layers.{self.text(found).get('num_hidden_layers')}."

@@ -84,9 +84,12 @@ class Tower:
         """
         return not self._is_tied_inside(config)
 
-    def as_held(self, config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns the config.json of what a folder holds."""
-        has_head = not {_HEAD, STORED + _HEAD}.isdisjoint(names)
+    def as_held(self, config: dict[str, Any], names: Collection[str] | None) -> dict[str, Any]:
+        """Returns the config.json of what a folder holds.
+
+        Where nobody knows that, there is a head if the nested field alone says so: as Mistral Small is published.
+        """
+        has_head = TIED not in config if names is None else not {_HEAD, STORED + _HEAD}.isdisjoint(names)
         return {**config, TIED: False} if has_head and self.may_hold_head(config) else config
 
     def with_text(
