@@ -82,7 +82,7 @@ def export_hf(
         def write(unit: Unit, partial: Path, tell: Tell) -> None:
             shard = files[unit.name]
             with partial.open("wb") as file, WriteBehind(file.fileno()) as behind:
-                file.write(header_of({one.name: (one.dtype, one.shape) for one in shard.tensors}, shard.metadata))
+                file.write(shard.header)
                 made: dict[str, Tensor] = {}
                 for one in shard.tensors:
                     for part in one.stream(target, made):
@@ -91,7 +91,7 @@ def export_hf(
                     tell(one.size_bytes)
 
         units = [Unit(name, shard.size_bytes) for name, shard in files.items()]
-        run_units(folder, units, write, num_workers, "exporting")
+        run_units(folder, units, write, lambda unit, file, _: files[unit.name].fits(file), num_workers, "exporting")
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, target, files)
         written = HfFolder(folder)
@@ -163,6 +163,17 @@ class OutgoingFile(NamedTuple):
     metadata: dict[str, str]
 
     @property
+    def header(self) -> bytes:
+        """Beginning of the file, before the tensors."""
+        return header_of({one.name: (one.dtype, one.shape) for one in self.tensors}, self.metadata)
+
+    def fits(self, path: Path) -> bool:
+        """Says whether a file has this size and header; the proof compares the tensors."""
+        header = self.header
+        with path.open("rb") as file:
+            return path.stat().st_size == len(header) + self.size_bytes and file.read(len(header)) == header
+
+    @property
     def size_bytes(self) -> int:
         """Size of all tensors, in bytes."""
         return sum(one.size_bytes for one in self.tensors)
@@ -215,6 +226,7 @@ def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: 
     return {
         "program": mtrain.__version__,
         "source": str(target.path.resolve()),
+        "origin": None if target.origin is None else str(target.origin.resolve()),
         "manifest": None if target.entry is None else target.entry.manifest.model_dump(mode="json"),
         "files": {name: [one.name for one in shard.tensors] for name, shard in files.items()},
         "dtype": str(dtype),

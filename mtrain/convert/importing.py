@@ -21,7 +21,7 @@ from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import METADATA_FILES, save_record, write_metadata
+from mtrain.checkpoint.format.writer import save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
 from mtrain.checkpoint.store.megatron_checkpoint import LATEST_NAME, RELEASE
@@ -104,9 +104,7 @@ def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_wo
     with working_folder(out, _conversion(source, dtype) | {"to": "megatron-lm"}) as folder:
         release = folder / RELEASE
         with disk_faults(f"write {release}"):
-            release.mkdir(exist_ok=True)
-            for moved in release.iterdir():  # by an earlier call that was interrupted at its end
-                moved.rename(folder / moved.name)
+            release.mkdir()
         known = _write_tensors(folder, source, dtypes, num_workers)
         written = CheckpointTensors(folder)
         proof = prove(source.table, written, lambda key: key, source.weights, "checkpoint", num_workers)
@@ -135,14 +133,16 @@ def _write_tensors(
             return {"slices": slices, "file": file.finish().model_dump()}
 
     units = [Unit(name, sum(part.size_bytes for part in parts)) for name, parts in files.items()]
-    known = run_units(folder, units, write, num_workers, "importing")
+
+    def is_whole(unit: Unit, file: Path, facts: dict[str, Any]) -> bool:
+        return read_facts(file) == FileInfo.model_validate(facts["file"])
+
+    known = run_units(folder, units, write, is_whole, num_workers, "importing")
     saved = [
         (key, GlobalTensor(dtypes[key], source.table.shapes[key], (SavedSlice(at, name, *extent),)))
         for name, facts in known.items()
         for key, at, extent in _listed(facts["slices"])
     ]
-    for name in METADATA_FILES:
-        (folder / name).unlink(missing_ok=True)
     with disk_faults(f"write {folder}"):
         listed = write_metadata(folder, saved)
     return {name: FileInfo.model_validate(facts["file"]) for name, facts in known.items()} | listed

@@ -2,13 +2,14 @@
 
 .OUT.partial/            next to OUT; becomes OUT by one rename when everything is there and proven
     .plan.json           what is being converted; another conversion starts anew
-    .done/FILE.json      facts of a finished file; written after the file is on disk
+    .done/FILE.json      facts of a finished file and their digest; written after the file is on disk
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import shutil
@@ -23,8 +24,9 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtrain.base.errors import ConfigError, MachineError, RunFolderError
+from mtrain.base.errors import ConfigError, DataError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
+from mtrain.base.plain_files import parsed_json
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +109,8 @@ class StoppedError(Exception):
 def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
     """Yields the folder to write into, which becomes `out` when the block ends well.
 
-    Files that an earlier call for the same conversion left are kept, and they stay where the block fails.
+    Files that an earlier call for the same conversion left are kept, and they stay where the block fails; but not where
+    it raises a DataError: then something that was read is damaged, and it may be what was written.
 
     Raises:
         ConfigError: `out` exists.
@@ -127,7 +130,12 @@ def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
                 raise RunFolderError(f"another process is converting into {out}; wait for it or stop it")
         with disk_faults(f"write {folder}"):
             _begin(folder, conversion)
-        yield folder
+        try:
+            yield folder
+        except DataError as fault:
+            with disk_faults(f"write {folder}"):
+                (folder / _CONVERSION).unlink(missing_ok=True)
+            raise DataError(f"{fault}; nothing that was written is kept: another call begins anew") from fault
         with disk_faults(f"complete {out}"):
             remove(folder / _DONE)
             for name in (_CONVERSION, _LOCK):
@@ -157,13 +165,15 @@ def is_published(path: Path) -> bool:
 def _begin(folder: Path, conversion: dict[str, Any]) -> None:
     said = json.dumps(conversion, indent=1, sort_keys=True)
     path = folder / _CONVERSION
-    if path.is_file() and path.read_bytes() == said.encode():
-        finished = len(list((folder / _DONE).glob("*.json")))
-        _log.info(f"going on where an earlier call stopped: {finished} files are done")
-        return
+    goes_on = path.is_file() and path.read_bytes() == said.encode()
+    finished = {record.stem for record in (folder / _DONE).glob("*.json")} if goes_on else set()
     for left in folder.iterdir():
-        if left.name != _LOCK:
+        # what comes with the files is written anew, since it may have changed
+        if left.name not in (_LOCK, *((_CONVERSION, _DONE) if goes_on else ()), *finished):
             remove(left)
+    if goes_on:
+        _log.info(f"going on where an earlier call stopped: {len(finished)} files are done")
+        return
     (folder / _DONE).mkdir()
     write_atomically(path, said)
 
@@ -172,18 +182,22 @@ Tell: TypeAlias = Callable[[int], None]
 """Function that is called with a number of bytes that were written."""
 Write: TypeAlias = Callable[[Unit, Path, Tell], Any]
 """Function that writes a file to a path and returns facts about it, as JSON."""
+IsWhole: TypeAlias = Callable[[Unit, Path, Any], bool]
+"""Function that says whether a file, which is there, still is what was written, by its facts."""
 
 
-def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: int, title: str) -> dict[str, Any]:
-    """Writes every file that is not done yet, and returns file -> facts that `write` returned.
+def run_units(
+    folder: Path, units: Sequence[Unit], write: Write, is_whole: IsWhole, num_workers: int, title: str
+) -> dict[str, Any]:
+    """Writes every file that is not done yet or was damaged since, and returns file -> facts that `write` returned.
 
     Args:
         folder: Folder from `working_folder`.
         units: All files.
         write: Function that writes one file.
+        is_whole: Function that judges a file which an earlier call wrote.
         num_workers: Number of threads, each with one file at a time.
         title: Title of the progress bar.
-
 
     Raises:
         MachineError: The disk refuses, or has no room for what is left to write.
@@ -198,7 +212,7 @@ def run_units(folder: Path, units: Sequence[Unit], write: Write, num_workers: in
             meter.add(num_bytes)
 
         try:
-            return _recorded(folder, unit, write, tell)
+            return _recorded(folder, unit, write, is_whole, tell)
         except BaseException:
             stop.set()
             raise
@@ -234,17 +248,31 @@ def _record(folder: Path, unit: Unit) -> Path:
     return folder / _DONE / f"{unit.name}.json"
 
 
-def _recorded(folder: Path, unit: Unit, write: Write, tell: Tell) -> Any:
-    """Writes one file and its facts; where it is done already, only reads the facts."""
-    record = _record(folder, unit)
-    if record.exists():
+def _recorded(folder: Path, unit: Unit, write: Write, is_whole: IsWhole, tell: Tell) -> Any:
+    """Writes one file and its facts; where it is done already and whole, only reads the facts."""
+    record, file = _record(folder, unit), folder / unit.name
+    facts = _read(record) if file.is_file() else None
+    if facts is not None and is_whole(unit, file, facts):
         tell(unit.size_bytes)
-        return json.loads(record.read_text(encoding="utf-8"))
+        return facts
     tell(0)
     partial = folder / f"{unit.name}{_PART}"
     partial.unlink(missing_ok=True)
     facts = write(unit, partial, tell)
     sync_file(partial)
-    partial.rename(folder / unit.name)
-    write_atomically(record, json.dumps(facts))
+    partial.rename(file)
+    write_atomically(record, json.dumps({"facts": facts, "digest": _digest(facts)}))
     return facts
+
+
+def _read(record: Path) -> Any:
+    """Returns the facts of a file; None where there are none, or the record is damaged."""
+    try:
+        said = parsed_json(record.read_bytes())
+        return said["facts"] if said["digest"] == _digest(said["facts"]) else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -35,8 +35,6 @@ from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.store.manifest import FileInfo
 
 METADATA_NAME = ".metadata"
-METADATA_FILES = (METADATA_NAME, "common.pt", "metadata.json")
-"""Files that `write_metadata` writes."""
 _TORCH_FORMAT = "1.0.0"
 """Version of the metadata, as torch 2.9 to 2.13 write it."""
 _BACKENDS = {
