@@ -19,7 +19,7 @@ from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
 from mtrain.data.encoding.encoder import source_encoder
-from mtrain.data.formats.record_files import record_files
+from mtrain.data.formats.record_files import left_out, record_files, source_files
 from mtrain.data.numbers import top_k_fault
 from mtrain.data.routes import route_fault
 from mtrain.data.samples.sample import SampleEncoder
@@ -104,8 +104,10 @@ class SftCaches:
         return cache
 
     def notes(self) -> Iterator[str]:
-        """Yields lines for the user on records that were left out."""
+        """Yields lines for the user on records and files that were left out."""
         for path, cache in self._opened.items():
+            if empty := source_files(path).empty:
+                yield f"{path}: {left_out(empty)}"
             if cache.bad.count:
                 count = f"{cache.bad.count:,} of {cache.num_records:,} records"
                 yield f"{path}: {count} are bad and left out: {_shown(cache)}"

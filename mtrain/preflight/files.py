@@ -90,7 +90,7 @@ class _Texts:
         from mtrain.data.encoding.encoder import (
             source_encoder,  # jinja2 and its limited process, which pretraining does without
         )
-        from mtrain.data.formats.record_files import RecordFile, record_files
+        from mtrain.data.formats.record_files import RecordFile, left_out, source_files
         from mtrain.data.formats.records import chunks
 
         encoder = None
@@ -120,9 +120,11 @@ class _Texts:
 
         for path in source_paths(data):
             with findings.looking():
-                files = record_files(path)
+                files, empty = source_files(path)
                 for file in files:
                     look(path, file)
+                if empty:
+                    findings.fact("records", f"{path}: {left_out(empty)}")
                 template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
                 findings.fact(
                     "records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}"

@@ -126,6 +126,22 @@ def test_data_that_lack_the_bos_of_version_0_1_0_are_other_data(
     assert StepLoader(configured(GOOD, tokenizer=str(folder)), 0, 1).earlier_fingerprints == ()
 
 
+def test_an_empty_file_among_many_is_left_out_and_named(configured: Callable[..., Config], tmp_path: Path) -> None:
+    alone = StepLoader(configured(GOOD), 0, 1)
+    (tmp_path / "shards").mkdir()
+    config = configured(GOOD, train=[{"path": str(tmp_path / "shards")}])
+    for name in ("a.jsonl", "c.jsonl"):
+        (tmp_path / "shards" / name).touch()
+    with refuses(DataError, "shards", "2 files"):
+        StepLoader(config, 0, 1)
+    (tmp_path / "samples.jsonl").rename(tmp_path / "shards" / "b.jsonl")
+    loader = StepLoader(config, 0, 1)
+    (note,) = loader.notes
+    assert "2 file(s) hold no records and are left out: " in note
+    assert f"{tmp_path}/shards/a.jsonl, {tmp_path}/shards/c.jsonl" in note
+    assert loader.fingerprint == alone.fingerprint, "the same samples are the same data"
+
+
 def test_tokens_beyond_the_model_are_refused(configured: Callable[..., Config]) -> None:
     config = configured(GOOD)
     assert config.data.kind == "sft"

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, assert_never, cast
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json
 from mtrain.base.steady_files import steady
-from mtrain.data.formats.recognise import FileKind, check_text
+from mtrain.data.formats.recognise import EmptyFileError, FileKind, check_text
 from mtrain.data.formats.rows import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -147,7 +147,7 @@ def _elements(path: Path) -> Iterator[bytes]:
     decoder, number = json.JSONDecoder(), 1
     place = _after_blanks(text, _after_blanks(text, 0) + 1)
     if text[place : place + 1] == "]":
-        raise DataError(f"{path} is an empty JSON list; give a file that holds samples")
+        raise EmptyFileError(f"{path} is an empty JSON list; give a file that holds samples")
     while True:
         try:
             end = decoder.raw_decode(text, place)[1]

@@ -68,6 +68,10 @@ _TAR_MAGIC, _TAR_PLACE = b"ustar", 257
 _PAGES = (b"<!doctype", b"<html", b"<?xml")
 
 
+class EmptyFileError(DataError):
+    """A file that would be whole, but holds no records."""
+
+
 def kind_of_file(path: Path) -> FileKind:
     """Recognises the form of a file by its first bytes.
 
@@ -103,7 +107,7 @@ def check_text(head: bytes, path: Path) -> None:
         DataError: The bytes are no JSON lines; says what they are and what to do.
     """
     if not head:
-        raise DataError(f"{path} is empty, but at least one line is needed; give a file that holds samples")
+        raise EmptyFileError(f"{path} is empty, but at least one line is needed; give a file that holds samples")
     if found := _no_text(head):
         what, change = found
         raise DataError(f"{path} is {what}, but JSON lines, parquet or Arrow are needed; {change}")

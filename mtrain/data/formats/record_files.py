@@ -5,12 +5,15 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
-from mtrain.data.formats.recognise import FileKind, kind_of_file
+from mtrain.data.formats.jsonl import raw_lines
+from mtrain.data.formats.recognise import EmptyFileError, FileKind, kind_of_file
+from mtrain.data.formats.rows import tables
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 """Endings of the files that are read of a folder; the form of a file follows from its first bytes."""
@@ -32,8 +35,26 @@ class RecordFile:
         return f"{self.path} {unit} {number}"
 
 
+_MOST_SHOWN = 3
+"""Largest number of files that a note names."""
+
+
+class Source(NamedTuple):
+    """Files that a source names."""
+
+    files: list[RecordFile]
+    """Files with records, in the order in which these are counted."""
+    empty: list[Path]
+    """Files of a pattern or a folder that hold no records, as a program leaves that cut its output into shards."""
+
+
 def record_files(given: str) -> list[RecordFile]:
-    """Lists the files that a source names, in the order in which their records are counted.
+    """Lists the files of a source that hold records; those without are in `source_files`, whose arguments these are."""
+    return source_files(given).files
+
+
+def source_files(given: str) -> Source:
+    """Lists the files that a source names.
 
     Args:
         given: Path of a file; a pattern with `*`, `**`, `?` or `[`; or a folder, of which every file with one of the
@@ -41,20 +62,53 @@ def record_files(given: str) -> list[RecordFile]:
             folder are sorted by their path.
 
     Raises:
-        DataError: Nothing is there, or a file that holds no records.
+        DataError: Nothing is there, the one file that is named is empty, or all of several are.
     """
     path = Path(given)
     if path.is_dir():
         return _of_folder(path)
     if path.exists() or not glob.has_magic(given):  # a file may have brackets in its name
-        return [RecordFile(path, kind_of_file(path))]
+        return Source([RecordFile(path, kind_of_file(path))], [])
     found = sorted(each for each in map(Path, glob.glob(given, recursive=True)) if each.is_file())
     if not found:
         raise DataError(f"no file matches {given}; change the pattern")
-    return [RecordFile(each, kind_of_file(each)) for each in found]
+    return _of_several(found, given)
 
 
-def _of_folder(folder: Path) -> list[RecordFile]:
+def left_out(empty: list[Path]) -> str:
+    """Returns a note on files without records."""
+    more = f" and {len(empty) - _MOST_SHOWN} more" if len(empty) > _MOST_SHOWN else ""
+    return f"{len(empty)} file(s) hold no records and are left out: {', '.join(map(str, empty[:_MOST_SHOWN]))}{more}"
+
+
+def _of_several(paths: list[Path], given: str | Path) -> Source:
+    found = {path: _with_records(path) for path in paths}
+    files = [file for file in found.values() if file is not None]
+    if not files:
+        raise DataError(f"{given}: none of its {len(paths)} files holds a record; give files that hold samples")
+    return Source(files, [path for path, file in found.items() if file is None])
+
+
+def _with_records(path: Path) -> RecordFile | None:
+    """Returns a file; None where it is whole and holds no records."""
+    try:
+        file = RecordFile(path, kind_of_file(path))
+    except EmptyFileError:
+        return None
+    try:
+        if file.kind.is_arrow:
+            is_empty = next(tables(path, file.kind, 1), None) is None
+        else:
+            # a first line that is blank counts, for its number, even where no other follows
+            is_empty = not b"".join(islice(raw_lines(path, file.kind), 2)).strip()
+    except EmptyFileError:
+        is_empty = True
+    except DataError:
+        is_empty = False  # damaged, as its reader says with the place
+    return None if is_empty else file
+
+
+def _of_folder(folder: Path) -> Source:
     if (folder / _HF_SPLITS).is_file():
         splits = _json(folder / _HF_SPLITS).get("splits")
         names = ", ".join(map(str, splits)) if isinstance(splits, list) else "no splits"
@@ -70,20 +124,20 @@ def _of_folder(folder: Path) -> list[RecordFile]:
         raise DataError(
             f"folder {folder} has no file that ends with {', '.join(_SUFFIXES)}; name the files by a pattern"
         )
-    files = [RecordFile(each, kind_of_file(each)) for each in found]
-    kinds = Counter(file.kind.value for file in files)
+    source = _of_several(found, folder)
+    kinds = Counter(file.kind.value for file in source.files)
     if len(kinds) > 1:
         # often the same records in two forms, which would be trained twice
         shown = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
         raise DataError(f"folder {folder} holds files of several kinds ({shown}); name those of one by a pattern")
-    return files
+    return source
 
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _of_dataset(folder: Path) -> list[RecordFile]:
+def _of_dataset(folder: Path) -> Source:
     """Lists the files of a dataset that was saved to disk. Source: datasets 5.2, arrow_dataset.py,
     Dataset.save_to_disk."""
     state = _json(folder / _HF_STATE)
@@ -95,7 +149,7 @@ def _of_dataset(folder: Path) -> list[RecordFile]:
         raise DataError(f"{folder / _HF_STATE} does not name its files; save the dataset again") from None
     if not paths:
         raise DataError(f"{folder} is a dataset without files; save one that holds samples")
-    return [RecordFile(path, kind_of_file(path)) for path in paths]
+    return _of_several(paths, folder)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.data.formats.record_files import record_files
+from mtrain.data.formats.record_files import left_out, record_files, source_files
 from mtrain.data.formats.records import chunks
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -201,6 +202,42 @@ def test_places_without_records_are_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with refuses(DataError):
         record_files(str(tmp_path))
+
+
+def parquet_without_rows(path: Path) -> None:
+    pq.write_table(table().slice(0, 0), path)
+
+
+EMPTY: dict[str, Callable[[Path], object]] = {
+    "b.jsonl": Path.touch,
+    "c.jsonl": lambda path: path.write_bytes(b"\n \n\r\n"),
+    "d.jsonl": lambda path: path.write_bytes(b" [ ]\n"),
+    "e.jsonl.gz": lambda path: path.write_bytes(gzip.compress(b"")),
+    "f.jsonl.zst": Path.touch,
+    "g.parquet": parquet_without_rows,
+    "sub/h.parquet": Path.touch,
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_files_without_records_are_left_out_of_many(seed: int, tmp_path: Path) -> None:
+    """Programs that cut their output into shards leave some without records."""
+    random = Random(seed)
+    (tmp_path / "sub").mkdir()
+    chosen = sorted(random.sample(sorted(EMPTY), random.randrange(1, len(EMPTY) + 1)))
+    for name in chosen:
+        EMPTY[name](tmp_path / name)
+    for given in (str(tmp_path), f"{tmp_path}/**/*.*"):
+        with pytest.raises(DataError, match=rf"{len(chosen)} files holds a record; give files that hold samples"):
+            source_files(given)
+    for name in ("a.jsonl", "e.jsonl"):
+        (tmp_path / name).write_bytes(lines(RECORDS))
+    for given in (str(tmp_path), f"{tmp_path}/**/*.*"):
+        source = source_files(given)
+        assert [file.path.name for file in source.files] == ["a.jsonl", "e.jsonl"]
+        assert sorted(str(path.relative_to(tmp_path)) for path in source.empty) == chosen
+        assert sum(map(len, chunks(source.files))) == 2 * len(RECORDS)
+        assert str(source.empty[0]) in left_out(source.empty)
 
 
 def test_a_name_with_brackets_is_no_pattern(tmp_path: Path) -> None:
