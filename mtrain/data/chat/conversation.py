@@ -24,7 +24,8 @@ _CALL_KEYS = frozenset({"id", "index", "type", "function", "name", "arguments"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _SHOWN_KEYS = frozenset({"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
 """Keys without which the model would read another conversation."""
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of a template that are no switches."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Conversation:
     """A record of messages that was checked."""
 
     messages: list[dict[str, Any]]
-    """Messages as the template reads them: no key whose value is null, and no weights."""
+    """Messages as the template reads them: no key whose value is null, and no weights. A content is a text or a list
+    of parts of text."""
     tools: list[Any] | None
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""
@@ -117,11 +119,11 @@ def _refuse_dropped(found: dict[str, Any], ignored: Set[str], place: str) -> Non
         )
 
 
-def _content(content: object, place: str) -> str:
-    """Returns a text, or the texts of its parts one after the other."""
+def _content(content: object, place: str) -> str | list[dict[str, str]]:
+    """Returns a text, or a list of parts of text."""
     if not isinstance(content, list):
         return check_text(content, f"{place}.content")
-    texts = []
+    parts = []
     for number, part in enumerate(content):
         name = f"{place}.content[{number}]"
         if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
@@ -130,8 +132,13 @@ def _content(content: object, place: str) -> str:
             )
         if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
             raise DataError(f'{name} must be {{"type": "text", "text": ...}}, as only text is read; remove what is not')
-        texts.append(check_text(part.get("text"), f"{name}.text"))
-    return "".join(texts)
+        parts.append({"type": "text", "text": check_text(part.get("text"), f"{name}.text")})
+    return parts
+
+
+def texts_of(content: str | list[dict[str, str]]) -> list[str]:
+    """Returns the texts of a content, which is one text or a list of parts."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def _reasoning(present: dict[str, Any], place: str) -> str | None:
@@ -179,10 +186,10 @@ def _tools(tools: object) -> list[Any] | None:
 def _variables(variables: object) -> dict[str, Any]:
     if variables is None:
         return {}
-    if not isinstance(variables, dict) or variables.keys() & _RESERVED:
+    if not isinstance(variables, dict) or variables.keys() & RESERVED:
         raise DataError(
             f"'chat_template_kwargs' must be an object of switches of the template, none of them called "
-            f"{', '.join(sorted(_RESERVED))}; fix it"
+            f"{', '.join(sorted(RESERVED))}; fix it"
         )
     return {key: value for key, value in variables.items() if value is not None}
 

@@ -9,86 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.conversation import ANSWERS, Conversation, LossOn, conversation_of
-from mtrain.data.chat.marks import RenderOther, marks_of
-from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered, RenderLimits, Sandbox
+from mtrain.data.chat.answers import Rendering, found_answers, marked_answers
+from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of
+from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops
+from mtrain.data.chat.parts import as_read
+from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Rendered, RenderLimits, Sandbox
 from mtrain.data.chat.shown import check_shown
-from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts, refused, special_texts
+from mtrain.data.chat.spans import SpecialTexts, UntrainableError, refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.data.samples.sample import TokenizedSample
 from mtrain.tokenizer import EncodedText, Tokenizer
 
-
-class Weighed(NamedTuple):
-    """Characters that count in the loss."""
-
-    start: int
-    end: int
-    weight: float
-    """Weight of each token."""
-
-
-class Rendering(NamedTuple):
-    """A rendered conversation."""
-
-    text: str
-    weighed: list[Weighed]
-    """Characters in the loss, in ascending order."""
-    places: Mapping[int, tuple[int, int]]
-    """Number of each message in the loss -> first character and end of its place in the text."""
-    open_weight: float | None
-    """Weight of an end token that has to follow, as the last answer is in the loss and has none; None where no token
-    has to follow."""
-
-
-def found_answers(conversation: Conversation, compare: Compare, special: SpecialTexts) -> Rendering:
-    """Renders a conversation under a template that does not mark answers.
-
-    Raises:
-        DataError: An answer cannot be found, or the template refuses the conversation.
-    """
-    messages, weights = conversation.messages, conversation.answer_weights
-    finder = AnswerFinder(len(messages), compare, special)
-    spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
-    weighed = [Weighed(span.start, span.end, weights[span.message]) for span in spans]
-    is_open = spans[-1].message == len(messages) - 1 and not spans[-1].is_ended
-    places = {span.message: (span.start, span.end) for span in spans}
-    return Rendering(finder.full, weighed, places, weighed[-1].weight if is_open else None)
-
-
-def marked_answers(conversation: Conversation, compare: Compare, render_other: RenderOther) -> Rendering:
-    """Renders a conversation under a template that marks answers by `{% generation %}`.
-
-    Raises:
-        DataError: An answer is not marked, or it is not clear which answer a mark belongs to.
-    """
-    messages, weights = conversation.messages, conversation.answer_weights
-    answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
-    full, spans = marks_of(messages, answers, compare, render_other)
-    for answer in weights:
-        if not spans[answer]:
-            raise DataError(f"the template marks nothing of messages[{answer}] by {{% generation %}}; correct it")
-    weighed = [Weighed(start, end, weight) for answer, weight in weights.items() for start, end in spans[answer]]
-    places = {answer: (spans[answer][0][0], spans[answer][-1][1]) for answer in weights}
-    return Rendering(full, weighed, places, None)
-
-
-def _own_words(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the texts of an answer that are no markup of the template."""
-    yield from (message[key] for key in ("reasoning_content", "content") if key in message)
-    for call in message.get("tool_calls", ()):
-        yield call.get("function", call)["name"]
-
-
-_VERSION = 3
+_VERSION = 4
 """Number of the version of this package's output; raised when the same record gives other ids or weights, or another
 record is refused."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -128,6 +70,7 @@ class ChatEncoder:
         if holds(dict(options.variables), PRIVATE):
             raise DataError(f"data.chat_template_kwargs {_HOLDS_PRIVATE}")
         special, bos = tokenizer.special_tokens(), self._variables.get("bos_token")
+        self._stop_ids: frozenset[int] | None = None
         self._special = special_texts(special, bos)
         # in some tokenizers the end of an answer is a token, but not a special one
         self._stops = special_texts(special | {self._variables.get("eos_token", "")} - {""}, bos)
@@ -143,16 +86,51 @@ class ChatEncoder:
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         """Encodes a conversation with the weight of each token."""
         conversation = conversation_of(record, self._options.ignored, self._options.loss_on)
-        form, given = self._form(conversation), _checked_texts(conversation)
+        form, conversation = self._read(conversation)
+        try:
+            return self._sample(form, conversation)
+        except UntrainableError as fault:
+            raise DataError(f"{fault.why}; {self._way_on(form, conversation, fault)}") from None
+
+    def _sample(self, form: _Format, conversation: Conversation) -> TokenizedSample:
         rendering = self._rendered(form, conversation)
         whole = Cut(len(conversation.messages), False)
-        encoded = self._encoded(form, given, whole, rendering.text, [each.end for each in rendering.weighed])
-        ids, weights = encoded.ids, token_weights(encoded, rendering.weighed)
-        if rendering.open_weight is not None:
-            ids, weights = [*ids, self._tokenizer.eos_id], np.append(weights, np.float32(rendering.open_weight))
+        encoded = self._encoded(form, conversation, whole, rendering.text, _ends_of(rendering, self._stops))
+        stops = [place for id_, place in zip(encoded.ids, encoded.offsets) if id_ in self.stop_ids()]
+        weighed, open_weight = up_to_stops(rendering, stops, len(conversation.messages), self._stops)
+        ids, weights = encoded.ids, token_weights(encoded, weighed)
+        if open_weight is not None:
+            ids, weights = [*ids, self._tokenizer.eos_id], np.append(weights, np.float32(open_weight))
         if not weights[1:].any():
             raise DataError("has no token to learn under this template; remove the line")
         return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
+
+    def _way_on(self, form: _Format, conversation: Conversation, fault: UntrainableError) -> str:
+        """Returns what can be changed; a key is named only where the conversation was taken with it."""
+
+        def is_taken(other: Conversation) -> bool:
+            try:
+                self._sample(form, other)
+            except LimitError:
+                raise
+            except DataError:
+                return False
+            return True
+
+        switched = (
+            (f"data.chat_template_kwargs={{{name}: {json.dumps(value)}}}", {name: value})
+            for name, value in product(self._switches(form), (False, True))
+            if name not in conversation.variables
+        )
+        ways = [(text, replace(conversation, variables={**conversation.variables, **to})) for text, to in switched]
+        weights, last = conversation.answer_weights, _last_answer(conversation)
+        if len(weights) > 1 and last in weights:
+            ways.append(("data.loss_on=last_answer", replace(conversation, answer_weights={last: weights[last]})))
+        if len(weights) > 1 and fault.message in weights:
+            others = {number: weight for number, weight in weights.items() if number != fault.message}
+            ways.append(('"train": false on that message', replace(conversation, answer_weights=others)))
+        taken = [text for text, other in ways if is_taken(other)]
+        return f"set {' or '.join(taken)}, with which it is taken, or {fault.way_on}" if taken else fault.way_on
 
     def prompt(self, record: dict[str, Any]) -> list[int]:
         """Returns the ids of messages and of the beginning of an answer, as a model is asked; encoded as `encode` does
@@ -165,56 +143,69 @@ class ChatEncoder:
             DataError: The record is no conversation, or the template refuses it.
         """
         conversation = conversation_of(record, self._options.ignored, None)
-        form, given = self._form(conversation), _checked_texts(conversation)
+        form, conversation = self._read(conversation)
         variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), True)
         text = form.sandbox.render(conversation.messages, conversation.tools, variables, whole)
         if isinstance(text, NotRendered):
             raise refused(text)
-        return self._encoded(form, given, whole, text, []).ids
+        return self._encoded(form, conversation, whole, text, []).ids
 
     def stop_ids(self) -> frozenset[int]:
         """Returns the tokens at which an answer ends: the tokenizer's, and those that the templates write.
 
         Raises:
-            DataError: The template refuses a question and its answer.
+            DataError: A template exceeds a limit.
         """
-        return frozenset({self._tokenizer.eos_id, *self.ends()})
+        if self._stop_ids is None:
+            try:
+                self._stop_ids = frozenset({self._tokenizer.eos_id, *self.ends()})
+            except LimitError:
+                raise
+            except DataError:  # neither template takes a question and its answer
+                self._stop_ids = frozenset({self._tokenizer.eos_id})
+        return self._stop_ids
 
     def ends(self) -> list[int]:
-        """Returns the token that ends an answer under the template, and the one under the template for tools if it
-        differs.
+        """Returns the tokens that end answers under the templates, that of a plain text first.
 
         Raises:
-            DataError: The template refuses a question and its answer, with and without a system message.
+            DataError: No template takes a question and its answer, or one exceeds a limit.
         """
-        messages = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
-        found = [self._end(form, messages) for form in dict.fromkeys((self._default, self._with_tools))]
-        return list(dict.fromkeys(found))
-
-    def _end(self, form: _Format, messages: list[dict[str, Any]]) -> int:
-        def conversation(before: list[dict[str, Any]]) -> Conversation:
-            return conversation_of({"messages": [*before, *messages]}, frozenset(), self._options.loss_on)
-
-        try:
-            rendering = self._rendered(form, conversation([]))
-        except DataError as fault:
+        eos = self._tokenizer.name(self._tokenizer.eos_id)
+        is_one, found, fault = self._with_tools is self._default, dict[str, None](), None
+        for form in dict.fromkeys((self._default, self._with_tools)):
+            finder = EndFinder(partial(self._rendered, form), self._stops, eos)
+            tools = TOOLS if form is not self._default else None
             try:
-                rendering = self._rendered(form, conversation([{"role": "system", "content": "c"}]))
-            except DataError:
-                raise fault from None
-        if rendering.open_weight is not None:
-            return self._tokenizer.eos_id
-        encoded = self._tokenizer.encode_with_offsets(rendering.text, special_tokens=True)
-        counted = np.flatnonzero(token_weights(encoded, rendering.weighed))
-        # what follows it inside of a mark, such as a line's end, is the template's
-        ends = (id_ for id_ in reversed([encoded.ids[place] for place in counted]) if self._is_stop(id_))
-        return next(ends, self._tokenizer.eos_id)
+                names = finder.find(tools, TOOLS if is_one else tools, self._switches(form))
+            except LimitError:
+                raise
+            except DataError as refusal:
+                fault = refusal
+                continue
+            found |= dict.fromkeys(names)
+        if fault is not None and not found:
+            raise fault
+        ids = [self._tokenizer.encode_with_offsets(name, special_tokens=True).ids for name in found]
+        return [id_ for each in ids if len(each) == 1 for id_ in each]
 
-    def _is_stop(self, id_: int) -> bool:
-        name = self._tokenizer.name(id_)
-        return name != self._stops.bos and self._stops.pattern.fullmatch(name) is not None
+    def _switches(self, form: _Format) -> list[str]:
+        return [name for name in form.sandbox.variables() if name not in RESERVED and name not in self._tokenizer.named]
 
     def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
+        """Renders a conversation, finds its answers, and checks that the template shows all of it."""
+        variables = {**self._variables, **conversation.variables}
+
+        def render_other(other: dict[str, Any]) -> str | NotRendered:
+            whole = Cut(len(conversation.messages), False)
+            return form.sandbox.render(other["messages"], other["tools"], variables, whole)
+
+        rendering = self._located(form, conversation)
+        places = {answer.message: answer.place for answer in rendering.answers}
+        check_shown(conversation, rendering.text, places, form.template.text, render_other)
+        return rendering
+
+    def _located(self, form: _Format, conversation: Conversation) -> Rendering:
         variables = {**self._variables, **conversation.variables}
 
         def compare(cuts: Sequence[Cut]) -> list[Rendered | NotRendered]:
@@ -223,31 +214,40 @@ class ChatEncoder:
         def render_numbered(messages: Sequence[Mapping[str, Any]], cut: Cut) -> str | NotRendered:
             return form.sandbox.render(messages, conversation.tools, variables, cut)
 
-        def render_other(other: dict[str, Any]) -> str | NotRendered:
-            whole = Cut(len(conversation.messages), False)
-            return form.sandbox.render(other["messages"], other["tools"], variables, whole)
-
         if form.marks_answers:
-            rendering = marked_answers(conversation, compare, render_numbered)
-        else:
-            rendering = found_answers(conversation, compare, self._stops)
-        check_shown(conversation, rendering.text, rendering.places, form.template.text, render_other)
-        return rendering
+            return marked_answers(conversation, compare, render_numbered, self._stops)
+        return found_answers(conversation, compare, self._stops)
 
-    def _form(self, conversation: Conversation) -> _Format:
-        return self._default if conversation.tools is None else self._with_tools
+    def _read(self, conversation: Conversation) -> tuple[_Format, Conversation]:
+        """Returns the template of a conversation, and the conversation as that reads it.
 
-    def _encoded(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> EncodedText:
+        Raises:
+            DataError: A text holds a character that marks places.
+        """
+        if holds(_texts_of(conversation), PRIVATE):
+            raise DataError(_HOLDS_PRIVATE)
+        form = self._default if conversation.tools is None else self._with_tools
+        variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), False)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str | NotRendered:
+            return form.sandbox.render(messages, conversation.tools, variables, whole)
+
+        return form, as_read(conversation, render)
+
+    def _encoded(
+        self, form: _Format, conversation: Conversation, cut: Cut, text: str, ends: Sequence[int]
+    ) -> EncodedText:
         """Encodes a rendering; special tokens in the conversation's own texts stay text, unless the options say
         otherwise.
 
         Args:
             form: Template that rendered the text.
-            given: Messages, tools and variables.
+            conversation: Conversation that was rendered.
             cut: Part of the conversation that was rendered.
             text: Rendering of the conversation.
             ends: Places in the rendering at which answers end.
         """
+        given = _texts_of(conversation)
         if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
             return self._tokenizer.encode_with_offsets(text, special_tokens=True)
         return self._with_literals(text, self._literals(form, given, cut, text, ends))
@@ -302,16 +302,24 @@ class ChatEncoder:
 _HOLDS_PRIVATE = "holds a character between U+F0000 and U+F000F, which marks places here; remove it"
 
 
-def _checked_texts(conversation: Conversation) -> list[Any]:
-    """Returns messages, tools and variables.
+def _texts_of(conversation: Conversation) -> list[Any]:
+    """Returns messages, tools and variables."""
+    return [conversation.messages, conversation.tools, conversation.variables]
 
-    Raises:
-        DataError: A text holds a character that marks places.
-    """
-    given = [conversation.messages, conversation.tools, conversation.variables]
-    if holds(given, PRIVATE):
-        raise DataError(_HOLDS_PRIVATE)
-    return given
+
+def _last_answer(conversation: Conversation) -> int:
+    return max(number for number, message in enumerate(conversation.messages) if message["role"] == ANSWERS)
+
+
+def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
+    """Returns the ends of special tokens behind which an answer has nothing but white space."""
+    places = (answer.place for answer in rendering.answers)
+    return [
+        match.end()
+        for start, end in places
+        for match in special.pattern.finditer(rendering.text, start, end)
+        if not rendering.text[match.end() : end].strip()
+    ]
 
 
 class _Format:

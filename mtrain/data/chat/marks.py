@@ -67,13 +67,17 @@ def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     numbered: list[dict[str, Any]] = copy.deepcopy([dict(message) for message in messages])
     for number, message in enumerate(numbered):
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
-        places = [(message, key) for key in ("content", "reasoning_content", "thinking") if key in message]
-        for holder, key in [*places, *((call, "name") for call in calls)]:
-            holder[key] = _with_number(holder[key], f"{_FIRST}{number}{_LAST}")
+        content = message.get("content")
+        places = [(part, "text") for part in content] if isinstance(content, list) else [(message, "content")]
+        places += [(message, "reasoning_content"), (message, "thinking"), *((call, "name") for call in calls)]
+        for holder, key in places:
+            if key not in holder:
+                continue
+            holder[key] = with_mark(holder[key], f"{_FIRST}{number}{_LAST}")
     return numbered
 
 
-def _with_number(text: str, mark: str) -> str:
+def with_mark(text: str, mark: str) -> str:
     """Inserts a mark before the last character that is neither white space nor part of a tag, both of which templates
     cut away."""
     end = len(text.rstrip())

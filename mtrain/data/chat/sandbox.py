@@ -71,6 +71,10 @@ class NotRendered(NamedTuple):
     why: str
 
 
+class LimitError(DataError):
+    """A template exceeds a limit, or is damaged: no conversation can be rendered by it."""
+
+
 class Sandbox:
     """One template and the process that renders it, which starts at the first request, and again after it was ended.
 
@@ -92,6 +96,7 @@ class Sandbox:
 
     def _reset(self) -> None:
         self._process: _Process | None = None
+        self._variables: list[str] = []
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -99,6 +104,17 @@ class Sandbox:
     def process_id(self) -> int | None:
         """Returns the id of the process that renders; None before the first request and after the process was ended."""
         return None if self._process is None or self._owner != os.getpid() else self._process.id
+
+    def variables(self) -> list[str]:
+        """Returns the names that the template reads and does not set, in the order of the alphabet.
+
+        Raises:
+            LimitError: The template is damaged.
+            MachineError: No process can be started.
+        """
+        with self._locked():
+            self._running()
+            return self._variables
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in ("_template", "_name", "_date", "limits")}
@@ -135,7 +151,8 @@ class Sandbox:
             cuts: Parts of the conversation to render.
 
         Raises:
-            DataError: The template is damaged, or exceeds a limit.
+            LimitError: The template is damaged, or exceeds a limit.
+            DataError: A value is not JSON.
             MachineError: No process can be started.
         """
         asked = {"messages": messages, "tools": tools, "variables": variables, "cuts": cuts}
@@ -143,34 +160,37 @@ class Sandbox:
             line = json.dumps(asked).encode()
         except (TypeError, ValueError, RecursionError) as fault:
             raise DataError(f"contains a value that is not JSON ({fault}); remove it") from None
-        if self._owner != os.getpid():
-            self._reset()  # forked: the process belongs to the parent
-        with self._lock:
-            answer = self._answer(line)
+        with self._locked():
+            answer = self._ask(self._running(), line, None)
         if "error" in answer:
-            raise DataError(f"{self._name} does not render the conversation: {answer['error']}")
+            raise LimitError(f"{self._name} does not render the conversation: {answer['error']}")
         return [NotRendered(each["error"]) if isinstance(each, dict) else Rendered(*each) for each in answer["texts"]]
 
-    def _answer(self, line: bytes) -> dict[str, Any]:
+    def _locked(self) -> threading.Lock:
+        if self._owner != os.getpid():
+            self._reset()  # forked: the process belongs to the parent
+        return self._lock
+
+    def _running(self) -> _Process:
         if self._process is None:
             process = _Process()
-            self._ask(process, self._settings(), "is damaged")
+            self._variables = self._ask(process, self._settings(), "is damaged")["variables"]
             self._process = process
-        return self._ask(self._process, line, None)
+        return self._process
 
     def _ask(self, process: _Process, line: bytes, damaged: str | None) -> dict[str, Any]:
         answer = None
         try:
             answer = process.ask(line, self.limits)
         except _EndedError as fault:
-            raise DataError(f"{self._name} {fault}; take the template from its source again") from None
+            raise LimitError(f"{self._name} {fault}; take the template from its source again") from None
         finally:
             if answer is None:  # the state of the process is not known any more
                 process.end()
                 self._process = None
         if damaged is not None and "error" in answer:
             process.end()
-            raise DataError(f"{self._name} {damaged}: {answer['error']}; take the template from its source again")
+            raise LimitError(f"{self._name} {damaged}: {answer['error']}; take the template from its source again")
         return answer
 
     def _settings(self) -> bytes:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mtrain.base.errors import DataError
 from mtrain.data.chat.conversation import Conversation
 from mtrain.data.chat.sandbox import NotRendered
+from mtrain.data.chat.spans import UntrainableError
 
 _FIRST, _LAST = "\U000f0004", "\U000f0005"
 _END_OF_REASONING = re.compile(r"</?think>")
@@ -53,7 +53,7 @@ def check_shown(
         render: Function that renders other {"messages": ..., "tools": ...}.
 
     Raises:
-        DataError: A part is left out; names it.
+        UntrainableError: A part is left out; names it.
     """
     for number, (start, end) in answers.items():
         _check_arguments(conversation.messages[number], number, full[start:end])
@@ -71,12 +71,12 @@ def check_shown(
         _insert(given, part, mark)
     probe = render(given)
     if isinstance(probe, NotRendered):
-        raise DataError(
-            f"the template may leave out {missing[0].name}, and refuses a test of it ({probe.why}); {_WAY_ON}"
+        raise UntrainableError(
+            f"the template may leave out {missing[0].name}, and refuses a test of it ({probe.why})", _WAY_ON
         )
     for mark, part in zip(marks, missing):
         if not _stands(mark, probe, (0, len(probe))):
-            raise DataError(f"the template does not show {part.name} to the model; {_WAY_ON}")
+            raise UntrainableError(f"the template does not show {part.name} to the model", _WAY_ON)
 
 
 _WAY_ON = "remove it from the line, or give data.chat_template a template that shows it"
@@ -87,7 +87,8 @@ def _parts(conversation: Conversation, answers: Mapping[int, tuple[int, int]], l
         is_answer, place = number in answers, f"messages[{number}]"
         within = answers.get(number, (0, length))
         # reasoning before an answer that is not in the loss is what templates leave out on purpose
-        yield from _pieces(message.get("content", ""), f"{place}.content", within, number, is_answer)
+        for name, text, key in _contents(message.get("content", ""), ("messages", number, "content")):
+            yield from _pieces(text, f"{place}.{name}", within, key, is_answer)
         if is_answer and "reasoning_content" in message:
             text = message["reasoning_content"]
             yield _Part(f"{place}.reasoning_content", text, within, ("messages", number, "thinking"), len(text))
@@ -98,16 +99,25 @@ def _parts(conversation: Conversation, answers: Mapping[int, tuple[int, int]], l
         yield from _named(tool, f"tools[{index}]", (0, length), ("tools", index), "tools")
 
 
-def _pieces(content: str, name: str, within: tuple[int, int], number: int, whole: bool) -> Iterator[_Part]:
+def _contents(
+    content: str | list[dict[str, str]], path: tuple[str | int, ...]
+) -> list[tuple[str, str, tuple[str | int, ...]]]:
+    """Returns name, text and path of each text of a content."""
+    if isinstance(content, str):
+        return [("content", content, path)]
+    return [(f"content[{index}]", part["text"], (*path, index, "text")) for index, part in enumerate(content)]
+
+
+def _pieces(
+    content: str, name: str, within: tuple[int, int], path: tuple[str | int, ...], whole: bool
+) -> Iterator[_Part]:
     """Yields reasoning and answer separately, where a text holds both."""
     position = 0
     pieces = []
     for match in _END_OF_REASONING.finditer(content):
-        pieces.append(
-            _Part(name, content[position : match.start()], within, ("messages", number, "content"), match.start())
-        )
+        pieces.append(_Part(name, content[position : match.start()], within, path, match.start()))
         position = match.end()
-    last = _Part(name, content[position:], within, ("messages", number, "content"), len(content))
+    last = _Part(name, content[position:], within, path, len(content))
     yield from (*pieces, last) if whole else (last,)
 
 
@@ -136,9 +146,10 @@ def _check_arguments(message: Mapping[str, Any], number: int, answer: str) -> No
         if not isinstance(text, str) or text in answer:
             continue
         if any(json.dumps(text, ensure_ascii=ascii)[1:-1] in answer for ascii in (False, True)):
-            raise DataError(
+            raise UntrainableError(
                 f"messages[{number}].tool_calls[{index}] has its arguments as a text, which the template writes as "
-                "JSON once more; give the arguments as an object"
+                "JSON once more",
+                "give the arguments as an object",
             )
 
 

@@ -211,10 +211,21 @@ def _num_common(one: str, other: str) -> int:
 Compare = Callable[[Sequence[Cut]], Sequence[Rendered | NotRendered]]
 """Function that renders the cuts of one conversation, each compared with the first."""
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
-_WAY_ON = (
-    'set data.loss_on=last_answer, set "train": false on that message, or give data.chat_template a template that '
-    "keeps earlier messages as they are"
-)
+_OTHER_TEMPLATE = "give data.chat_template a template that keeps earlier messages as they are"
+
+
+class UntrainableError(DataError):
+    """A conversation that the template does not write as the model will be asked for its answers."""
+
+    def __init__(self, why: str, way_on: str, message: int | None = None) -> None:
+        """
+        Args:
+            why: What the template does.
+            way_on: What can be changed, whatever the conversation is.
+            message: Number of the answer that is concerned; None where there is no such one.
+        """
+        super().__init__(f"{why}; {way_on}")
+        self.why, self.way_on, self.message = why, way_on, message
 
 
 class AnswerSpan(NamedTuple):
@@ -224,8 +235,6 @@ class AnswerSpan(NamedTuple):
     """Number of the message."""
     start: int
     end: int
-    is_ended: bool
-    """Whether its last token is a special one, at which the model stops."""
 
 
 class SpecialTexts(NamedTuple):
@@ -235,6 +244,21 @@ class SpecialTexts(NamedTuple):
     """Pattern that matches one of them."""
     bos: str | None
     """Text of bos, which never ends an answer; None where there is no bos."""
+
+    def after(self, text: str, position: int) -> int:
+        """Returns the end of the token at a place that may end the answer before it; the place itself where there is
+        none."""
+        found = self.pattern.match(text, position)
+        return position if found is None or found.group() == self.bos else found.end()
+
+    def last(self, text: str) -> str | None:
+        """Returns the token with which a text ends but for white space; None where it ends otherwise."""
+        found = list(self.pattern.finditer(text))
+        return found[-1].group() if found and not text[found[-1].end() :].strip() else None
+
+    def without(self, text: str) -> str:
+        """Returns what is no token of a text, without white space around it."""
+        return self.pattern.sub("", text).strip()
 
 
 def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
@@ -306,16 +330,18 @@ class AnswerFinder:
         end = self._end(number, start)
         if not self.full[start:end].strip():
             raise _not_found(number, "the template writes nothing for it")
-        return self._with_stop(number, start, end)
+        return AnswerSpan(number, start, end)
 
     def _start(self, number: int) -> int:
         prompt = self._whole.align(self._rendered(Cut(number, True), number))
         if not prompt.left:
             return prompt.end
         if self._whole.align(self._rendered(Cut(number, False), number)).left:
-            raise DataError(
+            raise UntrainableError(
                 f"the template writes the messages before messages[{number}] in another way when later ones follow, so "
-                f"the model would not see them like this when it answers; {_WAY_ON}"
+                "the model would not see them like this when it answers",
+                _OTHER_TEMPLATE,
+                number,
             )
         raise _not_found(number, "it does not begin as add_generation_prompt does")
 
@@ -323,34 +349,31 @@ class AnswerFinder:
         if number == self._num_messages - 1:
             return len(self.full)
         answered = self._whole.align(self._rendered(Cut(number + 1, False), number))
-        if answered.end >= start and self._is_markup(answered.left):
-            return answered.end
-        raise DataError(
-            f"the template changes the answer messages[{number}] when later ones follow, for instance drops its "
-            f"reasoning, so the model would learn another answer than it has to give; {_WAY_ON}"
-        )
-
-    def _is_markup(self, text: str) -> bool:
-        return not self._special.pattern.sub("", text).strip()
-
-    def _with_stop(self, number: int, start: int, end: int) -> AnswerSpan:
-        text = self.full[start:end]
-        last = max((match.end() for match in self._special.pattern.finditer(text)), default=None)
-        if last is not None and not text[last:].strip():
-            return AnswerSpan(number, start, start + last, True)
-        following = self._special.pattern.match(self.full, end)
-        if following is not None and following.group() != self._special.bos:
-            return AnswerSpan(number, start, following.end(), True)
-        return AnswerSpan(number, start, end, False)
+        if answered.end < start or self._special.without(answered.left):
+            raise UntrainableError(
+                f"the template changes the answer messages[{number}] when later ones follow, for instance drops its "
+                "reasoning, so the model would learn another answer than it has to give",
+                _OTHER_TEMPLATE,
+                number,
+            )
+        if answered.left.strip() and self._special.last(self.full[start : answered.end]) is None:
+            raise UntrainableError(
+                f"the template ends the answer messages[{number}] otherwise when later ones follow: alone by "
+                f"{answered.left.strip()!r}, so the model would learn another end than it has to give",
+                _OTHER_TEMPLATE,
+                number,
+            )
+        return answered.end
 
 
-def refused(refusal: NotRendered) -> DataError:
+def refused(refusal: NotRendered) -> UntrainableError:
     """Builds the error of a template that refuses the conversation."""
-    return DataError(f"the template refuses the conversation: {refusal.why}; change the line, or leave it out")
+    return UntrainableError(f"the template refuses the conversation: {refusal.why}", "change the line, or leave it out")
 
 
-def _not_found(number: int, why: str) -> DataError:
-    return DataError(
-        f"the answer messages[{number}] cannot be found in what the template writes: {why}; mark answers by "
-        "{% generation %} in a template of your own (data.chat_template), or leave the line out"
+def _not_found(number: int, why: str) -> UntrainableError:
+    return UntrainableError(
+        f"the answer messages[{number}] cannot be found in what the template writes: {why}",
+        "mark answers by {% generation %} in a template of your own (data.chat_template), or leave the line out",
+        number,
     )

@@ -5,7 +5,7 @@ handler can interrupt. Limits of the operating system hold for both: the address
 processor time ends the process. It is started by its path, with the folders of what it imports as arguments, and
 imports nothing of ours; each line on its input is a JSON object, and so is each line that answers it.
 
-    first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars", ...} -> {} or {"error"}
+    first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars", ...} -> {"variables"} or {"error"}
     other lines   {"messages", "tools", "variables", "cuts": [[number, prompt, marked]]}  -> {"texts"} or {"error"}
 
 A text is [number of characters in common with the beginning of the first text, the rest], so what is sent grows with
@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path[:0] = sys.argv[1:]  # site-packages alone, as nothing else of the user's is to be imported
 
-from jinja2 import nodes  # noqa: E402
+from jinja2 import meta, nodes  # noqa: E402
 from jinja2.exceptions import SecurityError, TemplateError  # noqa: E402
 from jinja2.ext import Extension, loopcontrols  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
@@ -45,7 +45,7 @@ def main() -> None:
     _limit(settings)
     signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])  # its signal ends the process, wherever it is
     renderer = _compiled(settings)
-    _reply({} if isinstance(renderer, _Renderer) else renderer)
+    _reply({"variables": renderer.variables} if isinstance(renderer, _Renderer) else renderer)
     while isinstance(renderer, _Renderer) and (line := sys.stdin.buffer.readline()):
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])
         _reply(renderer.answer(line))
@@ -73,6 +73,8 @@ class _Renderer:
         self._environment = _environment(settings["date"])
         self._marks, self._max_chars, self._cpu_s = settings["marks"], settings["max_chars"], settings["cpu_s"]
         self._template = self._environment.from_string(settings["template"])
+        self.variables = sorted(meta.find_undeclared_variables(self._environment.parse(settings["template"])))
+        """Names that the template reads and does not set."""
 
     def answer(self, line: bytes) -> dict[str, Any]:
         """Answers one request."""

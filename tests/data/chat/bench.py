@@ -28,12 +28,14 @@ from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates
 from mtrain.tokenizer import load_tokenizer
 from tests.data.chat.cases import DAY, TEMPLATES, TOOL, assistant, user
+from tests.data.chat.memorised import faults
 
 COUNTS = Path(__file__).with_name("bench.json")
 """Template -> outcome -> number of conversations."""
 NUM_CONVERSATIONS = 48
 _SPECIAL = re.compile(
     r"<[|｜][^\s<>'\"{}%+]+[|｜]>|<[|｜]?(?:start_of|end_of|turn|s|/s|bos|eos)\w*[|｜]?>|<turn\|>|\[/?[A-Z_]{3,}\]"
+    r"|<\|[a-z_]+>|<[a-z_]+\|>"
 )
 _STOPS = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|end|>"),
@@ -149,9 +151,22 @@ def _outcome(encoder: ChatEncoder, judge: Any, record: dict[str, Any], is_marked
         ids, counts = ids[:-1], counts[:-1]  # this template leaves the stop of the last answer to the text after it
     if ids != expected["input_ids"]:
         return "other ids"
-    if is_marked and counts != [each == 1 for each in expected["assistant_masks"]]:
+    if is_marked and counts != _up_to_stops(ids, expected["assistant_masks"], encoder.stop_ids()):
         return "other marks"
+    if not is_marked and faults(sample, record, judge, encoder.stop_ids()):
+        return "an answer is not given, or does not end"
     return "ids and marks agree" if is_marked else "ids agree"
+
+
+def _up_to_stops(ids: list[int], marks: list[int], stops: frozenset[int]) -> list[bool]:
+    """Takes what is marked behind a stop out of the marks, and adds a stop that follows them."""
+    found, is_open = [], False
+    is_before = 0
+    for id_, mark in zip(ids, marks):
+        is_open = (mark == 1 and (is_open or not is_before)) or (is_open and id_ in stops)
+        found.append(is_open)
+        is_open, is_before = is_open and id_ not in stops, mark
+    return found
 
 
 def counts() -> dict[str, dict[str, int]]:

@@ -24,7 +24,7 @@ def test_what_a_template_reads() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     found = conversation_of({"messages": [parts, call], "tools": [TOOL], "weight": 0.5}, frozenset(), "all_answers")
     assert found.messages == [
-        {"role": "user", "content": "ab"},
+        parts,
         {"role": "assistant", "reasoning_content": "why", "thinking": "why", "tool_calls": [CALL]},
     ]
     assert (found.tools, found.answer_weights, found.weight) == ([TOOL], {1: 2.0}, 0.5)

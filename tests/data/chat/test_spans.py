@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.encoder import ChatEncoder, Weighed, token_weights
+from mtrain.data.chat.encoder import ChatEncoder, token_weights
+from mtrain.data.chat.ends import Weighed
 from mtrain.tokenizer import EncodedText
 from tests.data.chat.cases import TOOL, assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
@@ -102,6 +103,31 @@ def test_reasoning_that_a_template_drops_is_refused_and_the_last_answer_can_be_t
     assert trained(chat_encoder("qwen3"), chat_tokenizer, skipped) == last
 
 
+SWITCHED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and thinks is not false and "
+    "(loop.last or keeps) %}<think>\n{{ m.reasoning_content or '...' }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that writes a thought before the last answer alone, unless a switch says otherwise."""
+
+
+@pytest.mark.parametrize(("messages", "ways"), [(TWO, ("keeps: true", "thinks: false")), (REASONED, ("keeps: true",))])
+def test_a_refusal_names_the_switches_that_help(
+    messages: list[dict[str, Any]], ways: tuple[str, ...], encoder_of_text: MakeEncoder
+) -> None:
+    named = [f"data.chat_template_kwargs={{{way}}}" for way in ways]
+    with refuses(DataError, "messages[1]", *named, "data.loss_on=last_answer") as caught:
+        encoder_of_text(SWITCHED).encode({"messages": messages})
+    assert str(caught.value).count("data.chat_template_kwargs") == len(ways), "what does not help is not named"
+    for way in ways:
+        name, value = way.split(": ")
+        encoder_of_text(SWITCHED, variables={name: value == "true"}).encode({"messages": messages})
+    counted = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    with refuses(DataError, "messages[1]") as caught:
+        encoder_of_text(counted).encode({"messages": messages})
+    assert "data.loss_on" not in str(caught.value), "it does not help"
+
+
 def test_reasoning_inside_the_text_of_an_answer_that_a_template_drops_is_refused(chat_encoder: MakeEncoder) -> None:
     messages = [user("a"), assistant("<think>why</think>b")]
     with refuses(DataError, "messages[1].content"):
@@ -181,16 +207,18 @@ def test_a_header_never_comes_into_the_loss(encoder_of_text: MakeEncoder) -> Non
         encoder_of_text(text).encode({"messages": TWO})
 
 
-def test_a_template_without_stop_tokens_ends_the_last_answer(
+def test_a_template_without_stop_tokens_ends_the_last_answer_alone(
     encoder_of_text: MakeEncoder, chat_tokenizer: Path
 ) -> None:
     text = (
         "{% for m in messages %}{{ 'Q' if m.role == 'user' else 'A' }}: {{ m.content }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}A: {% endif %}"
     )
-    # the space is the first answer's token, too, where the tokenizer joins it
-    found = trained(encoder_of_text(text), chat_tokenizer, TWO)
-    assert [each.strip(" ") for each in found] == ["b\n\n", "d\n\n<|im_end|>"]
+    with refuses(DataError, "messages[1]", "data.loss_on=last_answer"):
+        encoder_of_text(text).encode({"messages": TWO})
+    # the space is the answer's token, too, where the tokenizer joins it
+    (found,) = trained(encoder_of_text(text, loss_on="last_answer"), chat_tokenizer, TWO)
+    assert found.strip(" ") == "d\n\n<|im_end|>"
 
 
 def test_a_template_that_writes_an_answer_twice_or_nowhere_is_refused(encoder_of_text: MakeEncoder) -> None:
@@ -223,11 +251,19 @@ def test_marks_that_say_nothing_clear_are_refused(encoder_of_text: MakeEncoder, 
 
 
 def test_an_answer_may_be_marked_in_several_pieces(encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:
-    body = "({% generation %}{{ m.content }}{% endgeneration %}-{% generation %}!{% endgeneration %})"
+    body = "({% generation %}{{ m.content }}{% endgeneration %}-{% generation %}!<|im_end|> {% endgeneration %})"
     encoder = encoder_of_text(GENERATION.replace("BODY", body))
-    assert trained(encoder, chat_tokenizer, TWO) == ["b", "!", "d", "!"]
+    assert trained(encoder, chat_tokenizer, TWO) == ["b", "!<|im_end|>", "d", "!<|im_end|>"]
     skipped = [TWO[0], {**TWO[1], "train": False}, *TWO[2:]]
-    assert trained(encoder, chat_tokenizer, skipped) == ["d", "!"]
+    assert trained(encoder, chat_tokenizer, skipped) == ["d", "!<|im_end|>"]
+
+
+def test_marks_without_a_stop_take_the_one_that_follows(encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:
+    body = "{% generation %}{{ m.content }}{% endgeneration %}"
+    ended = encoder_of_text(GENERATION.replace("BODY", f"{body}<|im_end|>"))
+    assert trained(ended, chat_tokenizer, TWO) == ["b<|im_end|>", "d<|im_end|>"]
+    with refuses(DataError, "messages[1]"):
+        encoder_of_text(GENERATION.replace("BODY", body)).encode({"messages": TWO})
 
 
 @pytest.mark.fault(

@@ -52,12 +52,14 @@ def theirs(template_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_those_of_transformers(name: str, chat_encoder: MakeEncoder, theirs: Callable[[str], Any]) -> None:
-    judge, encoder, count = theirs(name), chat_encoder(name), 0
+    judge, encoder, count = theirs(name), chat_encoder(name, loss_on="last_answer"), 0
     for conversation, record in CONVERSATIONS.items():
-        if isinstance(GOLDEN[name][conversation], str):
-            continue  # refused
+        try:
+            found = encoder.encode(record).ids.tolist()
+        except DataError:
+            assert isinstance(GOLDEN[name][conversation], str), "refused"
+            continue
         expected = judge.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=False)
-        found = encoder.encode(record).ids.tolist()
         if name == "glm4":  # its stop token belongs to the next message, and none follows the last one
             assert found.pop() == judge.eos_token_id
         assert found == expected, conversation

@@ -1,0 +1,290 @@
+"""Tokens at which answers stop: the same ones where a sample is built, where a model answers and in an export.
+
+Which token ends an answer depends on what the answer is (a text, a call of a tool, a thought) and, where a template
+opens each message by a token instead of closing it, on what follows. So the template is asked with answers of every
+kind, alone and followed by messages of every role. A token that also stands inside an answer is no end: a model that
+stopped there would not give that answer.
+
+A sample then holds an answer up to the first of these tokens, and an answer without one is refused. So whatever is
+learned ends at one of them, whatever the conversation was.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import product
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import DataError
+from mtrain.data.chat.answers import Answer, Rendering
+from mtrain.data.chat.conversation import ANSWERS, ROLES, Conversation
+from mtrain.data.chat.sandbox import LimitError
+from mtrain.data.chat.spans import SpecialTexts, UntrainableError
+
+
+class Weighed(NamedTuple):
+    """Characters that count in the loss."""
+
+    start: int
+    end: int
+    weight: float
+    """Weight of each token."""
+
+
+def up_to_stops(
+    rendering: Rendering, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
+) -> tuple[list[Weighed], float | None]:
+    """Returns the characters in the loss: each answer up to the token at which it stops, and nothing behind that.
+
+    Args:
+        rendering: Rendering with its answers.
+        stops: First character and end of every token in it at which an answer may stop, in ascending order.
+        num_messages: Number of messages of the conversation.
+        special: Texts of special tokens.
+
+    Returns:
+        Characters in ascending order, and the weight of an end token that has to follow, as the last answer has none;
+        None where no token has to follow.
+
+    Raises:
+        UntrainableError: An answer has no stop, or goes on behind it.
+    """
+    weighed: list[Weighed] = []
+    for answer in rendering.answers:
+        end, is_ended = _end(rendering.text, answer, stops, num_messages, special)
+        pieces = [(start, min(last, end)) for start, last in answer.spans if start < end]
+        pieces[-1] = (pieces[-1][0], max(pieces[-1][1], end if end > answer.place[1] else 0))
+        weighed += [Weighed(*piece, answer.weight) for piece in pieces]
+        if not is_ended:
+            return weighed, answer.weight
+    return weighed, None
+
+
+def _end(
+    text: str, answer: Answer, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
+) -> tuple[int, bool]:
+    """Returns where the tokens of an answer end, and whether the last of them is a stop."""
+    first, last = answer.place
+    found = bisect_left(stops, (first, first))
+    if found < len(stops) and stops[found][1] <= last:
+        end = stops[found][1]
+        if any(special.without(text[max(start, end) : close]) for start, close in answer.spans if close > end):
+            raise UntrainableError(
+                f"the answer messages[{answer.message}] goes on behind {text[slice(*stops[found])]!r}, at which other "
+                "answers stop, so a model would give a part of it",
+                "change the line, or leave it out",
+                answer.message,
+            )
+        return end, True
+    if found < len(stops) and stops[found] == (last, answer.after):
+        return answer.after, True
+    if answer.message == num_messages - 1 and not text[last:].strip():
+        return len(text), False
+    token = special.last(text[slice(*answer.place)])
+    how = f"with {token!r}" if token else "without a special token"
+    raise UntrainableError(
+        f"the answer messages[{answer.message}] ends {how}, where no model would stop, as this template ends other "
+        "answers otherwise",
+        "give data.chat_template a template that ends all answers alike",
+        answer.message,
+    )
+
+
+Find = Callable[[Conversation], Rendering]
+"""Function that finds the answers of a conversation in what a template writes."""
+_TOOL_ROLES = ("tool", "function", "ipython")
+_QUESTION, _ANSWER, _THOUGHT, _FUNCTION = "ques7tion", "ans7wer", "tho7ught", "func7tion"
+"""Texts that no template holds."""
+_REASONING = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+_TEXTS: tuple[dict[str, Any], ...] = (
+    {"content": _ANSWER},
+    {"content": _ANSWER, **_REASONING},
+    {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"},
+    {"content": ""},
+)
+"""Answers that call no tool, without their role."""
+_CALLS: tuple[tuple[dict[str, Any], int], ...] = (
+    *(({"content": ""}, 1), ({"content": ""}, 2), ({}, 1), ({"content": _ANSWER}, 1)),
+    *((_REASONING, 1), ({"content": "", **_REASONING}, 1)),
+)
+"""Answers that call tools, without their role and their calls, and the number of these."""
+_SWITCHED_TO: tuple[object, ...] = (False, True, [])
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": _PARAMETERS}}]
+"""Tools of the conversations that a template is asked with."""
+
+
+class _Shown(NamedTuple):
+    """What the template writes at the end of an answer."""
+
+    inside: frozenset[str]
+    """Special tokens before the last of its other characters."""
+    behind: list[str]
+    """Special tokens behind that, in their order."""
+    following: str | None
+    """Special token that follows the answer at once; None where none does."""
+
+
+class _Kind(NamedTuple):
+    """What is written for one kind of answers."""
+
+    followed: list[_Shown]
+    alone: _Shown | None
+
+
+class EndFinder:
+    """Search for the tokens at which the answers of one template stop."""
+
+    def __init__(self, find: Find, special: SpecialTexts, eos: str) -> None:
+        """
+        Args:
+            find: Function that finds the answers of a conversation.
+            special: Texts of special tokens.
+            eos: Text of the token that ends a document.
+        """
+        self._find, self._special, self._eos = find, special, eos
+        self._fault: DataError | None = None
+        self._change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
+
+    def find(self, tools: list[Any] | None, tools_of_calls: list[Any] | None, switches: Sequence[str]) -> list[str]:
+        """Finds the ends, that of a plain text first; eos stands for an end that the template leaves out.
+
+        Args:
+            tools: Tools of conversations in which no tool is called.
+            tools_of_calls: Tools of the others.
+            switches: Names of the template's switches.
+
+        Raises:
+            DataError: The template takes no question and answer; or it exceeds a limit.
+        """
+        for self._change in (*_CHANGES, list):
+            if self._shown([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, tools) is not None:
+                break
+        kinds = [*self._texts(tools), *self._calls(tools_of_calls)]
+        for name, value in product(switches, _SWITCHED_TO):
+            kinds += self._switched(tools, tools_of_calls, {name: value})
+        shown = [each for kind in kinds for each in (*kind.followed, kind.alone) if each is not None]
+        if not shown:
+            assert self._fault is not None, "each one was refused"
+            raise self._fault
+        inside = frozenset[str]().union(*(each.inside for each in shown))
+        found: dict[str, None] = {}
+        for kind in kinds:
+            # a plain text ends somewhere, so what closes it goes before what other answers hold
+            is_held = not found and kind.alone is not None and {*kind.alone.behind} <= inside
+            found |= dict.fromkeys(self._ends(kind, inside, frozenset() if is_held else inside))
+        return list(found)
+
+    def _texts(self, tools: list[Any] | None) -> Iterator[_Kind]:
+        first, *others = _TEXTS
+        yield self._kind([], first, ROLES, tools)
+        for answer in others:
+            yield self._kind([], answer, ("user",), tools)
+
+    def _calls(self, tools: list[Any] | None) -> Iterator[_Kind]:
+        # some templates write arguments as they are, others as JSON
+        arguments: list[object] = [{"x": "y"}, '{"x": "y"}']
+        by_form = [[({**texts, **_calls(each, count)}) for texts, count in _CALLS] for each in arguments]
+        for first, *others in by_form:
+            found = self._kind([], first, (*_TOOL_ROLES, "user", ANSWERS), tools)
+            if found.alone is None and not found.followed:
+                continue
+            yield found
+            for answer in others:
+                yield self._kind([], answer, ("tool", "user"), tools)
+            result = _message("tool")
+            yield self._kind([{"role": ANSWERS, **first}, result], _TEXTS[0], ("user",), tools)
+            return
+
+    def _switched(
+        self, tools: list[Any] | None, tools_of_calls: list[Any] | None, to: dict[str, Any]
+    ) -> Iterator[_Kind]:
+        yield self._kind([], _TEXTS[0], ("user",), tools, to)
+        yield self._kind([], {"content": "", **_calls({"x": "y"}, 1)}, ("tool",), tools_of_calls, to)
+
+    def _kind(
+        self,
+        before: list[dict[str, Any]],
+        answer: dict[str, Any],
+        roles: Sequence[str],
+        tools: list[Any] | None,
+        variables: dict[str, Any] | None = None,
+    ) -> _Kind:
+        asked = [_message("user"), *before, {"role": ANSWERS, **answer}]
+        followed = [
+            each
+            for role in roles
+            if (each := self._shown([*asked, _message(role)], len(asked) - 1, tools, variables)) is not None
+        ]
+        return _Kind(followed, self._shown(asked, len(asked) - 1, tools, variables))
+
+    def _shown(
+        self,
+        messages: list[dict[str, Any]],
+        answer: int,
+        tools: list[Any] | None,
+        variables: dict[str, Any] | None = None,
+    ) -> _Shown | None:
+        changed = self._change(messages)
+        place = answer + len(changed) - len(messages)
+        try:
+            return self._read(self._find(Conversation(changed, tools, variables or {}, {place: 1.0}, 1.0)))
+        except LimitError:
+            raise
+        except DataError as fault:
+            self._fault = self._fault or fault
+            return None
+
+    def _read(self, rendering: Rendering) -> _Shown:
+        (answer,) = rendering.answers
+        text = "".join(rendering.text[start:end] for start, end in answer.spans)
+        tokens = list(self._special.pattern.finditer(text))
+        is_behind = [not self._special.without(text[token.start() :]) for token in tokens]
+        names = [token.group() for token in tokens]
+        num_inside = is_behind.count(False)
+        following = rendering.text[answer.place[1] : answer.after]
+        return _Shown(frozenset(names[:num_inside]), names[num_inside:], following or None)
+
+    def _ends(self, kind: _Kind, inside: Set[str], not_closing: Set[str]) -> list[str]:
+        found = []
+        for each in kind.followed:
+            stop = self._stop(each, not_closing)
+            if stop is not None:
+                found.append(stop)
+            elif each.following is not None and each.following not in inside:
+                found.append(each.following)
+        if kind.alone is None or not {*kind.alone.behind}.isdisjoint(found):
+            return found
+        stop = self._stop(kind.alone, not_closing) or kind.alone.following or self._eos
+        return [stop, *found]
+
+    def _stop(self, shown: _Shown, inside: Set[str]) -> str | None:
+        names = [name for name in shown.behind if name not in inside]
+        return self._eos if self._eos in names else names[-1] if names else None
+
+
+def _message(role: str) -> dict[str, Any]:
+    call = {"tool_call_id": "call00000", "name": _FUNCTION} if role in _TOOL_ROLES else {}
+    return {"role": role, "content": _QUESTION, **call}
+
+
+def _calls(arguments: object, count: int) -> dict[str, Any]:
+    function = {"name": _FUNCTION, "arguments": arguments}
+    calls = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(count)]
+    return {"tool_calls": calls}
+
+
+def _after_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_message("system"), *messages]
+
+
+def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]} if "content" in each else each
+        for each in messages
+    ]
+
+
+_CHANGES: tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], ...] = (list, _after_system, _in_parts)
+"""Forms of a conversation, as some templates need a system message, and some lists of parts."""
