@@ -15,7 +15,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
 from mtrain.config.schema.model import ModelSection
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, chosen_templates
+from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, ChatTemplates, chosen_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.hf.schema.files import EOS_KEY, GENERATION_NAME, as_declared, declared_ends, read_json
 from mtrain.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -62,9 +62,7 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
     if templates is None:
         return None
     try:
-        stops = [tokenizer.eos_id]
-        if templates.default.text != PLAIN_TEMPLATE:
-            stops = ChatEncoder(templates, tokenizer, ChatOptions(date=_ANY_DATE)).ends()
+        stops = _ends(templates, tokenizer)
     except DataError as fault:
         _log.info(f"note: what ends an answer is not written into {folder.name}: {fault}")
         return None
@@ -76,6 +74,31 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
     if ending.is_new and stops[0] != tokenizer.eos_id and not any(_EOS in text for text in texts):
         _write_eos_token(folder, tokenizer, tokenizer.name(stops[0]))
     return ending
+
+
+def ends_next_to(path: Path) -> frozenset[int]:
+    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty where there are none, or
+    none takes a question and its answer.
+
+    Args:
+        path: Tokenizer, as `load_tokenizer` takes it.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    tokenizer = load_tokenizer(path)
+    templates = chosen_templates("auto", tokenizer.path)
+    try:
+        return frozenset() if templates is None else frozenset(_ends(templates, tokenizer))
+    except DataError as fault:
+        _log.info(f"note: what ends an answer under the templates of {path} is not known: {fault}")
+        return frozenset()
+
+
+def _ends(templates: ChatTemplates, tokenizer: Tokenizer) -> list[int]:
+    if templates.default.text == PLAIN_TEMPLATE:
+        return [tokenizer.eos_id]
+    return ChatEncoder(templates, tokenizer, ChatOptions(date=_ANY_DATE)).ends()
 
 
 def _write_generation(folder: Path, origin: Path | None, ids: list[int]) -> None:

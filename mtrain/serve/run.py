@@ -19,6 +19,7 @@ from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.signals import StopSignal
 from mtrain.config.schema.loss import LossSection
+from mtrain.convert.endings import ends_next_to
 from mtrain.mcore.distributed.init import on_first_rank
 from mtrain.runs.folder import RunFolder
 from mtrain.serve.asked import BaseModel
@@ -151,7 +152,8 @@ def _listening(served: Served, store: Store, host: str, port: int, token: str | 
     """Listens in a process of its own, and says where."""
     config, folder = served.config, Path(served.config.run.dir)
     has_tokenizer, has_tied_output = served.tokenizer is not None, config.model.tied_embeddings
-    base = BaseModel(served.name, config.data.seq_length, _stops(config.model.hf), has_tokenizer, has_tied_output)
+    stops = _stops(config.model.hf) | (frozenset() if served.tokenizer is None else ends_next_to(served.tokenizer))
+    base = BaseModel(served.name, config.data.seq_length, stops, has_tokenizer, has_tied_output)
     # on Slurm, nodes know each other by its names
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname()) if host in _WILDCARDS else host
     with listener_at(host, port) as listener:

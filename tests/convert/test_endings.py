@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.convert.endings import put_ending
+from mtrain.convert.endings import ends_next_to, put_ending
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates, put_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
@@ -41,6 +41,8 @@ TEMPLATES = {
     "system first": "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
     "{% for m in messages %}{{ m.role }} {{ m.content }} <end>\n{% endfor %}" + ASK,
     "tools apart": "{% for m in messages %}{{ m.role }} {{ m.content }} <end>\n{% endfor %}" + ASK,
+    "next one": "{% for m in messages %}{{ '<end> ' if m.role == 'user' else '<eom> ' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<eom> {% endif %}",
     "plain": PLAIN_TEMPLATE,
 }
 LAST = dict.fromkeys(TEMPLATES, END) | {"document": EOS, "open": EOS, "plain": EOS}
@@ -138,6 +140,7 @@ def test_an_export_ends_where_the_run_ends(template: str, tmp_path: Path) -> Non
         out = exported(folder, tmp_path / f"{number}-out", template)
         assert ends_of_transformers(out) == own_ends(out, folder), (generation, eos)
         assert LAST[template] in own_ends(out, folder)
+        assert own_ends(out, folder) <= {*ends_next_to(out), EOS, *declared_ends(folder)}, "so does a service"
         if generation is not None:
             said = json.loads((out / "generation_config.json").read_text())
             assert {**generation, "eos_token_id": said.get("eos_token_id")}.items() >= said.items(), "the rest stays"
