@@ -43,7 +43,7 @@ def megatron_lm(arguments: _Arguments, output: _Output = None) -> None:
 @from_app.command("ms-swift", context_settings=_OfOthers)
 def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
     """Translates the arguments of ms-swift's `megatron sft`. --output comes before them."""
-    from mtrain.config.foreign.trainers import from_ms_swift
+    from mtrain.config.foreign.ms_swift import from_ms_swift
 
     _write(lambda: from_ms_swift(arguments), output)
 
@@ -51,7 +51,7 @@ def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
 @from_app.command("axolotl")
 def axolotl(file: _File, output: _Output = None) -> None:
     """Translates a file of axolotl."""
-    from mtrain.config.foreign.trainers import from_axolotl
+    from mtrain.config.foreign.axolotl import from_axolotl
 
     _write(lambda: from_axolotl(file), output)
 
@@ -72,7 +72,7 @@ def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:
 
         if output is not None and output.exists():
             raise ConfigError(f"{output} exists, and nothing is overwritten; name another file")
-        found = translate()
+        found = translate().checked()
         text = "".join(f"{line}\n" for line in found.lines())
         if output is None:
             typer.echo(text, nl=False)

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.axolotl import AXOLOTL
 from mtrain.config.foreign.keys import OURS, SYNONYMS
 from mtrain.config.foreign.megatron_arguments import REFUSED, WITHOUT_EFFECT
 from mtrain.config.foreign.megatron_lm import from_megatron_lm
-from mtrain.config.foreign.trainers import AXOLOTL, MS_SWIFT, translated
-from mtrain.config.foreign.translation import Put, Translation
+from mtrain.config.foreign.ms_swift import MEGATRON, MS_SWIFT
+from mtrain.config.foreign.translation import Row, Translation, tried
 from mtrain.config.foreign.verl import VERL
 from mtrain.config.keys import Key, described_keys
 from mtrain.config.load import load_config
@@ -247,7 +248,7 @@ def test_settings_of_transformers_trl_and_peft_offer_what_they_mean_or_nothing()
     assert {name for name in names if name in REVIEWED and not offered(name)} == set()
 
 
-def put_by(table: Mapping[str, Put], name: str) -> set[str]:
+def put_by(table: Mapping[str, Row], name: str) -> set[str]:
     """Returns the keys under which the translator of a program puts what has this name there."""
     found: set[str] = set()
     for value in (
@@ -267,14 +268,14 @@ def put_by(table: Mapping[str, Put], name: str) -> set[str]:
     ):
         before = Translation("another program")
         before.content = {"optimizer": {"lr": 1.0}, "adapter": {"kind": "lora"}}
-        content = translated(before, {name: value}, table).content
-        found |= {f"{section}.{key}" for section, keys in content.items() for key in keys}
-        found |= set(content)
+        tried(before, table[name].put, value, name)
+        found |= {f"{section}.{key}" for section, keys in before.content.items() for key in keys}
+        found |= set(before.content)
     return found
 
 
-@pytest.mark.parametrize("table", [AXOLOTL, MS_SWIFT, VERL], ids=["axolotl", "ms-swift", "verl"])
-def test_an_answer_agrees_with_the_translator(table: Mapping[str, Put]) -> None:
+@pytest.mark.parametrize("table", [AXOLOTL, MEGATRON, MS_SWIFT, VERL], ids=["axolotl", "megatron", "ms-swift", "verl"])
+def test_an_answer_agrees_with_the_translator(table: Mapping[str, Row]) -> None:
     """The translators were written from the sources of the programs, key by key."""
     wrong = {}
     for full in table:
@@ -293,8 +294,22 @@ ALSO = {
     "torch_dtype": {"train.precision"},
     "optimizer_cpu_offload": {"train.offload_optimizer"},
     "moe_aux_loss_coeff": {"loss.router.sequence_balance_coefficient"},
+    **{
+        name: {key}
+        for key, names in {
+            "train.num_steps": "train_iters total_training_steps",
+            "train.num_epochs": "max_epochs total_epochs num_train_epochs num_epochs",
+            "train.tokens_per_micro_batch": "ppo_max_token_len_per_gpu max_token_len_per_gpu",
+            "data.packing": "use_dynamic_bsz",
+            "optimizer.warmup_steps": "lr_warmup_iters lr_warmup_steps",
+            "optimizer.warmup_ratio": "lr_warmup_fraction lr_warmup_steps_ratio warmup_steps_ratio",
+            "model.backend": "attn_implementation",
+        }.items()
+        for name in names.split()
+    },
 }
-"""Names with one meaning in a program whose translator knows it, and with another one in others."""
+"""Names with one meaning in a program whose translator knows it, and with another one in others; and names that it
+reads together with others."""
 
 
 def test_an_answer_agrees_with_the_translator_of_megatron_lm() -> None:

@@ -40,6 +40,17 @@ TRANSLATED = frozenset(
     """.split()
 )
 """Arguments that `megatron_lm.py` reads."""
+FLAGS = frozenset(
+    """
+    add-qkv-bias apply-layernorm-1p async-save attention-output-gate bf16 calculate-per-token-loss deterministic-mode
+    disable-bias-linear finetune fp16 group-query-attention mock-data moe-router-enable-expert-bias
+    moe-router-pre-softmax moe-shared-expert-gate multi-latent-attention no-bias-gelu-fusion openai-gelu
+    optimizer-cpu-offload overlap-grad-reduce overlap-param-gather profile qk-layernorm recompute-activations
+    reset-attention-mask reset-position-ids rotary-interleaved sequence-parallel sft swiglu
+    untie-embeddings-and-output-weights use-distributed-optimizer use-rope-scaling use-rotary-position-embeddings
+    """.split()
+)
+"""Arguments of these that take no value."""
 REFUSED = frozenset(
     """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split activation-func-clamp-value
@@ -248,7 +259,6 @@ SAME_VALUE = {
     "micro-batch-size": "train.micro_batch_size",
     "global-batch-size": "train.global_batch_size",
     "train-iters": "train.num_steps",
-    "cpu-offloading-num-layers": "train.offload_layers",
     "lr": "optimizer.lr",
     "lr-decay-iters": "optimizer.decay_steps",
     "lr-warmup-iters": "optimizer.warmup_steps",

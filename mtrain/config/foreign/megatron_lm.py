@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from mtrain.base.errors import ConfigError
-from mtrain.base.spelling import meant
 from mtrain.config.foreign.megatron_arguments import (
     BALANCE,
     DELTA_NET,
@@ -22,7 +20,10 @@ from mtrain.config.foreign.megatron_arguments import (
     WITH_DEFAULTS,
     WITHOUT_EFFECT,
 )
-from mtrain.config.foreign.translation import Translation, scalar, shares
+from mtrain.config.foreign.megatron_reading import Arguments, given_arguments
+from mtrain.config.foreign.trainers import permit_layout_dependent
+from mtrain.config.foreign.translation import Translation
+from mtrain.config.foreign.values import scalar, shares
 
 _ROPE = ("rope", "yarn")
 _KNOWN_BY_THEIR_FILES = {"HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "NullTokenizer"}
@@ -36,11 +37,11 @@ def from_megatron_lm(arguments: Sequence[str]) -> Translation:
         arguments: Arguments as a shell passes them; what stands before the first argument of Megatron-LM, such as
             `torchrun ... pretrain_gpt.py`, is left out.
 
-    Raises:
-        ConfigError: Something is no argument of Megatron-LM, or has no value.
+    Returns:
+        The translation, not checked yet.
     """
-    given = _given(arguments)
     found = Translation("Megatron-LM")
+    given = given_arguments(found, arguments)
     found.without_effect += [f"--{name}" for name in given if name in WITHOUT_EFFECT]
     found.lost += [
         f"{' '.join([f'--{name}', *given[name]])}: it changes what is trained, and nothing here corresponds"
@@ -51,37 +52,8 @@ def from_megatron_lm(arguments: Sequence[str]) -> Translation:
     return found
 
 
-def _given(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each argument; those without a value have none."""
-    scripts = [number for number, text in enumerate(arguments) if text.endswith(".py")]
-    given: dict[str, list[str]] = {}
-    values: list[str] | None = None
-    for text in arguments[scripts[-1] + 1 if scripts else 0 :]:
-        if text.startswith("--"):
-            name, separator, value = text[2:].partition("=")
-            values = given[_known(name)] = [value] if separator else []
-        elif values is None:
-            raise ConfigError(f"{text}: an argument of Megatron-LM begins with --; remove what comes before it")
-        else:
-            values.append(text)
-    return given
-
-
-def _known(name: str) -> str:
-    every = TRANSLATED | REFUSED | WITHOUT_EFFECT
-    if name in every:
-        return name
-    near = meant(name, every)
-    hint = f"did you mean --{near}?" if near else "remove it"
-    raise ConfigError(f"--{name} is no argument of Megatron-LM (August 2026); {hint}")
-
-
-class _Megatron:
-    """Arguments that were given, and the translation they become."""
-
-    def __init__(self, given: Mapping[str, list[str]], found: Translation) -> None:
-        self._given, self._found = given, found
-        self._read: set[str] = set()
+class _Megatron(Arguments):
+    """The way from arguments to keys."""
 
     def translate(self) -> None:
         """Puts every argument under its key, and the defaults of Megatron-LM that differ from ours."""
@@ -107,45 +79,9 @@ class _Megatron:
             if name in TRANSLATED and name not in self._read
         ]
 
-    def _values(self, name: str) -> list[str] | None:
-        self._read.add(name)
-        return self._given.get(name)
-
-    def _text(self, name: str) -> str | None:
-        values = self._values(name)
-        if values is not None and len(values) != 1:
-            raise ConfigError(f"--{name} needs one value, but has {len(values)}; fix it")
-        return None if values is None else values[0]
-
-    def _value(self, name: str, default: Any = None) -> Any:
-        text = self._text(name)
-        return default if text is None else scalar(text)
-
-    def _number(self, name: str, default: int | None = None) -> int | None:
-        value = self._value(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"--{name} needs a whole number, but has {value!r}; fix it")
-        return value
-
-    def _degree(self, name: str) -> int:
-        """Returns a number that parts are divided by; 1 where it is not given."""
-        found = self._number(name, 1)
-        if found is None or found < 1:
-            raise ConfigError(f"--{name} is {found}, but must be at least 1; fix it")
-        return found
-
-    def _is_on(self, name: str) -> bool:
-        return self._values(name) is not None
-
-    def _put(self, name: str, key: str, default: Any = None) -> None:
-        """Puts a value that is given, else the default of Megatron-LM, which is None where ours is the same."""
-        origin = f"--{name}" if name in self._given else f"Megatron-LM's default of --{name}"
-        self._found.put(key, self._value(name, default), origin)
-
-    def _lost(self, name: str, why: str) -> None:
-        self._found.lost.append(f"--{name} {' '.join(self._values(name) or [])}: {why}")
-
     def _simple(self) -> None:
+        if self._number("cpu-offloading-num-layers", 0):
+            self._put("cpu-offloading-num-layers", "train.offload_layers")
         for name, key in SAME_VALUE.items():
             if key:
                 self._put(name, key)
@@ -153,51 +89,68 @@ class _Megatron:
             self._put(name, key, default)
         for name, key in SWITCHES.items():
             if self._is_on(name):
-                self._found.put(key, True, f"--{name}")
-        if self._number("tensor-model-parallel-size", 1) == 1 and self._found.content.get("layout", {}).pop("sp", None):
-            self._found.without_effect.append("--sequence-parallel")  # Megatron-LM ignores it with tp 1
+                self._put_value(key, True, name)
+        if self._number("tensor-model-parallel-size", 1) == 1:
+            self._found.drop("layout.sp")  # Megatron-LM ignores it then
 
     def _model(self) -> None:
-        put, hidden = self._found.put, self._number("hidden-size")
-        gated = self._is_on("swiglu")
-        if self._is_on("ffn-hidden-size"):
-            self._put("ffn-hidden-size", "model.ffn_hidden_size")
-        elif hidden is not None:
-            size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
-            put("model.ffn_hidden_size", size, "Megatron-LM's default of --ffn-hidden-size")
+        hidden, gated = self._number("hidden-size"), self._is_on("swiglu")
+        ffn = None
+        if hidden is not None:
+            ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        self._put("ffn-hidden-size", "model.ffn_hidden_size", ffn)
         if self._is_on("group-query-attention"):
             self._put("num-query-groups", "model.num_query_groups", 1)
-        norm = self._value("normalization", "LayerNorm")
-        put("model.norm", str(norm).lower(), "--normalization, LayerNorm where it is not given")
-        bias = not self._is_on("disable-bias-linear")
-        is_unfused, is_tanh = self._is_on("no-bias-gelu-fusion"), self._is_on("openai-gelu")
-        if is_tanh and bias and not is_unfused:
-            self._found.without_effect.append("--openai-gelu")
-        if is_unfused and (gated or is_tanh or not bias):
-            self._found.without_effect.append("--no-bias-gelu-fusion")
-        put("model.linear_bias", bias, "true in Megatron-LM without --disable-bias-linear")
-        plain = "gelu_tanh" if (bias and not is_unfused) or is_tanh else "gelu"
-        put(
-            "model.activation", "swiglu" if gated else plain, "--swiglu" if gated else "GELU, fused with its bias: tanh"
-        )
+        self._put_value("model.norm", str(self._value("normalization", "LayerNorm")).lower(), "normalization")
+        self._activation(gated)
         tied = not self._is_on("untie-embeddings-and-output-weights")
-        put("model.tied_embeddings", tied, "true in Megatron-LM without --untie-embeddings-and-output-weights")
+        self._put_value("model.tied_embeddings", tied, "untie-embeddings-and-output-weights")
         if self._value("softmax-type", "vanilla") == "learnable":
-            put("model.attention_sinks", True, "--softmax-type learnable")
-        elif self._is_on("softmax-type") and self._value("softmax-type") != "vanilla":
+            self._put_value("model.attention_sinks", True, "softmax-type")
+        elif self._value("softmax-type", "vanilla") != "vanilla":
             self._lost("softmax-type", "attention has its softmax, or learned sinks")
         self._window()
+        self._attention()
+        if self._value("transformer-impl") == "local":
+            self._put_value("model.backend", "torch", "transformer-impl")
+        self._put("mtp-loss-scaling-factor", "loss.mtp_coefficient")
+
+    def _activation(self, gated: bool) -> None:
+        bias, fused = "disable-bias-linear", "no-bias-gelu-fusion"
+        has_bias, is_unfused, is_tanh = not self._is_on(bias), self._is_on(fused), self._is_on("openai-gelu")
+        self._put_value("model.linear_bias", has_bias, bias)
+        if gated:
+            self._put_value("model.activation", "swiglu", "swiglu")
+        elif is_tanh:
+            self._put_value("model.activation", "gelu_tanh", "openai-gelu")
+        elif has_bias and not is_unfused:  # Megatron-LM's fused kernel of bias and GELU
+            self._put_value("model.activation", "gelu_tanh", fused)
+        else:
+            self._put_value("model.activation", "gelu", *(name for name in (bias, fused) if self._is_on(name)))
+        used = self._found.origins["model.activation"]
+        names = ("openai-gelu", fused)
+        self._found.without_effect += [f"--{name}" for name in names if self._is_on(name) and f"--{name}" not in used]
+
+    def _attention(self) -> None:
+        """Puts latent attention, or layers with a state."""
         if self._is_on("multi-latent-attention"):
             for name, (key, default) in LATENT_ATTENTION.items():
                 self._put(name, key, default)
-        if self._value("experimental-attention-variant") == "gated_delta_net":
+            self._found.drop("model.head_dim")  # Megatron-LM reads its own sizes in latent attention
+            if self._is_on("qk-layernorm"):
+                self._found.origins["model.mla.kv_lora_rank"] += "; --qk-layernorm normalises latents, as always here"
+                self._found.content["model"].pop("qk_norm")
+                self._found.origins.pop("model.qk_norm")
+            else:
+                self._found.lost.append(
+                    "--multi-latent-attention without --qk-layernorm: latents are not normalised there, but always here"
+                )
+        kind = self._value("experimental-attention-variant")
+        if kind in ("gdn", "gated_delta_net"):
             for name, (key, default) in DELTA_NET.items():
                 self._put(name, key, default)
-        elif self._is_on("experimental-attention-variant"):
-            self._lost("experimental-attention-variant", "only gated_delta_net is known here")
-        if self._value("transformer-impl") == "local":
-            put("model.backend", "torch", "--transformer-impl local")
-        self._put("mtp-loss-scaling-factor", "loss.mtp_coefficient")
+        elif kind is not None:
+            self._lost("experimental-attention-variant", "only gated_delta_net (gdn) is known here")
 
     def _window(self) -> None:
         given = self._text("window-size")
@@ -226,44 +179,63 @@ class _Megatron:
         elif self._is_on("max-position-embeddings"):
             self._lost("max-position-embeddings", "there is no table of positions here")
         if not is_rotary:
-            self._found.lost.append(
-                f"--position-embedding-type {kind}, Megatron-LM's default: positions are rotary here"
-            )
-        self._put("rotary-base", "model.rope.base")
-        self._put("rotary-percent", "model.rope.partial")
+            self._found.lost.append(f"{self._origin('position-embedding-type')}, {kind}: positions are rotary here")
+        self._put("rotary-base", "model.rope.base", 10000)
+        self._put("rotary-percent", "model.rope.partial", 1.0)
+        is_latent = self._is_on("multi-latent-attention")
         if self._is_on("use-rope-scaling"):
-            self._found.put("model.rope.scaling", "llama3", "--use-rope-scaling")
+            self._put_value("model.rope.scaling", "llama3", "use-rope-scaling")
             self._put("rope-scaling-factor", "model.rope.factor", 8.0)
         elif self._is_on("rotary-seq-len-interpolation-factor"):
-            self._found.put("model.rope.scaling", "linear", "--rotary-seq-len-interpolation-factor")
+            self._put_value("model.rope.scaling", "linear", "rotary-seq-len-interpolation-factor")
             self._put("rotary-seq-len-interpolation-factor", "model.rope.factor")
-        elif kind == "yarn" or self._value("rotary-scaling-factor", 1.0) != 1.0:
-            self._found.put("model.rope.scaling", "yarn", f"--position-embedding-type {kind}")
-            self._put("rotary-scaling-factor", "model.rope.factor")
-            self._put("yarn-original-max-position-embeddings", "model.rope.original_max_positions")
-            self._put("yarn-beta-fast", "model.rope.beta_fast")
-            self._put("yarn-beta-slow", "model.rope.beta_slow")
-            self._put("mscale", "model.rope.mscale")
+        elif kind == "yarn" or (is_latent and self._value("rotary-scaling-factor", 1.0) != 1.0):
+            self._yarn(is_latent)
+
+    def _yarn(self, is_latent: bool) -> None:
+        self._put_value(
+            "model.rope.scaling", "yarn", "rotary-scaling-factor" if is_latent else "position-embedding-type"
+        )
+        self._put("rotary-scaling-factor", "model.rope.factor", 1.0)
+        length = "model.rope.original_max_positions"
+        if is_latent:
+            self._found.put(length, 4096, "Megatron-LM's default in latent attention")
+        else:
+            self._put("yarn-original-max-position-embeddings", length, 4096)
+            self._put("yarn-beta-fast", "model.rope.beta_fast", 32.0)
+            self._put("yarn-beta-slow", "model.rope.beta_slow", 1.0)
+        scale, whole = self._value("mscale", 1.0), self._value("mscale-all-dim", 0.0)
+        factor = self._value("rotary-scaling-factor", 1.0)
+        if not all(isinstance(each, int | float) for each in (scale, whole, factor)):
+            self._refuse("--mscale, --mscale-all-dim and --rotary-scaling-factor need numbers; fix them")
+        elif whole:
+            self._put("mscale", "model.rope.mscale", 1.0)
             self._put("mscale-all-dim", "model.rope.mscale_all_dim")
+        elif scale != 1:
+            factor = 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+            self._put_value("model.rope.attention_factor", factor, "mscale")
+        elif self._is_on("mscale"):
+            self._found.without_effect.append("--mscale")
 
     def _experts(self) -> None:
         if not self._is_on("num-experts"):
             return
         for name, (key, default) in EXPERTS.items():
             self._put(name, key, default)
-        put, ffn = self._found.put, self._found.content.get("model", {}).get("ffn_hidden_size")
+        put, ffn = self._put_value, self._found.get("model.ffn_hidden_size")
         self._put("moe-ffn-hidden-size", "model.experts.ffn_hidden_size", ffn)
         for name, key in (("moe-shared-expert-gate", "shared_gate"), ("moe-router-pre-softmax", "pre_softmax")):
             if self._is_on(name):
-                put(f"model.experts.{key}", True, f"--{name}")
+                put(f"model.experts.{key}", True, name)
         if self._is_on("moe-router-enable-expert-bias"):
-            put("model.experts.expert_bias", True, "--moe-router-enable-expert-bias")
+            put("model.experts.expert_bias", True, "moe-router-enable-expert-bias")
             self._put("moe-router-bias-update-rate", "model.experts.bias_update_rate", 1e-3)
         dispatcher = self._value("moe-token-dispatcher-type", "allgather")
         name = "alltoall" if dispatcher == "flex" else dispatcher
-        put("model.experts.dispatcher", name, "--moe-token-dispatcher-type, allgather where it is not given")
+        put("model.experts.dispatcher", name, "moe-token-dispatcher-type")
         self._layers_with_experts()
         self._balance()
+        permit_layout_dependent(self._found)
 
     def _layers_with_experts(self) -> None:
         given = self._text("moe-layer-freq")
@@ -278,32 +250,33 @@ class _Megatron:
     def _balance(self) -> None:
         kinds = self._values("moe-router-load-balancing-type") or ["aux_loss"]
         coefficients = [scalar(text) for text in self._values("moe-aux-loss-coeff") or []]
+        if not all(isinstance(each, int | float) for each in coefficients):
+            self._refuse(f"--moe-aux-loss-coeff {' '.join(map(str, coefficients))}: numbers are needed; fix it")
+            return
         if len(coefficients) > len(kinds) or any(kind not in BALANCE for kind, _ in zip(kinds, coefficients)):
             self._lost("moe-aux-loss-coeff", f"each one is of one of {', '.join(BALANCE)}")
         for kind, coefficient in zip(kinds, coefficients):
             if kind in BALANCE and coefficient:
                 self._found.put(BALANCE[kind], coefficient, f"--moe-aux-loss-coeff of {kind}")
-                if kind != "seq_aux_loss":
-                    self._found.put("loss.allow_layout_dependent", True, f"{kind} depends on the layout by definition")
         if any(kind not in (*BALANCE, "none") for kind in kinds):
             self._lost("moe-router-load-balancing-type", f"known are {', '.join(BALANCE)} and none")
 
     def _layout(self) -> None:
-        put, tp = self._found.put, self._degree("tensor-model-parallel-size")
+        put, tp = self._put_value, self._degree("tensor-model-parallel-size")
         if self._is_on("num-experts") and (tp > 1 or self._is_on("expert-tensor-parallel-size")):
             self._put("expert-tensor-parallel-size", "layout.etp", tp)
         layers = self._number("num-layers")
         if self._is_on("num-layers-per-virtual-pipeline-stage") and layers is not None:
             stages = layers // self._degree("pipeline-model-parallel-size")
             each = self._degree("num-layers-per-virtual-pipeline-stage")
-            put("layout.vpp", stages // each, "--num-layers-per-virtual-pipeline-stage")
+            put("layout.vpp", stages // each, "num-layers-per-virtual-pipeline-stage")
             if self._is_on("num-virtual-stages-per-pipeline-rank"):
                 self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
-        if self._degree("context-parallel-size") > 1:
+        if self._degree("context-parallel-size") > 1 and self._is_on("cp-comm-type"):
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
-            kinds = set(self._values("cp-comm-type") or ["p2p"])
+            kinds = set(self._values("cp-comm-type") or [])
             if len(kinds) == 1 and kinds <= ways.keys():
-                put("layout.cp_comm", ways[kinds.pop()], "--cp-comm-type, p2p where it is not given")
+                put("layout.cp_comm", ways[kinds.pop()], "cp-comm-type")
             else:
                 self._lost("cp-comm-type", f"one of {', '.join(ways)} for all layers is known")
 
@@ -323,10 +296,10 @@ class _Megatron:
                 self._lost(name, f"{key} counts steps; give --global-batch-size, too")
 
     def _schedule(self) -> None:
-        put, style = self._found.put, str(self._value("lr-decay-style", "linear"))
+        put, style = self._put_value, str(self._value("lr-decay-style", "linear"))
         known = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
         if style in known:
-            put("optimizer.schedule", known[style], "--lr-decay-style, linear where it is not given")
+            put("optimizer.schedule", known[style], "lr-decay-style")
         else:
             self._lost("lr-decay-style", f"known are {', '.join(known)}")
         if style == "WSD":
@@ -334,64 +307,59 @@ class _Megatron:
             samples, size = self._number("lr-wsd-decay-samples"), self._number("global-batch-size")
             self._put("lr-wsd-decay-iters", "optimizer.decay_steps")
             if samples is not None and size:
-                put("optimizer.decay_steps", -(-samples // size), "--lr-wsd-decay-samples / --global-batch-size")
-            if self._value("lr-wsd-decay-style", "exponential") != "linear":
-                self._found.lost.append(
-                    "--lr-wsd-decay-style exponential, Megatron-LM's default: wsd falls linearly here"
-                )
+                put("optimizer.decay_steps", -(-samples // size), "lr-wsd-decay-samples", "global-batch-size")
+            if (fall := self._value("lr-wsd-decay-style", "exponential")) != "linear":
+                self._found.lost.append(f"{self._origin('lr-wsd-decay-style')}, {fall}: wsd falls linearly here")
         fraction = self._value("lr-warmup-fraction")
-        if fraction is not None:
+        if fraction is not None and not isinstance(fraction, int | float):
+            self._refuse(f"--lr-warmup-fraction {fraction}: a number is needed; fix it")
+        elif fraction is not None:
             steps = self._found.content["optimizer"].get("decay_steps") if style != "WSD" else None
             if steps is None:
-                put("optimizer.warmup_ratio", fraction, "--lr-warmup-fraction")
+                put("optimizer.warmup_ratio", fraction, "lr-warmup-fraction")
             else:
-                put("optimizer.warmup_steps", math.ceil(Fraction(str(fraction)) * steps), "--lr-warmup-fraction")
+                put("optimizer.warmup_steps", math.ceil(Fraction(str(fraction)) * steps), "lr-warmup-fraction")
         kind = self._value("optimizer", "adam")
         if kind != "adam":
             self._lost("optimizer", "only adam, which is AdamW, is translated; optimizer.kind=muon has keys of its own")
 
     def _precision(self) -> None:
-        put = self._found.put
-        chosen = next((name for name in ("bf16", "fp16") if self._is_on(name)), None)
-        put("train.precision", chosen or "fp32", f"--{chosen}" if chosen else "neither --bf16 nor --fp16")
+        put = self._put_value
+        kinds = [name for name in ("bf16", "fp16") if self._is_on(name)]
+        chosen = kinds[0] if kinds else "fp32"
+        if len(kinds) > 1:
+            self._refuse("--bf16 and --fp16 exclude each other; keep one")
+        put("train.precision", chosen, "bf16", "fp16")
         if chosen == "fp16":
             self._put("initial-loss-scale", "train.initial_loss_scale", 2.0**32)
         self._put("fp8-format", "train.fp8")
         if self._is_on("fp8-format") and self._value("fp8-recipe", "delayed") == "delayed":
-            self._found.lost.append("--fp8-recipe delayed, Megatron-LM's default: its scales are in no checkpoint here")
+            self._found.lost.append(f"{self._origin('fp8-recipe')}, delayed: its scales are in no checkpoint here")
         elif self._is_on("fp8-format"):
             self._put("fp8-recipe", "train.fp8_recipe")
-        put(
-            "train.distributed_optimizer",
-            self._is_on("use-distributed-optimizer"),
-            "whether --use-distributed-optimizer is given",
-        )
-        minutes = self._number("distributed-timeout-minutes")
-        put(
-            "train.process_group_timeout_s",
-            None if minutes is None else 60 * minutes,
-            "--distributed-timeout-minutes",
-        )
+        name, minutes = "use-distributed-optimizer", self._number("distributed-timeout-minutes", 10)
+        put("train.distributed_optimizer", self._is_on(name), name)
+        put("train.process_group_timeout_s", 60 * (minutes or 0), "distributed-timeout-minutes")
 
     def _recomputation(self) -> None:
-        put, kind = self._found.put, self._value("recompute-granularity")
+        put, kind = self._put_value, self._value("recompute-granularity")
         if self._is_on("recompute-activations"):
             if self._is_on("recompute-granularity"):
                 self._lost("recompute-granularity", "--recompute-activations, which is given, too, means selective")
             kind = "selective"
-        put("train.recompute", kind, "--recompute-granularity")
+        put("train.recompute", kind, "recompute-activations", "recompute-granularity")
         if kind == "full" and self._value("recompute-method") == "block":
             self._put("recompute-num-layers", "train.recompute_layers")
         elif kind == "full" and self._is_on("recompute-num-layers"):  # layers that are recomputed at one time
             self._found.without_effect.append("--recompute-num-layers")
         modules = self._values("recompute-modules") if kind == "selective" else None
         if modules is not None:
-            put("train.recompute_modules", [each for each in modules if each in _RECOMPUTED], "--recompute-modules")
+            put("train.recompute_modules", [each for each in modules if each in _RECOMPUTED], "recompute-modules")
             if others := [each for each in modules if each not in _RECOMPUTED]:
                 self._found.lost.append(f"--recompute-modules {' '.join(others)}: not recomputed here; memory only")
 
     def _data(self) -> None:
-        put, sources = self._found.put, self._found.content.setdefault("data", {})
+        put, sources = self._put_value, self._found.content.setdefault("data", {})
         if self._is_on("tokenizer-type") and self._value("tokenizer-type") in _KNOWN_BY_THEIR_FILES:
             self._found.without_effect.append("--tokenizer-type")
         elif self._is_on("tokenizer-type"):
@@ -399,24 +367,24 @@ class _Megatron:
                 "tokenizer-type", "data.tokenizer is a sentencepiece .model, a tokenizer.json or a folder with one"
             )
         if self._is_on("mock-data"):
-            put("data.kind", "mock", "--mock-data")
+            put("data.kind", "mock", "mock-data")
             return
-        put(
-            "data.kind",
-            "sft" if self._is_on("sft") else "indexed",
-            "--sft" if self._is_on("sft") else ".bin/.idx pairs",
-        )
+        put("data.kind", "sft" if self._is_on("sft") else "indexed", "sft")
         names = {"data-path": "train", "train-data-path": "train", "valid-data-path": "valid", "test-data-path": "test"}
         if self._is_on("data-path") and self._is_on("train-data-path"):
             self._lost("data-path", "--train-data-path is given, too; keep one")
         for name, part in names.items():
             if self._is_on(name):
-                put(f"data.{part}", _blend(self._values(name) or []), f"--{name}")
+                put(f"data.{part}", _blend(self._values(name) or []), name)
         if self._is_on("data-path") and not sources.get("valid"):
-            put("data.split", shares(str(self._text("split") or "969,30,1")), "--split, 969,30,1 where it is not given")
+            text = self._text("split") or "969,30,1"
+            try:
+                put("data.split", shares(text), "split")
+            except (ValueError, ArithmeticError):
+                self._refuse(f"--split {text}: three numbers with commas between them are needed; fix it")
         reset = [self._is_on(f"reset-{name}") for name in ("position-ids", "attention-mask")]
         if all(reset):
-            put("data.isolate_documents", True, "--reset-position-ids and --reset-attention-mask")
+            put("data.isolate_documents", True, "reset-position-ids", "reset-attention-mask")
         elif any(reset):
             self._found.lost.append("one of --reset-position-ids and --reset-attention-mask alone: documents have both")
         self._validation(sources)
@@ -434,15 +402,15 @@ class _Megatron:
         if size is None:
             self._lost("eval-iters", "valid.max_samples counts samples; give --global-batch-size, too")
         else:
-            self._found.put("valid.max_samples", (count or 0) * size, "--eval-iters, or 100, x --global-batch-size")
+            self._put_value("valid.max_samples", (count or 0) * size, "eval-iters")
 
     def _places(self) -> None:
-        put, load = self._found.put, self._text("load")
+        put, load = self._put_value, self._text("load")
         other = load if load != self._text("save") else None
         origin = self._text("pretrained-checkpoint") or other
         if other != origin and other is not None:
             self._lost("load", "a run begins from --pretrained-checkpoint and goes on from its own folder")
-        put("checkpoint.initialize_from", origin, "--pretrained-checkpoint, or --load of another folder")
+        put("checkpoint.initialize_from", origin, "pretrained-checkpoint", "load")
         if origin is not None and not self._is_on("finetune"):
             self._found.notes.append(
                 f"a run folder goes on by itself; {origin} gives the weights alone, without optimizer and step"
@@ -452,16 +420,16 @@ class _Megatron:
         if self._is_on(name) and not self._is_on("save-retain-interval"):
             self._put(name, "checkpoint.keep_every_steps")
             self._found.origins["checkpoint.keep_every_steps"] = "Megatron-LM keeps every checkpoint"
-        put("checkpoint.async_save", self._is_on("async-save"), "whether --async-save is given")
-        put("metrics.tensorboard", self._is_on("tensorboard-dir"), "whether --tensorboard-dir is given")
+        put("checkpoint.async_save", self._is_on("async-save"), "async-save")
+        put("metrics.tensorboard", self._is_on("tensorboard-dir"), "tensorboard-dir")
         if self._is_on("wandb-project"):
-            put("metrics.trackers", ["wandb"], "--wandb-project")
+            put("metrics.trackers", ["wandb"], "wandb-project")
             self._put("wandb-project", "metrics.project")
         if self._is_on("profile"):
             steps = [self._number(f"profile-step-{name}", default) for name, default in (("start", 10), ("end", 12))]
-            put("metrics.profile_steps", steps, "--profile-step-start, --profile-step-end")
-            ranks = [int(each) for each in self._values("profile-ranks") or []]
-            put("metrics.profile_ranks", ranks or None, "--profile-ranks")
+            put("metrics.profile_steps", steps, "profile-step-start", "profile-step-end")
+            ranks = [scalar(each) for each in self._values("profile-ranks") or []]
+            put("metrics.profile_ranks", ranks or None, "profile-ranks")
 
 
 def _blend(words: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,16 +1,16 @@
-# ruff: noqa: SIM905 - many names read better as words than as strings
-"""Files of axolotl, and arguments of ms-swift's `megatron sft`, as a configuration."""
+"""What configurations of finetuning programs have in common: files, schedules, adapters, losses on pairs of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
-from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.translation import Put, Translation, constant, lost, no_effect, scalar, to
-from mtrain.config.load import read_file
-from mtrain.config.schema.adapter import SAVED_SYNONYMS
+from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
+from mtrain.config.foreign.translation import Put, Row, Settings, Translation, choice, to
+from mtrain.config.foreign.values import boolean, is_same, listed, number
+from mtrain.config.schema.adapter import ALL_LINEAR, GROUPS, PARTS, SAVED_SYNONYMS, SYNONYMS
 
 SCHEDULES = {
     "cosine": "cosine",
@@ -19,384 +19,262 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
     "WSD": "wsd",
 }
-_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
-_AS_MESSAGES = {
-    "chat_template": "messages",
-    "chat_template.default": "messages",
-    "alpaca": "alpaca",
-    "sharegpt": "sharegpt",
-    "completion": "text",
+"""Name of a schedule -> ours."""
+PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
+TARGETS = frozenset((*PARTS, *GROUPS, *SYNONYMS))
+_ADAMW = frozenset(
+    ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
+) | {"adamw_torch_npu_fused", "optimi_adamw", "paged_adamw", "paged_adamw_32bit"}
+_OF_FEW_BITS = frozenset(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw8bit", "ao_adamw_8bit")) | {
+    "ao_adamw_4bit",
+    "ao_adamw_fp8",
 }
+"""Optimizers that are AdamW with moments of a few bits."""
 
 
 def recomputed(found: Translation, value: Any, name: str) -> None:
-    if value and value != "none":
-        found.put("train.recompute", "selective" if value == "selective" else "full", name)
+    """Puts what is recomputed: true, a name of a kind of it, or false, none and 0 for nothing."""
+    kinds = {"none": "none", "selective": "selective", "full": "full", "offload": "full", "offload_disk": "full"}
+    kind = kinds.get(value) if isinstance(value, str) else None
+    found.put("train.recompute", kind or ("full" if boolean(value) else "none"), name)
 
 
-def _adapter(found: Translation, value: Any, name: str) -> None:
-    if value == "qlora":
-        found.lost.append(f"{name}=qlora: weights in 4 bits; adapter.base_dtype=bf16 halves those of float32")
-    if value in ("lora", "qlora"):
-        found.put("adapter.kind", "lora", name)
-    elif value not in ("full", None):
-        found.lost.append(f"{name}={value}: adapters are lora and dora")
-
-
-def _held_out(found: Translation, value: Any, name: str) -> None:
-    if isinstance(value, int) and value >= 1:
+def held_out(found: Translation, value: Any, name: str) -> None:
+    """Puts a share of the records as the validation set."""
+    share = number(value)
+    if share >= 1:
         found.lost.append(f"{name}={value}: data.split takes shares, not a number of records; name data.valid")
-    else:
-        found.put("data.split", [1 - value, value, 0.0], f"{name}, by records in file order")
-
-
-_ROLES = {"messages": {"role": "role", "content": "content"}, "sharegpt": {"role": "from", "content": "value"}}
-"""Form -> field of the form for each field of a message, as axolotl names them."""
-
-
-def _left_of_dataset(given: Mapping[str, Any], form: str) -> Iterator[str]:
-    """Yields the keys of a dataset that the form does not say."""
-    for key, value in given.items():
-        roles = value.items() if key == "message_property_mappings" else ()
-        if key in ("path", "type") or (key, value) in (("split", "train"), ("ds_type", "json"), ("ds_type", "parquet")):
-            continue
-        if key == "field_messages" and value == {"messages": "messages", "sharegpt": "conversations"}.get(form):
-            continue
-        if roles and all(_ROLES.get(form, {}).get(ours) == theirs for ours, theirs in roles):
-            continue
-        yield key
-
-
-def _datasets(found: Translation, value: Any, name: str) -> None:
-    """Puts axolotl's list of datasets; all have one form here."""
-    sources, formats = [], set()
-    for each in value if isinstance(value, list) else [value]:
-        given = each if isinstance(each, Mapping) else {"path": each}
-        if not isinstance(given.get("path"), str):
-            found.lost.append(f"{name}: a dataset without a path")
-            continue
-        sources.append({"path": given["path"]})
-        kind = str(given.get("type", "chat_template"))
-        if kind not in _AS_MESSAGES:
-            found.lost.append(
-                f"{name}: type={kind}; data.format is one of {', '.join(dict.fromkeys(_AS_MESSAGES.values()))}"
-            )
-        form = _AS_MESSAGES.get(kind, kind)
-        if form == "messages" and given.get("field_messages") == "conversations":
-            form = "sharegpt"
-        formats.add(form)
-        found.lost += [f"{name}: {key}={given[key]}" for key in _left_of_dataset(given, form)]
-    found.put("data.kind", "sft", name)
-    found.put(f"data.{'valid' if name == 'test_datasets' else 'train'}", sources, f"{name}; paths on this machine")
-    if len(formats) == 1:
-        found.put("data.format", formats.pop(), f"{name}: type")
-    elif formats:
-        found.lost.append(
-            f"{name}: forms {', '.join(sorted(formats))}; data.format is one for all, so convert the others"
-        )
+    elif share:
+        found.put("data.split", [float(1 - Fraction(str(share))), share, 0.0], f"{name}, by records in file order")
 
 
 def files_of(key: str) -> Put:
+    """Returns the function that puts the paths of files, one or several."""
+
     def put(found: Translation, value: Any, name: str) -> None:
-        paths = value if isinstance(value, list) else [value]
+        if value is False or not all(isinstance(path, str) for path in listed(value)):
+            raise ValueError(f"{value!r} is no path")
+        sources = []
+        for path in listed(value):
+            path, counted, count = path.partition("#")
+            if counted:
+                found.lost.append(f"{name}={path}#{count}: all records are read; make a file of some")
+            sources.append({"path": path})
         found.put("data.kind", "sft", name)
-        found.put(key, [{"path": path} for path in paths], f"{name}; paths on this machine")
+        found.put(key, sources, f"{name}; paths on this machine")
 
     return put
 
 
 def folder_of(found: Translation, value: Any, name: str) -> None:
+    """Puts the folder of a model, and that of its tokenizer where none was named."""
     found.put("model.hf", value, f"{name}; a folder: hf download {value} --local-dir DIR")
-    found.content.setdefault("data", {}).setdefault("tokenizer", value)
-    found.origins.setdefault("data.tokenizer", f"{name}: of the same folder")
+    if found.get("data.tokenizer") is None:
+        found.put("data.tokenizer", value, f"{found.program}'s default, the folder of {name}")
 
 
 def packing_of(batch: str) -> Put:
-    return lambda found, value, name: found.put("data.packing", {"batch": batch}, name) if value else None
+    """Returns the function that puts whether samples are packed, into rows that `batch` counts."""
+    return lambda found, value, name: found.put("data.packing", {"batch": batch} if boolean(value) else None, name)
 
 
 def trackers(found: Translation, value: Any, name: str) -> None:
-    known = [each for each in (value if isinstance(value, list) else [value]) if each in ("wandb", "mlflow", "trackio")]
+    """Puts the trackers that there are here, of a list of names."""
+    known = [each for each in listed(value) if each in ("wandb", "mlflow", "trackio")]
     found.put("metrics.trackers", known or None, name)
-
-
-def _wandb(found: Translation, value: Any, name: str) -> None:
-    found.put("metrics.trackers", ["wandb"], name)
-    found.put("metrics.project", value, name)
+    if others := [str(each) for each in listed(value) if each not in (*known, "tensorboard", "console", "none")]:
+        found.lost.append(f"{name}={', '.join(others)}: trackers are wandb, mlflow and trackio")
 
 
 def optimizer_of(found: Translation, value: Any, name: str) -> None:
-    if "adam" in str(value).lower():
-        found.put("optimizer.kind", "adamw", f"{name}={value}")
-    else:
-        found.lost.append(f"{name}={value}: optimizer.kind is adamw or muon")
+    """Puts AdamW where the optimizer is that, by any of its names."""
+    kind = str(value).lower()
+    if kind in _ADAMW or kind in _OF_FEW_BITS:
+        found.put("optimizer.kind", "adamw", name if found.is_default(name) else f"{name}={value}")
+    if kind in _OF_FEW_BITS:
+        found.lost.append(f"{name}={value}: moments have few bits there; here they are float32")
+    elif kind not in _ADAMW:
+        found.lost.append(f"{name}={value}: only AdamW is translated; optimizer.kind=muon has keys of its own")
 
 
-def _template(found: Translation, value: Any, name: str) -> None:
-    """Puts the tokenizer's own template; names of templates that the program has are lost."""
-    if value in ("tokenizer_default", "jinja"):
-        found.put("data.chat_template", "auto", f"{name}={value}")
-    else:
-        found.lost.append(
-            f"{name}={value}: data.chat_template takes auto (the tokenizer's own), plain, the name of one of the "
-            "tokenizer's templates or the path of a .jinja file"
-        )
+def every_steps(key: str) -> Put:
+    """Returns the function that puts a number of steps between two events, or a share of the run below 1."""
+
+    def put(found: Translation, value: Any, name: str) -> None:
+        steps = number(value)
+        if not 0 < steps < 1:
+            found.put(key, max(0, steps), name)
+        elif isinstance(whole := found.get("train.num_steps"), int):
+            found.put(key, max(1, int(steps * whole)), f"{name} x number of steps")
+        else:
+            found.lost.append(f"{name}={value}: {key} is a number of steps, and a share of the run is not known here")
+
+    return put
 
 
-def _special_tokens(found: Translation, value: Mapping[str, Any], name: str) -> None:
-    """Names the tokens that are given another text; the one for padding is never in the loss."""
-    others = {role: text for role, text in value.items() if role != "pad_token"}
-    if others:
-        found.lost.append(f"{name}={others}: the tokenizer's own tokens are used; change its tokenizer_config.json")
+def put_length(found: Translation, run: Settings, steps: str, epochs: str) -> None:
+    """Puts the length of a run by steps where they are above 0, else by epochs."""
+    count = number(run[steps]) if run[steps] is not None else 0
+    if count > 0:
+        found.put("train.num_steps", count, run.origin(steps))
+        found.drop("train.num_epochs")
+    elif run[epochs] is not None:
+        found.put("train.num_epochs", run[epochs], run.origin(epochs))
 
 
-def _last_rate(found: Translation, value: Any, name: str) -> None:
+def put_warmup(found: Translation, run: Settings, steps: str, ratio: str, *, rounds_up: bool = False) -> None:
+    """Puts the warm-up: a number of steps above 0, or below 1 a share; else the share of `ratio`.
+
+    Args:
+        found: Translation with the length of the run.
+        run: What the program runs with.
+        steps: Name of the key that counts steps.
+        ratio: Name of the key that gives a share of the steps.
+        rounds_up: Whether the program rounds a share up to whole steps, as we do.
+    """
+    count = number(run[steps]) if run[steps] is not None else 0
+    name, share = (ratio, run[ratio]) if count <= 0 else (steps, count if count < 1 else None)
+    if share is None or not number(share):
+        found.put("optimizer.warmup_steps", max(0, count), run.origin(steps, ratio))
+        return
+    whole = found.get("train.num_steps")
+    if isinstance(whole, int) and not rounds_up:
+        found.put("optimizer.warmup_steps", int(number(share) * whole), f"{run.origin(name)} x number of steps")
+        return
+    found.put("optimizer.warmup_ratio", share, run.origin(name))
+    if not rounds_up:
+        found.notes.append(f"{name} is rounded down to whole steps there, and up here")
+
+
+def last_rate(found: Translation, ratio: Any, origin: str) -> None:
     """Puts the learning rate that the decay ends with, which is given as a part of the first one."""
-    found.put("optimizer.min_lr", value * found.content["optimizer"]["lr"], f"{name} x learning rate")
+    if (rate := found.get("optimizer.lr")) is not None and number(ratio):
+        found.put("optimizer.min_lr", number(ratio) * rate, f"{origin} x learning rate")
 
 
-def _saved(found: Translation, value: Any, name: str) -> None:
-    modules = value if isinstance(value, list) else [value]
+def targets(found: Translation, value: Any, name: str) -> None:
+    """Puts the modules with adapters, of which there may be none here."""
+    modules = [ALL_LINEAR if str(each).replace("_", "-") == ALL_LINEAR else each for each in listed(value)]
+    if unknown := [str(each) for each in modules if each not in TARGETS]:
+        found.lost.append(f"{name}={', '.join(unknown)}: no module here has this name; docs/lora.md has a list")
+    known = [*(found.get("adapter.targets") or []), *(each for each in modules if each in TARGETS)]
+    found.put("adapter.targets", list(dict.fromkeys(known)) or None, name)
+
+
+def saved(found: Translation, value: Any, name: str) -> None:
+    """Puts the modules that learn whole next to adapters, of which only some can here."""
+    modules = listed(value)
     if unknown := [str(each) for each in modules if each not in SAVED_SYNONYMS]:
         found.lost.append(
-            f"{name}={', '.join(unknown)}: of modules only embed_tokens, lm_head and a head learn whole with adapters"
+            f"{name}={', '.join(unknown)}: of modules only embed_tokens, lm_head, norm and a head learn whole with "
+            "adapters"
         )
     found.put("adapter.modules_to_save", [each for each in modules if each in SAVED_SYNONYMS] or None, name)
 
 
-_LORA: dict[str, Put] = {
-    "lora_r": to("adapter.rank"),
-    "lora_rank": to("adapter.rank"),
-    "lora_alpha": to("adapter.alpha", float),
-    "lora_dropout": to("adapter.dropout"),
-    "lora_target_modules": to("adapter.targets"),
-    "lora_target_linear": to("adapter.targets", lambda _: "all-linear"),
-    "lora_modules_to_save": _saved,
-    "modules_to_save": _saved,
-    "peft_use_dora": to("adapter.kind", lambda _: "dora"),
-    "peft_use_rslora": to("adapter.scaling", lambda _: "rslora"),
-    "use_rslora": to("adapter.scaling", lambda _: "rslora"),
-}
-_NO_4_BITS = lost("weights are not quantized here")
-AXOLOTL: dict[str, Put] = {
-    **_LORA,
-    "base_model": folder_of,
-    "datasets": _datasets,
-    "test_datasets": _datasets,
-    "val_set_size": _held_out,
-    "chat_template": _template,
-    "special_tokens": _special_tokens,
-    "tokens": to("model.add_tokens"),
-    "chat_template_jinja": to("data.chat_template"),
-    "sequence_len": to("data.seq_length"),
-    "excess_length_strategy": constant("data.too_long", {"drop": "drop", "truncate": "end", "raise": "refuse"}),
-    "sample_packing": packing_of("rows"),
-    "micro_batch_size": to("train.micro_batch_size"),
-    "max_steps": to("train.num_steps"),
-    "num_epochs": to("train.num_epochs"),
-    "learning_rate": to("optimizer.lr", float),
-    "lr_scheduler": constant("optimizer.schedule", SCHEDULES),
-    "cosine_min_lr_ratio": _last_rate,
-    "warmup_steps": to("optimizer.warmup_steps"),
-    "warmup_ratio": to("optimizer.warmup_ratio"),
-    "weight_decay": to("optimizer.weight_decay"),
-    "max_grad_norm": to("optimizer.clip_grad"),
-    "adam_beta1": to("optimizer.beta1"),
-    "adam_beta2": to("optimizer.beta2"),
-    "adam_epsilon": to("optimizer.epsilon", float),
-    "optimizer": optimizer_of,
-    "bf16": to("train.precision", lambda _: "bf16"),
-    "fp16": to("train.precision", lambda _: "fp16"),
-    "seed": to("train.seed"),
-    "data_seed": to("data.seed"),
-    "adapter": _adapter,
-    "gradient_checkpointing": recomputed,
-    "context_parallel_size": to("layout.cp"),
-    "sequence_parallel_degree": to("layout.cp"),
-    "tensor_parallel_size": to("layout.tp"),
-    "expert_parallel_size": to("layout.ep"),
-    "output_dir": to("run.dir"),
-    "save_steps": to("checkpoint.interval_steps"),
-    "save_total_limit": to("checkpoint.keep_last"),
-    "eval_steps": to("valid.interval_steps"),
-    "logging_steps": to("metrics.console_interval_steps"),
-    "wandb_project": _wandb,
-    "wandb_name": to("run.name"),
-    "rl": constant("loss.function", {name: name for name in _PREFERENCES}),
-    "rl_beta": to("loss.options.beta", float),
-    "orpo_alpha": to("loss.options.beta", float),
-    "dpo_label_smoothing": to("loss.options.label_smoothing", float),
-    "simpo_gamma": to("loss.options.gamma", float),
-    "kto_desirable_weight": to("loss.options.desirable_weight", float),
-    "kto_undesirable_weight": to("loss.options.undesirable_weight", float),
-    "load_in_4bit": _NO_4_BITS,
-    "load_in_8bit": _NO_4_BITS,
-    "train_on_inputs": lost("prompts are never in the loss of conversations; data.format=text trains whole texts"),
-    "group_by_length": lost("the order of samples follows from train.seed; packing fills the rows"),
-    **dict.fromkeys(
-        """
-        flash_attention sdp_attention xformers_attention tf32 deepspeed fsdp fsdp_config fsdp_version dp_shard_size
-        dp_replicate_size pad_to_sequence_len eval_sample_packing dataset_prepared_path dataset_processes
-        gradient_checkpointing_kwargs auto_resume_from_checkpoints resume_from_checkpoint save_safetensors debug
-        wandb_entity wandb_watch wandb_log_model wandb_run_id tokenizer_type model_type trust_remote_code
-        gradient_accumulation_steps plugins local_rank save_first_step hub_model_id eval_batch_size strict
-        liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy is_llama_derived_model
-        roles_to_train lora_mlp_kernel lora_qkv_kernel lora_o_kernel
-        """.split(),
-        no_effect,
-    ),
-}
-"""Key of axolotl -> what becomes of its value."""
+def pattern_of(key: str) -> Put:
+    """Returns the function that puts numbers of single modules, where all of them have names here."""
 
-MS_SWIFT: dict[str, Put] = {
-    **_LORA,
-    "model": folder_of,
-    "dataset": files_of("data.train"),
-    "val_dataset": files_of("data.valid"),
-    "split_dataset_ratio": _held_out,
-    "max_length": to("data.seq_length"),
-    "truncation_strategy": constant(
-        "data.too_long", {"delete": "drop", "left": "start", "right": "end", "split": "split"}
-    ),
-    "packing": packing_of("rows"),
-    "loss_scale": constant("data.loss_on", {"default": "all_answers", "last_round": "last_answer"}),
-    "micro_batch_size": to("train.micro_batch_size"),
-    "global_batch_size": to("train.global_batch_size"),
-    "train_iters": to("train.num_steps"),
-    "num_train_epochs": to("train.num_epochs"),
-    "max_epochs": to("train.num_epochs"),
-    "tensor_model_parallel_size": to("layout.tp"),
-    "pipeline_model_parallel_size": to("layout.pp"),
-    "virtual_pipeline_model_parallel_size": to("layout.vpp"),
-    "context_parallel_size": to("layout.cp"),
-    "expert_model_parallel_size": to("layout.ep"),
-    "expert_tensor_parallel_size": to("layout.etp"),
-    "sequence_parallel": to("layout.sp"),
-    "recompute_granularity": recomputed,
-    "lr": to("optimizer.lr", float),
-    "min_lr": to("optimizer.min_lr", float),
-    "lr_decay_style": constant("optimizer.schedule", SCHEDULES),
-    "lr_warmup_fraction": to("optimizer.warmup_ratio"),
-    "lr_warmup_iters": to("optimizer.warmup_steps"),
-    "weight_decay": to("optimizer.weight_decay"),
-    "clip_grad": to("optimizer.clip_grad"),
-    "adam_beta1": to("optimizer.beta1"),
-    "adam_beta2": to("optimizer.beta2"),
-    "adam_eps": to("optimizer.epsilon", float),
-    "optimizer": optimizer_of,
-    "tuner_type": _adapter,
-    "train_type": _adapter,
-    "target_modules": to("adapter.targets"),
-    "moe_aux_loss_coeff": lost("see loss.router.sequence_balance_coefficient, which is the same under every layout"),
-    "seed": to("train.seed"),
-    "data_seed": to("data.seed"),
-    "save": to("run.dir"),
-    "output_dir": to("run.dir"),
-    "load": to("checkpoint.initialize_from"),
-    "mcore_model": to("checkpoint.initialize_from"),
-    "save_interval": to("checkpoint.interval_steps"),
-    "save_steps": to("checkpoint.interval_steps"),
-    "save_total_limit": to("checkpoint.keep_last"),
-    "eval_interval": to("valid.interval_steps"),
-    "eval_steps": to("valid.interval_steps"),
-    "log_interval": to("metrics.console_interval_steps"),
-    "logging_steps": to("metrics.console_interval_steps"),
-    "wandb_project": _wandb,
-    "wandb_exp_name": to("run.name"),
-    "report_to": trackers,
-    "rlhf_type": constant("loss.function", {"dpo": "dpo", "kto": "kto"}),
-    "beta": to("loss.options.beta", float),
-    "label_smoothing": to("loss.options.label_smoothing", float),
-    "desirable_weight": to("loss.options.desirable_weight", float),
-    "undesirable_weight": to("loss.options.undesirable_weight", float),
-    **dict.fromkeys(
-        """
-        attention_backend cross_entropy_loss_fusion finetune no_save_optim no_save_rng no_load_optim no_load_rng
-        dataset_num_proc dataloader_num_workers num_workers recompute_method recompute_num_layers recompute_modules
-        load_safetensors save_safetensors use_hf moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap
-        use_flash_attn lazy_tokenize streaming load_from_cache_file merge_lora use_precision_aware_optimizer
-        overlap_grad_reduce overlap_param_gather optimizer_cpu_offload tensorboard_dir torch_dtype
-        """.split(),
-        no_effect,
-    ),
-}
-"""Argument of ms-swift -> what becomes of its value."""
-
-
-def from_axolotl(path: Path) -> Translation:
-    """Translates a file of axolotl.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    given = read_file(path).content
-    found = translated(Translation("axolotl"), given, AXOLOTL)
-    micro, accumulation = given.get("micro_batch_size", 1), given.get("gradient_accumulation_steps", 1)
-    if isinstance(micro, int) and isinstance(accumulation, int):
-        found.put("train.global_batch_size", micro * accumulation, "micro_batch_size x gradient_accumulation_steps")
-        found.notes.append(
-            "train.global_batch_size is the whole batch: multiply it by the number of data-parallel ranks"
-        )
-    return found
-
-
-def from_ms_swift(arguments: Sequence[str]) -> Translation:
-    """Translates the arguments of ms-swift's `megatron sft`; what stands before the first of them is left out.
-
-    Raises:
-        ConfigError: There are no arguments.
-    """
-    given: dict[str, Any] = {}
-    values: list[Any] = []
-    for text in arguments:
-        if text.startswith("--"):
-            name, separator, value = text[2:].partition("=")
-            values = given.setdefault(name, [])
-            values += [scalar(value)] if separator else []
+    def put(found: Translation, value: Any, name: str) -> None:
+        if unknown := [each for each in value if each not in TARGETS]:
+            found.lost.append(f"{name}={value}: {', '.join(unknown)} is no target; name targets, such as q_proj")
         else:
-            values.append(scalar(text))
-    if not given:
-        raise ConfigError("there are no arguments that begin with --; give those of `megatron sft`")
-    whole = {name: True if not each else each[0] if len(each) == 1 else each for name, each in given.items()}
-    return translated(Translation("ms-swift"), whole, MS_SWIFT)
+            found.put(key, value, name)
+
+    return put
 
 
-def translated(found: Translation, given: Mapping[str, Any], table: Mapping[str, Put]) -> Translation:
-    """Puts every value that is given, names each of which nothing is kept, and returns `found`.
+def lora(prefix: str = "lora_", *, rank: Any = None, alpha: Any = None, dropout: Any = None) -> dict[str, Row]:
+    """Returns the rows of low-rank adapters that most programs have, with their defaults."""
+    return {
+        f"{prefix}rank": to("adapter.rank", rank),
+        f"{prefix}r": to("adapter.rank"),
+        f"{prefix}alpha": to("adapter.alpha", alpha),
+        f"{prefix}dropout": to("adapter.dropout", dropout),
+        "use_rslora": choice("adapter.scaling", {True: "rslora", False: None}),
+    }
 
-    A value that is null, false or empty switches something off that is off here.
-    """
-    for name, value in sorted(given.items(), key=lambda item: item[0] in _AFTER_OTHERS):
-        if value is None or value is False or value in ("", [], {}):
-            continue
-        put, before = table.get(name), found.state()
-        if put is None:
-            found.lost.append(f"{name}={value}: no key here corresponds")
-            continue
-        try:
-            put(found, value, name)
-        except (TypeError, ValueError, LookupError, AttributeError):
-            found.lost.append(f"{name}={value}: not a value that {found.program} takes")
-        if found.state() == before:
-            found.without_effect.append(name)
-    if "num_steps" in found.content.get("train", {}):
-        found.drop("train.num_epochs")
-    if "warmup_steps" in found.content.get("optimizer", {}):
-        found.drop("optimizer.warmup_ratio")
-    is_full = "full" in (given.get("tuner_type"), given.get("train_type"))
-    if is_full or not {"kind", "rank"} & found.content.get("adapter", {}).keys():
+
+def drop_adapter_of_full_runs(found: Translation, *, is_adapted: bool) -> None:
+    """Takes the adapter out of a run that trains all weights."""
+    if not is_adapted:
         found.drop("adapter")
-    function = found.content.get("loss", {}).get("function")
+
+
+def finish_loss(found: Translation) -> None:
+    """Takes out what the loss that was found does not use, and says what records it needs."""
+    function = found.get("loss.function")
     if function is None:
-        found.drop("loss")
-    elif function in _PREFERENCES:
-        found.drop("data.format")
-        found.notes.append("records are pairs of prompt, chosen and rejected, or prompt, completion and label for kto")
-    found.notes.append(
-        f"keys that are not given have the defaults of mtrain, which may be others than those of {found.program}"
-    )
-    return found
+        found.drop("loss.options")
+        return
+    taken: Mapping[str, tuple[str, ...]] = {
+        "dpo": ("beta", "label_smoothing"),
+        "ipo": ("beta",),
+        "kto": ("beta", "desirable_weight", "undesirable_weight"),
+        "orpo": ("beta",),
+        "simpo": ("beta", "gamma", "label_smoothing"),
+        "reward_model": ("center_rewards_coefficient",),
+    }
+    if function not in taken:
+        return
+    for option in list(found.get("loss.options") or {}):
+        if option not in taken[function]:
+            found.drop(f"loss.options.{option}")
+    found.drop("data.format")
+    found.drop("data.loss_on")
+    if found.get("data.packing.batch") == "rows":
+        found.drop("data.packing")
+        found.notes.append(f"samples are not packed: rows would cut the pairs of {function} apart")
+    _drop_dropout(found, f"loss.function={function} sees the model twice in a step, without dropout")
+    found.notes.append("records are pairs of prompt, chosen and rejected, or prompt, completion and label for kto")
 
 
-_AFTER_OTHERS = {"cosine_min_lr_ratio", "optim.min_lr_ratio", "actor_rollout_ref.actor.optim.min_lr_ratio"}
-"""Keys whose value follows from that of another key."""
+def _drop_dropout(found: Translation, why: str) -> None:
+    if found.get("adapter.dropout"):
+        found.lost.append(f"{found.origins['adapter.dropout']}={found.get('adapter.dropout')}: {why}")
+        found.drop("adapter.dropout")
+
+
+def finish(found: Translation, run: Settings) -> None:
+    """Ends the translation of a run on records: takes out what nothing uses, and names all that is given."""
+    if found.get("data.kind") is None:
+        found.put("data.kind", "sft", f"{found.program} reads records")
+    if found.get("data.kind") == "sft":
+        found.notes.append("a sample has up to data.seq_length + 1 tokens here, the last of which is only predicted")
+    finish_loss(found)
+    if found.get("adapter.kind") == "dora":
+        _drop_dropout(found, "adapter.kind=dora has no dropout")
+    split = found.get("data.split")
+    if not found.get("data.valid") and not (split and split[1]):
+        found.drop("valid")
+    found.names_all_of(run.given)
+
+
+def put_whole_batch(found: Translation, run: Settings, names: tuple[str, ...], *, is_of_one_rank: bool) -> None:
+    """Puts the samples of a step: the product of the keys `names`.
+
+    Args:
+        found: Translation to put the batch into.
+        run: What the program runs with.
+        names: Names of the keys of a rank's batch, of how often it is accumulated, and of numbers of ranks.
+        is_of_one_rank: Whether the product leaves the data-parallel ranks out, whose number is not known.
+    """
+    is_given = any(name in run.given for name in names)
+    size = math.prod(int(number(run[name])) for name in names)
+    found.put("train.global_batch_size", size, " x ".join(names) if is_given else run.origin(*names))
+    if is_of_one_rank:
+        found.notes.append(
+            f"train.global_batch_size={size} is that of one data-parallel rank: multiply it by their number"
+        )
+
+
+def permit_layout_dependent(found: Translation) -> None:
+    """Permits the keys whose effect depends on the layout by definition, where the original has them."""
+    for key in LAYOUT_DEPENDENT_KEYS:
+        if found.get(key):
+            found.put("loss.allow_layout_dependent", True, f"{key} depends on the layout by definition")
+
+
+def is_on(run: Settings, name: str) -> bool:
+    """Says whether a switch is on."""
+    return run[name] is not None and is_same(run[name], True)

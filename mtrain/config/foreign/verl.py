@@ -6,34 +6,44 @@ Source: verl 0.9.1, verl/trainer/config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.command_lines import after_launcher, is_of_environment, is_variable
 from mtrain.config.foreign.trainers import (
     SCHEDULES,
+    drop_adapter_of_full_runs,
     files_of,
+    finish,
     folder_of,
+    is_on,
+    last_rate,
     optimizer_of,
-    packing_of,
+    put_length,
+    put_warmup,
     recomputed,
+    targets,
     trackers,
+)
+from mtrain.config.foreign.translation import (
+    UNUSED,
+    Put,
+    Row,
+    Settings,
+    Translation,
+    above_0,
+    choice,
+    later,
+    lost,
+    to,
     translated,
 )
-from mtrain.config.foreign.translation import Put, Translation, constant, lost, no_effect, scalar, to
+from mtrain.config.foreign.values import boolean, number, scalar
+from mtrain.config.foreign.verl_defaults import Trainer, trainer_of
 from mtrain.config.load import read_file
 
-_PLACES = {
-    "actor_rollout_ref.model.": "model.",
-    "actor_rollout_ref.actor.optim.": "optim.",
-    "actor_rollout_ref.actor.megatron.": "engine.",
-    "actor_rollout_ref.actor.fsdp_config.": "engine.",
-    "actor_rollout_ref.actor.": "actor.",
-}
-"""Section of the actor -> section in which the table has its keys."""
-_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-_LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 _OF_A_LOOP = {
     "trainer.total_epochs": "a loop counts its own steps",
     "trainer.test_freq": "a loop validates on its own",
@@ -49,13 +59,8 @@ _OF_A_LOOP = {
 """Beginning of keys of a loop around the trainer -> what stands for them here; the first that fits holds."""
 
 
-def _unless_off(key: str, change: Callable[[Any], Any] = lambda value: value) -> Put:
-    """Returns the function that puts a value above 0; 0 and -1 switch it off, as nothing does here."""
-    return lambda found, value, name: found.put(key, change(value) if value > 0 else None, name)
-
-
 def _ulysses(found: Translation, value: Any, name: str) -> None:
-    if value > 1:
+    if number(value) > 1:
         found.put("layout.cp", value, name)
         found.put("layout.cp_comm", "ulysses", name)
 
@@ -63,69 +68,73 @@ def _ulysses(found: Translation, value: Any, name: str) -> None:
 def _column(ours: str) -> Put:
     def put(found: Translation, value: Any, name: str) -> None:
         if value != ours:
-            columns = found.content.get("data", {}).get("columns", {})
-            found.put("data.columns", {**columns, value: ours}, name)
+            found.put("data.columns", {**(found.get("data.columns") or {}), value: ours}, name)
 
     return put
 
 
 def _betas(found: Translation, value: Any, name: str) -> None:
-    found.put("optimizer.beta1", value[0], name)
-    found.put("optimizer.beta2", value[1], name)
-
-
-def _last_rate(found: Translation, value: Any, name: str) -> None:
-    found.put("optimizer.min_lr", value * found.content["optimizer"]["lr"], f"{name} x learning rate")
-
-
-def _clip(*options: str) -> Put:
-    def put(found: Translation, value: Any, name: str) -> None:
-        for option in options:
-            found.put(f"loss.options.{option}", float(value), name)
-
-    return put
+    first, second = value
+    found.put("optimizer.beta1", first, name)
+    found.put("optimizer.beta2", second, name)
 
 
 def _all_of(found: Translation, value: Any, name: str) -> None:
-    if value > 0:
+    if number(value) > 0:
         found.lost.append(f"{name}={value}: all records are read; make a file of some")
 
 
-def _entropy(found: Translation, value: Any, name: str) -> None:
-    if value:
-        found.put("loss.side_terms.entropy.function", "entropy", name)
-        found.put("loss.side_terms.entropy.coefficient", -float(value), f"{name}, which is subtracted")
+def _frequency(key: str) -> Row:
+    """Returns the row of a number of steps between two events, of which there may be none, or a word for an epoch."""
+
+    def put(found: Translation, value: Any, name: str) -> None:
+        if isinstance(value, str) and value.startswith("after_"):
+            found.lost.append(f"{name}={value}: {key} is a number of steps")
+        else:
+            found.put(key, max(0, number(value)), name)
+
+    return Row(put)
 
 
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-VERL: dict[str, Put] = {
-    "model.path": folder_of,
-    "model.partial_pretrain": folder_of,
-    "model.lora_rank": _unless_off("adapter.rank"),
-    "model.lora_alpha": to("adapter.alpha", float),
-    "model.lora.rank": _unless_off("adapter.rank"),
-    "model.lora.alpha": to("adapter.alpha", float),
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_SCHEDULE = choice("optimizer.schedule", SCHEDULES)
+VERL: dict[str, Row] = {
+    "model.path": Row(folder_of),
+    "model.partial_pretrain": Row(folder_of),
+    "model.tokenizer_path": to("data.tokenizer"),
+    "model.lora_rank": to("adapter.rank", change=above_0),
+    "model.lora_alpha": to("adapter.alpha"),
+    "model.lora.rank": to("adapter.rank", change=above_0),
+    "model.lora.alpha": to("adapter.alpha"),
     "model.lora.dropout": to("adapter.dropout"),
-    "model.target_modules": to("adapter.targets"),
-    "model.enable_gradient_checkpointing": recomputed,
-    "data.train_files": files_of("data.train"),
-    "data.val_files": files_of("data.valid"),
+    "model.lora.type": choice("adapter.kind", {"lora": None, "dora": "dora"}),
+    "model.lora.target_modules": Row(targets),
+    "model.lora_adapter_path": to("adapter.path"),
+    "model.lora.adapter_path": to("adapter.path"),
+    "model.target_modules": Row(targets),
+    "model.exclude_modules": lost("name the targets that are wanted", ""),
+    "model.enable_gradient_checkpointing": Row(recomputed),
+    "data.train_files": Row(files_of("data.train")),
+    "data.val_files": Row(files_of("data.valid")),
     "data.train_batch_size": to("train.global_batch_size"),
     "data.micro_batch_size_per_gpu": to("train.micro_batch_size"),
-    "data.use_dynamic_bsz": packing_of("sequences"),
-    "data.max_token_len_per_gpu": to("train.tokens_per_micro_batch"),
+    "data.use_dynamic_bsz": later(boolean),
+    "data.max_token_len_per_gpu": later(number),
     "data.max_length": to("data.seq_length"),
-    "data.truncation": constant("data.too_long", {"error": "refuse", "left": "start", "right": "end"}),
-    "data.messages_key": _column("messages"),
-    "data.tools_key": _column("tools"),
-    "data.multiturn.messages_key": _column("messages"),
-    "data.multiturn.tools_key": _column("tools"),
-    "data.multiturn.enable": to("data.format", lambda _: "messages"),
-    "data.prompt_key": _column("prompt"),
-    "data.response_key": _column("response"),
-    "data.train_max_samples": _all_of,
-    "data.val_max_samples": _all_of,
+    "data.truncation": choice("data.too_long", {"error": "refuse", "left": "start", "right": "end"}),
+    "data.messages_key": Row(_column("messages")),
+    "data.tools_key": Row(_column("tools")),
+    "data.multiturn.messages_key": Row(_column("messages")),
+    "data.multiturn.tools_key": Row(_column("tools")),
+    "data.multiturn.enable": choice("data.format", {True: "messages", False: None}),
+    "data.prompt_key": Row(_column("prompt")),
+    "data.response_key": Row(_column("response")),
+    "data.train_max_samples": Row(_all_of),
+    "data.val_max_samples": Row(_all_of),
     "data.apply_chat_template_kwargs": to("data.chat_template_kwargs"),
+    "data.max_prompt_length": later(number),
+    "data.max_response_length": later(number),
     "engine.tensor_model_parallel_size": to("layout.tp"),
     "engine.pipeline_model_parallel_size": to("layout.pp"),
     "engine.virtual_pipeline_model_parallel_size": to("layout.vpp"),
@@ -133,56 +142,58 @@ VERL: dict[str, Put] = {
     "engine.expert_model_parallel_size": to("layout.ep"),
     "engine.expert_tensor_parallel_size": to("layout.etp"),
     "engine.sequence_parallel": to("layout.sp"),
-    "engine.ulysses_sequence_parallel_size": _ulysses,
+    "engine.ulysses_sequence_parallel_size": Row(_ulysses),
     "engine.use_distributed_optimizer": to("train.distributed_optimizer"),
     "engine.optimizer_offload": to("train.offload_optimizer"),
-    "engine.dtype": constant("train.precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
-    "engine.override_transformer_config.recompute_granularity": recomputed,
-    "ulysses_sequence_parallel_size": _ulysses,
-    "optim.lr": to("optimizer.lr", float),
+    "engine.dtype": choice("train.precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
+    "engine.model_dtype": lost("main weights are float32", "fp32"),
+    "engine.seed": to("train.seed"),
+    "engine.override_transformer_config.recompute_granularity": Row(recomputed),
+    "ulysses_sequence_parallel_size": Row(_ulysses),
+    "optim.lr": to("optimizer.lr"),
     "optim.weight_decay": to("optimizer.weight_decay"),
-    "optim.betas": _betas,
+    "optim.weight_decay_incr_style": lost("the weight decay is the same in all steps", "constant"),
+    "optim.betas": Row(_betas),
     "optim.clip_grad": to("optimizer.clip_grad"),
-    "optim.optimizer": optimizer_of,
-    "optim.lr_warmup_steps_ratio": to("optimizer.warmup_ratio"),
-    "optim.warmup_steps_ratio": to("optimizer.warmup_ratio"),
-    "optim.lr_warmup_steps": _unless_off("optimizer.warmup_steps"),
-    "optim.lr_decay_steps": _unless_off("optimizer.decay_steps"),
-    "optim.lr_scheduler": constant("optimizer.schedule", SCHEDULES),
-    "optim.lr_scheduler_type": constant("optimizer.schedule", SCHEDULES),
-    "optim.warmup_style": constant("optimizer.schedule", SCHEDULES),
-    "optim.lr_decay_style": constant("optimizer.schedule", SCHEDULES),
-    "optim.min_lr": to("optimizer.min_lr", float),
-    "optim.min_lr_ratio": _last_rate,
-    "optim.total_training_steps": _unless_off("train.num_steps"),
+    "optim.optimizer": Row(optimizer_of),
+    "optim.lr_warmup_steps_ratio": later(number),
+    "optim.warmup_steps_ratio": later(number),
+    "optim.lr_warmup_steps": later(number),
+    "optim.lr_warmup_init": lost("a warm-up begins at 0", 0),
+    "optim.lr_decay_steps": to("optimizer.decay_steps", change=above_0),
+    **{f"optim.{name}": _SCHEDULE for name in ("lr_scheduler", "lr_scheduler_type", "warmup_style", "lr_decay_style")},
+    "optim.num_cycles": lost("a cosine falls once", 0.5),
+    "optim.min_lr": to("optimizer.min_lr"),
+    "optim.min_lr_ratio": later(number),
+    "optim.total_training_steps": later(number),
+    "actor.ppo_mini_batch_size": later(number),
     "actor.ppo_micro_batch_size_per_gpu": to("train.micro_batch_size"),
-    "actor.use_dynamic_bsz": packing_of("sequences"),
-    "actor.ppo_max_token_len_per_gpu": to("train.tokens_per_micro_batch"),
+    "actor.use_dynamic_bsz": later(boolean),
+    "actor.ppo_max_token_len_per_gpu": later(number),
     "actor.grad_clip": to("optimizer.clip_grad"),
-    "actor.ulysses_sequence_parallel_size": _ulysses,
-    "actor.clip_ratio": _clip("clip_low", "clip_high"),
-    "actor.clip_ratio_low": _clip("clip_low"),
-    "actor.clip_ratio_high": _clip("clip_high"),
-    "actor.clip_ratio_c": _clip("dual_clip"),
-    "actor.policy_loss.loss_mode": constant("loss.function", {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}),
-    "actor.loss_agg_mode": constant(
-        "loss.aggregation",
-        {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
-    ),
-    "actor.loss_scale_factor": to("loss.norm_length"),
-    "actor.use_kl_loss": to("loss.side_terms.kl.function", lambda _: "kl"),
-    "actor.kl_loss_coef": to("loss.side_terms.kl.coefficient", float),
-    "actor.kl_loss_type": constant("loss.side_terms.kl.options.estimator", _ESTIMATORS),
-    "actor.entropy_coeff": _entropy,
-    "actor.ppo_epochs": lost("a loop calls optim_step as often as it likes on the same rollouts"),
-    "trainer.total_epochs": to("train.num_epochs"),
-    "trainer.total_training_steps": _unless_off("train.num_steps"),
-    "trainer.save_freq": lambda found, value, name: found.put("checkpoint.interval_steps", max(0, value), name),
-    "trainer.test_freq": lambda found, value, name: found.put("valid.interval_steps", max(0, value), name),
+    "actor.ulysses_sequence_parallel_size": Row(_ulysses),
+    "actor.clip_ratio": later(number),
+    "actor.clip_ratio_low": to("loss.options.clip_low", change=number),
+    "actor.clip_ratio_high": to("loss.options.clip_high", change=number),
+    "actor.clip_ratio_c": to("loss.options.dual_clip", change=number),
+    "actor.policy_loss.loss_mode": choice("loss.function", {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}),
+    "actor.loss_agg_mode": choice("loss.aggregation", {name: name for name in _AGGREGATIONS}),
+    "actor.loss_scale_factor": later(number),
+    "actor.use_kl_loss": later(boolean),
+    "actor.kl_loss_coef": later(number),
+    "actor.kl_loss_type": later(lambda value: _ESTIMATORS[value]),
+    "actor.entropy_coeff": later(number),
+    "actor.ppo_epochs": lost("a loop calls optim_step as often as it likes on the same rollouts", 1),
+    "actor_rollout_ref.rollout.n": later(number),
+    "actor_rollout_ref.rollout.temperature": later(number),
+    "trainer.total_epochs": later(number),
+    "trainer.total_training_steps": later(number),
+    "trainer.save_freq": _frequency("checkpoint.interval_steps"),
+    "trainer.test_freq": _frequency("valid.interval_steps"),
     "trainer.default_local_dir": to("run.dir"),
     "trainer.project_name": to("metrics.project"),
     "trainer.experiment_name": to("run.name"),
-    "trainer.logger": trackers,
+    "trainer.logger": Row(trackers),
     "trainer.seed": to("train.seed"),
     "trainer.max_ckpt_to_keep": to("checkpoint.keep_last"),
     "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep_last"),
@@ -196,89 +207,192 @@ VERL: dict[str, Put] = {
         engine.reshard_after_forward engine.forward_prefetch engine.use_torch_compile engine.entropy_checkpointing
         actor.strategy actor.use_torch_compile actor.use_fused_kernels actor.entropy_from_logits_with_chunking
         actor.entropy_checkpointing actor.shuffle optim.zero_indexed_step use_remove_padding data.balance_dp_token
+        optim.optimizer_impl data.use_shm engine.override_transformer_config.attention_backend engine optim model_engine
         """.split(),
-        no_effect,
+        UNUSED,
     ),
 }
-"""Dotted key of verl -> what becomes of its value."""
+"""Dotted key of verl -> what becomes of it."""
+_OF_ROLLOUTS = ("actor.", "actor_rollout_ref.", "data.max_prompt_length", "data.max_response_length")
 
 
 def from_verl(words: Sequence[str]) -> Translation:
     """Translates files of verl's trainers and the arguments `KEY=VALUE` of a start of it; later ones hold.
 
     Args:
-        words: Paths of YAML files, and arguments. Other words, such as `python3 -m verl.trainer.main_ppo`, are left
-            out where arguments follow them.
+        words: Paths of YAML files, and arguments; what starts the trainer, such as `python3 -m verl.trainer.main_ppo`,
+            is left out.
 
     Raises:
         ConfigError: A file cannot be read, or there is neither a file nor an argument.
     """
-    given: dict[str, Any] = {}
-    first = next((number for number, word in enumerate(words) if "=" in word), None)
-    for number, word in enumerate(words):
-        key, separator, value = word.lstrip("+").partition("=")
-        if separator:
-            given.update(_leaves({key: scalar(value)}))
-        elif first is None or number > first or word.endswith((".yaml", ".yml")):
-            given.update(_leaves(read_file(Path(word)).content))
+    command, words = after_launcher(words)
+    found = Translation("verl")
+    given = _given(found, words)
     if not given:
         raise ConfigError("there is neither a file nor an argument KEY=VALUE; give one of verl")
-    found = Translation("verl")
-    is_loop = any(name.startswith("actor_rollout_ref.") for name in given)
-    if is_loop:
-        _put_samples(found, given)
-    translated(found, given, {name: _place_of(name, is_loop, value) for name, value in given.items()})
-    if found.content.get("layout", {}).get("tp", 1) == 1:
-        found.drop("layout.sp")
-    if "packing" not in found.content.get("data", {}):
-        found.drop("train.tokens_per_micro_batch")
-    if is_loop:
-        _drop_unused_terms(found)
+    chosen = [f"{name}={value}" for name, value in given.items() if name in ("engine", "optim", "model_engine")]
+    strategies = [str(value) for name, value in given.items() if name.endswith(".strategy")]
+    trainer = trainer_of(set(given), " ".join([*command, *chosen, *strategies, *_configs(words)]))
+    run = translated(found, given, _table(trainer, given))
+    _common(found, run, trainer)
+    if trainer.is_loop:
+        _actor(found, run, trainer)
+    ranks = [run[trainer.name(f"model.{name}")] or 0 for name in ("lora_rank", "lora.rank")]
+    drop_adapter_of_full_runs(found, is_adapted=any(number(rank) > 0 for rank in ranks))
+    finish(found, run)
     return found
+
+
+def _given(found: Translation, words: Sequence[str]) -> dict[str, Any]:
+    """Reads files and arguments; Hydra's own options are left out, and `~KEY` takes a key back."""
+    given: dict[str, Any] = {}
+    has_option = False
+    for word in words:
+        key, separator, value = word.lstrip("+").partition("=")
+        if word.startswith("-"):
+            has_option = not separator
+        elif has_option:
+            has_option = False
+        elif word.startswith("~"):
+            given.pop(key.removeprefix("~"), None)
+        elif separator and is_of_environment(word):
+            found.without_effect.append(key)
+        elif separator:
+            if is_variable(value) and "${" not in value:
+                found.wrong.append(f"{word}: this holds a variable of the shell; write its value")
+            given.update(_leaves({key: scalar(value)}))
+        elif is_variable(word):
+            found.wrong.append(f"{word}: this is a variable of the shell; write its value")
+        else:
+            given.update(_leaves(read_file(Path(word)).content))
+    return {name: value for name, value in given.items() if not name.startswith("hydra.") and name != "defaults"}
+
+
+def _configs(words: Sequence[str]) -> list[str]:
+    """Returns the names of configurations that Hydra is told."""
+    told = zip(words, [*words[1:], ""])
+    return [f"{word} {after}" for word, after in told if word.startswith(("--config-name", "-cn"))]
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in section.items():
-        if isinstance(value, Mapping) and name != "apply_chat_template_kwargs":
+        if isinstance(value, Mapping) and value and name != "apply_chat_template_kwargs":
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _place_of(name: str, is_loop: bool, value: Any) -> Put:
-    """Returns what becomes of a key; data are prompts in the configuration of a loop."""
-    if isinstance(value, str) and "${" in value:
-        return lost("a reference to another key; write the value")
-    section = next((start for start in _PLACES if name.startswith(start)), None)
-    known = VERL.get(name if section is None else _PLACES[section] + name.removeprefix(section))
-    if known is not None and not (is_loop and name.startswith(("data.", "trainer.total_epochs", "trainer.test_freq"))):
-        return known
-    if name.endswith("_target_") or "profiler" in name:
-        return no_effect
-    reasons = (why for start, why in _OF_A_LOOP.items() if is_loop and name.startswith(start))
-    return lost(next(reasons, "no key here corresponds"))
+def _table(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Row]:
+    """Returns the rows of a trainer, with its defaults, and of keys that are given and unknown."""
+    table: dict[str, Row] = {}
+    for key, row in VERL.items():
+        is_of_files = key.startswith("data.") or key in ("trainer.total_epochs", "trainer.test_freq")
+        if not key.startswith(_OF_ROLLOUTS) if not trainer.is_loop else key.startswith(_OF_ROLLOUTS) or not is_of_files:
+            table[trainer.name(key)] = Row(row.put, trainer.defaults.get(key))
+    if not trainer.is_loop:
+        table["engine.seed"] = UNUSED  # trainer.seed orders the samples
+    for name, value in given.items():
+        if isinstance(value, str) and "${" in value:
+            table[name] = lost("a reference to another key; write the value", "")
+        elif name not in table and (name.endswith("_target_") or "profiler" in name):
+            table[name] = UNUSED
+        elif name not in table:
+            reasons = (why for start, why in _OF_A_LOOP.items() if trainer.is_loop and name.startswith(start))
+            table[name] = _named(next(reasons, "no key here corresponds"))
+    return table
 
 
-def _put_samples(found: Translation, given: dict[str, Any]) -> None:
-    """Puts what a loop's configuration says of samples in several keys, and takes these keys out of what is given."""
-    if "actor_rollout_ref.actor.policy_loss.loss_mode" not in given:
-        found.put("loss.function", "ppo", "verl's default of policy_loss.loss_mode")
+def _named(why: str) -> Row:
+    return Row(lambda found, value, name: found.lost.append(f"{name}={value}: {why}"))
+
+
+def _common(found: Translation, run: Settings, trainer: Trainer) -> None:
+    """Puts what several keys say together, in all of verl's trainers."""
+    name = trainer.name
+    if trainer.is_loop:
+        lengths, steps = ("data.max_prompt_length", "data.max_response_length"), "trainer.total_training_steps"
+        found.put("data.seq_length", int(sum(number(run[each]) for each in lengths)), run.origin(*lengths))
+        found.put("train.num_steps", above_0(number(run[steps] or 0)), run.origin(steps))
+    else:
+        put_length(found, run, "trainer.total_training_steps", "trainer.total_epochs")
+    ratio = (
+        "optim.warmup_steps_ratio" if name("optim.warmup_steps_ratio") in run.given else "optim.lr_warmup_steps_ratio"
+    )
+    put_warmup(found, run, name("optim.lr_warmup_steps"), name(ratio))
+    if found.get("optimizer.schedule") == "cosine" and (least := run[name("optim.min_lr_ratio")]) is not None:
+        last_rate(found, least, run.origin(name("optim.min_lr_ratio")))
+    is_chat = found.get("data.format") == "messages" or "data.messages_key" in run.given
+    if is_chat and (columns := found.get("data.columns")):
+        kept = {name: ours for name, ours in columns.items() if ours not in ("prompt", "response")}
+        found.content["data"]["columns"] = kept
+    if not trainer.is_megatron:
+        found.put("optimizer.decay_norms_and_biases", True, "verl's default, whose FSDP trainers decay all parameters")
+    if (found.get("layout.tp") or 1) == 1:
+        found.drop("layout.sp")
+    is_dynamic, tokens = ("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu")
+    if not trainer.is_loop:
+        is_dynamic, tokens = ("data.use_dynamic_bsz", "data.max_token_len_per_gpu")
+    if is_on(run, name(is_dynamic)):
+        _pack(found, run, name(is_dynamic), name(tokens))
+    place = [run[f"trainer.{each}_name"] or trainer.defaults[each] for each in ("project", "experiment")]
+    found.put("run.dir", "/".join(["checkpoints", *map(str, place)]), "verl's default of trainer.default_local_dir")
+    interval = found.get("checkpoint.interval_steps")
+    if interval and found.get("checkpoint.keep_last") is None:
+        found.put(
+            "checkpoint.keep_every_steps", interval, "verl's default of trainer.max_ckpt_to_keep, which keeps all"
+        )
+
+
+def _pack(found: Translation, run: Settings, is_dynamic: str, tokens: str) -> None:
+    """Puts rows of as many tokens as a forward pass of a data-parallel rank may have."""
+    found.put("data.packing", {"batch": "sequences"}, run.origin(is_dynamic))
+    found.drop("train.micro_batch_size")
+    ranks, least = found.get("layout.cp") or 1, found.get("data.seq_length")
+    width = int(number(run[tokens])) * ranks
+    if isinstance(least, int):
+        width = max(width, least)
+    found.put("train.tokens_per_micro_batch", width, run.origin(tokens) + (" x layout.cp" if ranks > 1 else ""))
+
+
+def _actor(found: Translation, run: Settings, trainer: Trainer) -> None:
+    """Puts what several keys of a loop say together: batch and loss."""
+    name = trainer.name
     found.put("data.kind", "mock", "samples come from a loop in Python: Engine.forward_backward")
-    batch, prompt, answer = (given.get(name) for name in (_BATCH, *_LENGTHS))
-    if isinstance(batch, int):
-        each = given.pop("actor_rollout_ref.rollout.n", 1)
-        origin = f"{_BATCH} x actor_rollout_ref.rollout.n, in sequences"
-        found.put("train.global_batch_size", given.pop(_BATCH) * each, origin)
-    if isinstance(prompt, int) and isinstance(answer, int):
-        found.put("data.seq_length", sum(given.pop(name) for name in _LENGTHS), " + ".join(_LENGTHS))
-    if given.get("actor_rollout_ref.rollout.temperature", 1.0) != 1.0:
+    if found.get("data.packing"):
+        found.put("data.isolate_documents", True, "each sample is on its own")
+    batch = (name("actor.ppo_mini_batch_size"), "actor_rollout_ref.rollout.n")
+    size = int(number(run[batch[0]]) * number(run[batch[1]]))
+    found.put("train.global_batch_size", size, f"{run.origin(batch[0])} x {batch[1]}, in sequences")
+    _policy(found, run, trainer)
+    _side_terms(found, run, trainer)
+    if number(run["actor_rollout_ref.rollout.temperature"] or 1) != 1:
         found.notes.append("the sampler's temperature is part of each sample: Datum(..., temperature=T)")
 
 
-def _drop_unused_terms(found: Translation) -> None:
-    """Takes out the coefficient of a divergence that is not used, and options that the loss does not have."""
-    loss = found.content["loss"]
-    if "function" not in loss.get("side_terms", {}).get("kl", {}):
-        found.drop("loss.side_terms.kl")
-    if loss["function"] != "ppo":
+def _policy(found: Translation, run: Settings, trainer: Trainer) -> None:
+    name = trainer.name
+    if (ratio := name("actor.clip_ratio")) in run.given:
+        found.notes.append(
+            f"{ratio}={run[ratio]}: verl clips by clip_ratio_low and clip_ratio_high, of which each is 0.2 where it is "
+            "not given"
+        )
+    if found.get("loss.function") != "ppo":
         found.drop("loss.options.dual_clip")
+    if found.get("loss.aggregation") == "seq-mean-token-sum-norm":
+        length = name("actor.loss_scale_factor")
+        length = "data.max_response_length" if run[length] is None else length
+        found.put("loss.norm_length", run[length], run.origin(length))
+
+
+def _side_terms(found: Translation, run: Settings, trainer: Trainer) -> None:
+    switch, coefficient, kind, entropy = (
+        trainer.name(f"actor.{each}") for each in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff")
+    )
+    if is_on(run, switch):
+        found.put("loss.side_terms.kl.function", "kl", run.origin(switch))
+        found.put("loss.side_terms.kl.coefficient", number(run[coefficient]), run.origin(coefficient))
+        found.put("loss.side_terms.kl.options.estimator", _ESTIMATORS[run[kind]], run.said(kind))
+    if bonus := number(run[entropy] or 0):
+        found.put("loss.side_terms.entropy.function", "entropy", entropy)
+        found.put("loss.side_terms.entropy.coefficient", -bonus, f"{entropy}, which is subtracted")

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from mtrain.base.errors import ConfigError
+from mtrain.config.foreign.axolotl import AXOLOTL as AXOLOTL_KEYS
+from mtrain.config.foreign.axolotl import from_axolotl
 from mtrain.config.foreign.keys import OURS
-from mtrain.config.foreign.trainers import AXOLOTL as AXOLOTL_KEYS
-from mtrain.config.foreign.trainers import MS_SWIFT, from_axolotl, from_ms_swift, translated
-from mtrain.config.foreign.translation import Put, Translation
+from mtrain.config.foreign.ms_swift import MEGATRON, MS_SWIFT, from_ms_swift
+from mtrain.config.foreign.translation import Row, Translation, translated
 from mtrain.config.foreign.verl import VERL as VERL_KEYS
 from mtrain.config.foreign.verl import from_verl
 from mtrain.config.load import load_config
@@ -79,34 +80,37 @@ def section(found: Translation, name: str) -> dict[str, Any]:
 
 
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
-    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL)))
-    assert section(found, "adapter") == {"kind": "lora", "rank": 16, "alpha": 32.0, "targets": "all-linear"}
+    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL))).checked()
+    assert section(found, "adapter") == {"kind": "lora", "rank": 16, "alpha": 32.0, "targets": ["all-linear"]}
     assert section(found, "train") == {
         "micro_batch_size": 2,
         "num_epochs": 3,
         "precision": "bf16",
         "recompute": "full",
         "global_batch_size": 8,
+        "seed": 42,
     }
     assert section(found, "optimizer") == {
         "lr": 2e-4,
         "schedule": "cosine",
         "warmup_ratio": 0.03,
         "kind": "adamw",
+        "weight_decay": 0.0,
+        "beta2": 0.999,
     }
     data = section(found, "data")
     assert data["train"] == [{"path": "data/a.jsonl"}]
     assert (data["format"], data["packing"], data["split"]) == ("messages", {"batch": "rows"}, [0.95, 0.05, 0.0])
     assert [line.split("=")[0] for line in found.lost] == ["datasets: roles", "neftune_noise_alpha"]
-    assert set(found.without_effect) == {"gradient_accumulation_steps", "flash_attention"}
+    assert set(found.without_effect) == {"load_in_8bit", "flash_attention"}
 
 
 def test_a_file_of_verl(tmp_path: Path) -> None:
-    found = from_verl([str(write(tmp_path / "v.yaml", VERL))])
+    found = from_verl([str(write(tmp_path / "v.yaml", VERL))]).checked()
     assert "adapter" not in found.content
     assert section(found, "layout") == {"cp": 2, "cp_comm": "ulysses"}
     assert section(found, "data")["columns"] == {"chat": "messages"}
-    assert section(found, "train")["tokens_per_micro_batch"] == 8192
+    assert section(found, "train")["tokens_per_micro_batch"] == 2 * 8192
     assert section(found, "metrics") == {"trackers": ["wandb"]}
     assert found.lost == []
 
@@ -141,21 +145,24 @@ PPO = (
 
 
 def test_the_actor_of_a_loop_of_verl() -> None:
-    found = from_verl(PPO.split())
+    found = from_verl(PPO.split()).checked()
     bonus = {"function": "entropy", "coefficient": -0.01}
     assert section(found, "loss") == {
         "function": "ppo",
         "side_terms": {"entropy": bonus},
-        "options": {"clip_high": 0.28},
+        "options": {"clip_high": 0.28, "clip_low": 0.2, "dual_clip": 3.0},
     }
-    assert section(found, "train") == {"global_batch_size": 1280, "micro_batch_size": 32}
+    assert section(found, "train") == {
+        "global_batch_size": 1280,
+        "micro_batch_size": 32,
+        "seed": 42,
+    }
     assert section(found, "data") == {"kind": "mock", "seq_length": 1536, "tokenizer": "Q"}
-    assert section(found, "layout") == {"tp": 2}
+    assert section(found, "layout") == {"tp": 2, "sp": True}
     assert [line.split("=")[0] for line in found.lost] == [
         "algorithm.adv_estimator",
         "data.train_files",
         "actor_rollout_ref.rollout.name",
-        "actor_rollout_ref.rollout.temperature",
         "trainer.total_epochs",
     ]
     assert any("temperature=T" in line for line in found.notes)
@@ -180,7 +187,7 @@ def test_later_words_of_verl_hold(tmp_path: Path) -> None:
 
 
 def test_arguments_of_ms_swift() -> None:
-    found = from_ms_swift(SWIFT.split())
+    found = from_ms_swift(SWIFT.split()).checked()
     assert section(found, "layout") == {"tp": 2, "sp": True}
     assert section(found, "data")["train"] == [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
     assert "adapter" not in found.content
@@ -189,7 +196,7 @@ def test_arguments_of_ms_swift() -> None:
         from_ms_swift(["megatron", "sft"])
 
 
-def leaves(program: str, table: dict[str, Put], seed: int) -> dict[str, Any]:
+def leaves(program: str, table: dict[str, Row], seed: int) -> dict[str, Any]:
     """Draws keys of a program with values of any type."""
     drawn = random.Random(f"{program}{seed}")
     values = [True, 3, 0.5, "lora", "dpo", ["a", "b"], {"pad_token": "x"}, {"eos_token": "x"}, "3e-4", [{"path": "p"}]]
@@ -197,12 +204,16 @@ def leaves(program: str, table: dict[str, Put], seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("program", "table"), [("axolotl", AXOLOTL_KEYS), ("ms-swift", MS_SWIFT), ("verl", VERL_KEYS)])
-def test_no_key_of_a_drawn_file_is_dropped(program: str, table: dict[str, Put], seed: int) -> None:
+@pytest.mark.parametrize(
+    ("program", "table"),
+    [("axolotl", AXOLOTL_KEYS), ("megatron", MEGATRON), ("ms-swift", MS_SWIFT), ("verl", VERL_KEYS)],
+)
+def test_no_key_of_a_drawn_file_is_dropped(program: str, table: dict[str, Row], seed: int) -> None:
     """Each key is named as the origin of one of ours, or in a line on what was not carried over."""
     given = leaves(program, table, seed)
-    found = translated(Translation(program), given, table)
-    text = "\n".join([*found.origins.values(), *found.lost, *found.notes, *found.without_effect])
+    found = Translation(program)
+    found.names_all_of(translated(found, given, table).given)
+    text = "\n".join([*found.origins.values(), *found.lost, *found.notes, *found.wrong, *found.without_effect])
     assert [name for name in given if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text)] == []
 
 
@@ -221,12 +232,12 @@ def test_ways_of_axolotl_to_say_a_thing(tmp_path: Path) -> None:
         "num_epochs": 2,
         "special_tokens": {"pad_token": "<pad>", "eos_token": "</s>"},
     }
-    found = from_axolotl(Path(write(tmp_path / "a.yml", given)))
+    found = from_axolotl(Path(write(tmp_path / "a.yml", given))).checked()
     assert found.content["loss"] == {"function": "kto", "options": {"beta": 0.3}}
     assert "format" not in found.content["data"]
     assert found.content["model"]["add_tokens"] == ["<think>"]
     assert found.content["layout"] == {"cp": 4}
-    assert found.content["optimizer"] == {"lr": 1e-3, "min_lr": 1e-4}
+    assert found.content["optimizer"] == {"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.0, "beta2": 0.999}
     assert found.content["train"]["num_steps"] == 10
     assert {"num_epochs", "datasets: type"} <= set(found.without_effect)
     assert [line.split(":")[0] for line in found.lost] == ["datasets", "special_tokens={'eos_token'"]

@@ -1,0 +1,152 @@
+"""All that keeps sections from being a configuration, at once: what is missing, and what contradicts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.base.errors import MtrainError
+from mtrain.config.load import Given
+from mtrain.config.schema.root import Config
+
+_MOST_ROUNDS = 40
+"""Number of faults after one another that are looked for, far above what a file of a person has."""
+_KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
+_FOLDER = "model.hf"
+_STAND_INS: Mapping[str, Any] = {
+    "run": {"dir": "run"},
+    "train": {"global_batch_size": 1, "num_steps": 1_000_000},
+    "optimizer": {"lr": 1.0},
+    "data": {"seq_length": 65536, "tokenizer": "tokenizer", "train": [{"path": "corpus"}]},
+    "loss": {"norm_length": 1024},
+}
+"""Values of keys that a person may still have to give, with which the rest can be judged."""
+
+
+class Faults(NamedTuple):
+    """Lines on what keeps sections from being a configuration."""
+
+    missing: list[str]
+    """What is not there yet: keys without a value, and a model that was not downloaded."""
+    wrong: list[str]
+    """What contradicts each other, or is no value."""
+
+
+def found_faults(content: Mapping[str, Any]) -> Faults:
+    """Finds every fault of sections; one that hides others is repaired for the search.
+
+    Args:
+        content: Sections with their keys, which are left as they are.
+    """
+    sections: dict[str, Any] = copy.deepcopy(dict(content))
+    found = Faults([], [])
+    known: set[str] = set()
+    for _ in range(_MOST_ROUNDS):
+        try:
+            Given(sections, ()).config()
+            break
+        except MtrainError as error:
+            lines = str(error).splitlines()
+        keys = [_key_of(line) for line in lines]
+        for key, line in zip(keys, lines):
+            if key not in known:  # else what is left of the repair
+                _record(sections, key, line, found)
+        repaired = [_repair(sections, key, line) for key, line in zip(keys, lines)]
+        if not any(repaired):
+            break
+        known.update(keys)
+    return found
+
+
+def keys_in(line: str) -> list[str]:
+    """Returns the dotted keys that a message names."""
+    return [each for each in _KEY.findall(line) if each.partition(".")[0] in Config.model_fields]
+
+
+def _key_of(line: str) -> str:
+    """Returns the key that a message begins with; that of the model's folder where it begins with a file in there."""
+    match = _KEY.match(line)
+    return match[0] if match is not None and match[0] in keys_in(line) else _FOLDER
+
+
+def _is_missing(sections: Mapping[str, Any], key: str) -> bool:
+    if key == _FOLDER:
+        return not Path(str(_value(sections, key))).exists()
+    return _value(sections, key) is None and _stand_in(sections, key) is not None
+
+
+def _record(sections: Mapping[str, Any], key: str, line: str, found: Faults) -> None:
+    lines = found.missing if _is_missing(sections, key) else found.wrong
+    if line not in lines:
+        lines.append(line)
+
+
+def _repair(sections: dict[str, Any], key: str, line: str) -> bool:
+    """Takes a fault out of the sections; says whether anything was changed."""
+    if key == _FOLDER:
+        model = {name: value for name, value in sections.get("model", {}).items() if name != "hf"}
+        is_new = model != sections.get("model")
+        sections["model"] = _merged(_model_for(sections), model)
+        return is_new
+    if _is_missing(sections, key):
+        return _fill(sections, key)
+    return any(_remove(sections, each) for each in (key, *(each for each in keys_in(line) if "." in each)))
+
+
+def _value(sections: Mapping[str, Any], key: str) -> Any:
+    place: Any = sections
+    for part in key.split("."):
+        place = place.get(part) if isinstance(place, Mapping) else None
+    return place
+
+
+def _stand_in(sections: Mapping[str, Any], key: str) -> Any:
+    return _value({**_STAND_INS, "model": _model_for(sections)}, key)
+
+
+def _fill(sections: dict[str, Any], key: str) -> bool:
+    section, _, name = key.partition(".")
+    stand_in = copy.deepcopy(_stand_in(sections, key))
+    sections[section] = {**sections.get(section, {}), name: stand_in} if name else stand_in
+    return True
+
+
+def _remove(sections: dict[str, Any], key: str) -> bool:
+    *parents, name = key.split(".")
+    place = _value(sections, ".".join(parents)) if parents else sections
+    if not isinstance(place, dict) or place.pop(name, None) is None:
+        return False
+    if parents[:1] == ["model"] and "hf" not in sections["model"]:
+        sections["model"] = _merged(_model_for(sections), sections["model"])
+    return True
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name for name, value in over.items() if isinstance(value, dict) and isinstance(under.get(name), dict)}
+    return {**under, **over, **{name: _merged(under[name], over[name]) for name in both}}
+
+
+def _model_for(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a model that the layout divides, in place of one that is not there."""
+    layout = sections.get("layout", {})
+    tp, pp, vpp, cp, ep, etp = (_size(layout.get(name)) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+    ends = [_size(layout[name]) for name in ("first_stage_layers", "last_stage_layers") if layout.get(name)]
+    heads = 8 * tp * cp
+    model: dict[str, Any] = {
+        "num_layers": sum(ends) + 8 * max(0, pp * vpp - len(ends)),
+        "hidden_size": 64 * heads,
+        "ffn_hidden_size": 128 * heads,
+        "num_attention_heads": heads,
+        "vocab_size": 100_000,
+    }
+    has_experts = ep > 1 or etp > 1 or "router" in sections.get("loss", {})
+    if has_experts or "experts" in sections.get("model", {}):
+        model["experts"] = {"num_experts": 8 * ep, "top_k": 2, "ffn_hidden_size": 64 * etp}
+    return model
+
+
+def _size(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1

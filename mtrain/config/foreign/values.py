@@ -1,0 +1,123 @@
+"""Values of other programs, which may be texts, as values of our keys."""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from mtrain.base.yaml_text import read_yaml
+from mtrain.config.messages import sections_at
+
+_TRUE = frozenset(("true", "t", "yes", "y", "on", "1"))
+_FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
+
+
+def boolean(value: Any) -> bool:
+    """Reads true or false as the argument classes of Python programs do.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in _TRUE | _FALSE:
+        raise ValueError(f"{value!r} is neither true nor false")
+    return text in _TRUE
+
+
+def number(value: Any) -> int | float:
+    """Reads a number; false is 0, as for argument classes, and a whole one is an int.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, str):
+        return int(value) if value.strip().lstrip("+-").isdigit() else float(value)
+    if isinstance(value, int | float) and value is not True:
+        return value + 0
+    raise ValueError(f"{value!r} is no number")
+
+
+def listed(value: Any) -> list[Any]:
+    """Returns a list, or the list of a single value."""
+    return value if isinstance(value, list) else [value]
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Says whether two values are equal, one of which may be the other as a text, or a tuple in place of a list."""
+    if isinstance(other, list | tuple):
+        return list(value if isinstance(value, list | tuple) else [value]) == list(other)
+    try:
+        if isinstance(other, bool):
+            return boolean(value) == other
+        if isinstance(other, int | float):
+            return number(value) == other
+    except ValueError:
+        return False
+    return bool(value == other)
+
+
+@cache
+def _field(key: str) -> tuple[frozenset[type], Any]:
+    """Returns the plain types of a key of ours, and its default; none where it is a name of the user's own."""
+    *parents, name = key.split(".")
+    for section in sections_at(tuple(parents)):
+        if name in section.model_fields:
+            info = section.model_fields[name]
+            return frozenset(_plain_types(info.annotation)), info.get_default(call_default_factory=True)
+    return frozenset(), PydanticUndefined
+
+
+def _plain_types(annotation: Any) -> list[type]:
+    if get_origin(annotation) is Annotated:
+        return _plain_types(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [each for part in get_args(annotation) for each in _plain_types(part)]
+    if get_origin(annotation) is Literal:
+        return [str]
+    if annotation is type(None):
+        return []
+    return [annotation] if annotation in (int, float, bool, str) else [object]
+
+
+def default_of(key: str) -> Any:
+    """Returns the default of a key of ours; something that equals nothing where it has none."""
+    return _field(key)[1]
+
+
+def fitting(key: str, value: Any) -> Any:
+    """Returns a value in the type of a key of ours, where programs write it in another, such as a number as text.
+
+    Raises:
+        ValueError: It cannot be that.
+    """
+    plain = _field(key)[0]
+    if plain == {bool}:
+        return boolean(value)
+    if plain and plain <= {int, float}:
+        found = number(value)
+        return int(found) if float not in plain and found == int(found) else float(found) if int not in plain else found
+    if plain == {str} and not isinstance(value, str):
+        if isinstance(value, bool | list | dict):
+            raise ValueError(f"{value!r} is no text")
+        return str(value)
+    return value
+
+
+def scalar(text: str) -> Any:
+    """Reads the value of a command-line argument as YAML does: a number, true, null or a text."""
+    try:
+        return read_yaml(text).content
+    except ValueError:
+        return text
+
+
+def shares(text: str) -> list[float]:
+    """Turns "949,50,1" into shares of 1, three of them."""
+    numbers = [float(each) for each in text.split(",")]
+    numbers += [0.0] * (3 - len(numbers))
+    return [each / sum(numbers) for each in numbers]
