@@ -27,6 +27,7 @@ from mtrain.config.foreign.trainers import (
     put_length,
     put_whole_batch,
     recomputed,
+    reward_model,
     saved,
     targets,
 )
@@ -35,6 +36,7 @@ from mtrain.config.foreign.translation import (
     Row,
     Settings,
     Translation,
+    above_0,
     choice,
     later,
     lost,
@@ -150,6 +152,14 @@ def _special_tokens(found: Translation, value: Mapping[str, Any], name: str) -> 
         found.lost.append(f"{name}={others}: the tokenizer's own tokens are used; change its tokenizer_config.json")
 
 
+def _tokens(found: Translation, value: Any, name: str) -> None:
+    """Puts tokens that are added; an old form of the key is that of special_tokens."""
+    if isinstance(value, Mapping):
+        _special_tokens(found, value, name)
+    else:
+        found.put("model.add_tokens", value, name)
+
+
 def _adapter(found: Translation, value: Any, name: str) -> None:
     if value not in ("lora", "qlora"):
         raise ValueError(f"{value!r} is no adapter")
@@ -189,7 +199,7 @@ AXOLOTL: dict[str, Row] = {
     "chat_template_jinja": to("data.chat_template"),
     "chat_template_kwargs": to("data.chat_template_kwargs"),
     "special_tokens": Row(_special_tokens),
-    "tokens": to("model.add_tokens"),
+    "tokens": Row(_tokens),
     "sequence_len": to("data.seq_length", 512),
     "excess_length_strategy": choice("data.too_long", {"drop": "drop", "truncate": "end", "raise": "refuse"}, "drop"),
     "sample_packing": Row(packing_of("rows")),
@@ -235,7 +245,7 @@ AXOLOTL: dict[str, Row] = {
     "expert_parallel_size": to("layout.ep", change=unless_0),
     "output_dir": to("run.dir", "./model-out"),
     "save_steps": Row(every_steps("checkpoint.interval_steps")),
-    "save_total_limit": to("checkpoint.keep_last", 4, lambda value: value or 4),
+    "save_total_limit": to("checkpoint.keep_last", 4, lambda value: above_0(value or 4)),
     "eval_steps": Row(every_steps("valid.interval_steps")),
     "evals_per_epoch": lost("valid.interval_steps is a number of steps", 0),
     "saves_per_epoch": lost("checkpoint.interval_steps is a number of steps", 0),
@@ -249,7 +259,7 @@ AXOLOTL: dict[str, Row] = {
     "use_trackio": _tracker("trackio"),
     "wandb_name": to("run.name"),
     "rl": choice("loss.function", {name: name for name in PREFERENCES}),
-    "reward_model": choice("loss.function", {True: "reward_model", False: None}),
+    "reward_model": Row(reward_model),
     "center_rewards_coefficient": to("loss.options.center_rewards_coefficient", change=number),
     "rl_beta": to("loss.options.beta", change=number),
     "orpo_alpha": to("loss.options.beta", change=number),
@@ -281,7 +291,10 @@ AXOLOTL: dict[str, Row] = {
         lora_qkv_kernel lora_o_kernel torch_compile torch_compile_backend torch_compile_mode ddp ddp_timeout
         ddp_bucket_cap_mb low_cpu_mem_usage include_tkps save_only_model load_best_model_at_end
         sample_packing_group_size sample_packing_bin_size gc_steps profiler_steps device device_map world_size
-        hf_use_auth_token
+        hf_use_auth_token liger_layer_norm liger_rms_norm_gated processor_type skip_prepare_dataset use_kernels
+        remove_unused_columns tokenizer_use_fast ddp_find_unused_parameters flash_attn_cross_entropy
+        flash_attn_fuse_mlp cut_cross_entropy use_scattermoe use_sonicmoe fused_attn_kernel flex_attn_compile_kwargs
+        tiled_mlp experts_implementation
         """.split(),
         UNUSED,
     ),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 _LAUNCHERS = frozenset(("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"))
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_OPERATOR = re.compile(r"\d?>{1,2}(&\d|\S*)|&>{1,2}\S*|\|{1,2}|&{1,2}|;")
+"""Words after which a shell begins something else, such as `2>&1 | tee log`."""
 _OF_A_SHELL = re.compile(r"\$[\w{(@*]|^`")
 
 
@@ -23,6 +25,8 @@ def after_launcher(words: Iterable[str], commands: Collection[str] = ()) -> tupl
     """
     kept = [word.strip() for word in words]
     kept = [word for word in kept if word and word != "\\"]
+    ends = [number for number, word in enumerate(kept) if _OPERATOR.fullmatch(word)]
+    kept = kept[: ends[0]] if ends else kept
     if not kept or not _is_of_launcher(kept[0], commands):
         return [], kept
     for number, word in enumerate(kept):

@@ -44,6 +44,7 @@ def found_faults(content: Mapping[str, Any]) -> Faults:
     sections: dict[str, Any] = copy.deepcopy(dict(content))
     found = Faults([], [])
     known: set[str] = set()
+    is_stand_in = False
     for _ in range(_MOST_ROUNDS):
         try:
             Given(sections, ()).config()
@@ -52,8 +53,10 @@ def found_faults(content: Mapping[str, Any]) -> Faults:
             lines = str(error).splitlines()
         keys = [_key_of(line) for line in lines]
         for key, line in zip(keys, lines):
-            if key not in known:  # else what is left of the repair
+            is_of_repair = known.intersection((key, *keys_in(line))) or (is_stand_in and _names_stand_in(content, line))
+            if not is_of_repair:
                 _record(sections, key, line, found)
+        is_stand_in |= _FOLDER in keys
         repaired = [_repair(sections, key, line) for key, line in zip(keys, lines)]
         if not any(repaired):
             break
@@ -70,6 +73,11 @@ def _key_of(line: str) -> str:
     """Returns the key that a message begins with; that of the model's folder where it begins with a file in there."""
     match = _KEY.match(line)
     return match[0] if match is not None and match[0] in keys_in(line) else _FOLDER
+
+
+def _names_stand_in(content: Mapping[str, Any], line: str) -> bool:
+    """Says whether a message is on a model that is not there: of its sizes, only what is given can be wrong."""
+    return any(key.startswith("model.") and _value(content, key) is None for key in keys_in(line))
 
 
 def _is_missing(sections: Mapping[str, Any], key: str) -> bool:
@@ -144,7 +152,8 @@ def _model_for(sections: Mapping[str, Any]) -> dict[str, Any]:
     }
     has_experts = ep > 1 or etp > 1 or "router" in sections.get("loss", {})
     if has_experts or "experts" in sections.get("model", {}):
-        model["experts"] = {"num_experts": 8 * ep, "top_k": 2, "ffn_hidden_size": 64 * etp}
+        sizes = {"ffn_hidden_size": 64 * etp, "shared_ffn_hidden_size": 64 * tp}
+        model["experts"] = {"num_experts": 8 * ep, "top_k": 2, "first_dense_layers": 1, **sizes}
     return model
 
 

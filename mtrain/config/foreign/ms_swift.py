@@ -33,6 +33,7 @@ from mtrain.config.foreign.trainers import (
     put_warmup,
     put_whole_batch,
     recomputed,
+    reward_model,
     saved,
     targets,
     trackers,
@@ -42,6 +43,7 @@ from mtrain.config.foreign.translation import (
     Row,
     Settings,
     Translation,
+    above_0,
     choice,
     later,
     lost,
@@ -60,6 +62,13 @@ def _adapter(found: Translation, value: Any, name: str) -> None:
         found.put("adapter.kind", value, name)
     elif value != "full":
         found.lost.append(f"{name}={value}: adapters are lora and dora")
+
+
+def _preference(found: Translation, value: Any, name: str) -> None:
+    if value == "rm":
+        reward_model(found, True, f"{name}=rm")
+    else:
+        choice("loss.function", {each: each for each in PREFERENCES}).put(found, value, name)
 
 
 def _columns(found: Translation, value: Any, name: str) -> None:
@@ -119,13 +128,16 @@ _BY_RECORDS: dict[str, Row] = {
     "use_dora": choice("adapter.kind", {True: "dora", False: None}),
     "output_dir": to("run.dir"),
     "save_steps": Row(every_steps("checkpoint.interval_steps"), 500),
-    "save_total_limit": to("checkpoint.keep_last"),
+    "save_total_limit": to("checkpoint.keep_last", change=above_0),
     "save_strategy": lost("checkpoint.interval_steps is a number of steps", "steps"),
     "eval_steps": Row(every_steps("valid.interval_steps")),
     "logging_steps": to("metrics.console_interval_steps", 5),
     "report_to": Row(trackers),
     "wandb_project": to("metrics.project"),
-    "rlhf_type": choice("loss.function", {**{name: name for name in PREFERENCES}, "rm": "reward_model"}),
+    "rlhf_type": Row(_preference),
+    "task_type": later(str),
+    "problem_type": later(str),
+    "num_labels": later(number),
     "beta": to("loss.options.beta", change=number),
     "label_smoothing": to("loss.options.label_smoothing", change=number),
     "desirable_weight": to("loss.options.desirable_weight", change=number),
@@ -143,7 +155,8 @@ _BY_RECORDS: dict[str, Row] = {
         packing_strategy save_safetensors safe_serialization max_shard_size ddp_timeout ddp_backend attn_impl
         val_dataset_shuffle download_mode load_args load_data_args add_version create_checkpoint_symlink hub_token
         padding_free padding_side callbacks external_plugins custom_register_path check_model logging_dir
-        tensorboard_dir local_rank remove_unused_columns
+        tensorboard_dir local_rank remove_unused_columns save_only_model dataloader_drop_last log_completions
+        experts_impl
         """.split(),
         UNUSED,
     ),
@@ -294,13 +307,13 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
         raise ConfigError("there are no arguments that begin with --; give those of `megatron sft`")
     run = translated(found, given, table)
     of_engine = (_of_megatron, _experts, _eight_bits) if "train_iters" in table else (_of_transformers,)
-    for put in (_precision, *of_engine):
+    for put in (_precision, _head, *of_engine):
         put(found, run)
     is_adapted = any(run[name] not in (None, "full") for name in ("tuner_type", "train_type"))
     is_adapted = is_adapted and run["train_type"] != "full"
     drop_adapter_of_full_runs(found, is_adapted=is_adapted)
     _rate(found, run, "lr" if "lr" in table else "learning_rate", is_adapted=is_adapted)
-    if "rlhf" in command:
+    if "rlhf" in command and run["rlhf_type"] is None:
         found.put("loss.function", "dpo", "ms-swift's default of rlhf_type")
     _places(found, run, "megatron_output" if "train_iters" in table else "output")
     found.notes.append("ms-swift writes conversations by templates of its own; here the tokenizer's is taken")
@@ -328,6 +341,19 @@ def _precision(found: Translation, run: Settings) -> None:
     is_16 = is_on(run, "fp16") if run["fp16"] is not None else kind in ("float16", "float32")
     is_brain = is_on(run, "bf16") if run["bf16"] is not None else kind in (None, "bfloat16")
     found.put("train.precision", "fp16" if is_16 else "bf16" if is_brain else "fp32", run.said(*names))
+
+
+def _head(found: Translation, run: Settings) -> None:
+    """Puts the head of a classification or a regression."""
+    kind, count = run["task_type"] or "causal_lm", run["num_labels"]
+    if kind == "seq_cls" and run["problem_type"] != "multi_label_classification":
+        is_number = run["problem_type"] == "regression" or (count is not None and number(count) == 1)
+        found.put(
+            "loss.function", "regression" if is_number else "classification", run.said("task_type", "problem_type")
+        )
+        found.put("model.num_labels", count, run.origin("num_labels"))
+    elif kind != "causal_lm":
+        found.lost.append(f"{run.said('task_type', 'problem_type')}: heads are classification and regression")
 
 
 def _rate(found: Translation, run: Settings, name: str, *, is_adapted: bool) -> None:

@@ -172,6 +172,13 @@ def saved(found: Translation, value: Any, name: str) -> None:
     found.put("adapter.modules_to_save", [each for each in modules if each in SAVED_SYNONYMS] or None, name)
 
 
+def reward_model(found: Translation, value: Any, name: str) -> None:
+    """Puts the loss of a reward model and its head, where the switch is on."""
+    if boolean(value):
+        found.put("loss.function", "reward_model", name)
+        found.put("model.num_labels", 1, name)
+
+
 def pattern_of(key: str) -> Put:
     """Returns the function that puts numbers of single modules, where all of them have names here."""
 

@@ -6,6 +6,7 @@ Source: verl 0.9.1, verl/trainer/config.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,8 @@ VERL: dict[str, Row] = {
     ),
 }
 """Dotted key of verl -> what becomes of it."""
+_REFERENCE = re.compile(r"\$\{([\w.]*[.:][^}]*)\}")
+"""Reference of OmegaConf to another key, or to a function of it; `${word}` is a variable of the shell."""
 _OF_ROLLOUTS = ("actor.", "actor_rollout_ref.", "data.max_prompt_length", "data.max_response_length")
 
 
@@ -234,7 +237,11 @@ def from_verl(words: Sequence[str]) -> Translation:
     chosen = [f"{name}={value}" for name, value in given.items() if name in ("engine", "optim", "model_engine")]
     strategies = [str(value) for name, value in given.items() if name.endswith(".strategy")]
     trainer = trainer_of(set(given), " ".join([*command, *chosen, *strategies, *_configs(words)]))
-    run = translated(found, given, _table(trainer, given))
+    table = _table(trainer, given)
+    references = {name: value for name, value in given.items() if isinstance(value, str) and "${" in value}
+    found.lost += [f"{name}={value}: a reference to another key; write the value" for name, value in references.items()]
+    known = {name: value for name, value in given.items() if name not in references}
+    run = translated(found, known, table)
     _common(found, run, trainer)
     if trainer.is_loop:
         _actor(found, run, trainer)
@@ -258,15 +265,22 @@ def _given(found: Translation, words: Sequence[str]) -> dict[str, Any]:
             given.pop(key.removeprefix("~"), None)
         elif separator and is_of_environment(word):
             found.without_effect.append(key)
+        elif separator and is_variable(_REFERENCE.sub("", value)):
+            found.wrong.append(f"{word}: this holds a variable of the shell; write its value")
         elif separator:
-            if is_variable(value) and "${" not in value:
-                found.wrong.append(f"{word}: this holds a variable of the shell; write its value")
             given.update(_leaves({key: scalar(value)}))
         elif is_variable(word):
             found.wrong.append(f"{word}: this is a variable of the shell; write its value")
         else:
             given.update(_leaves(read_file(Path(word)).content))
-    return {name: value for name, value in given.items() if not name.startswith("hydra.") and name != "defaults"}
+    kept = {name: value for name, value in given.items() if not name.startswith("hydra.") and name != "defaults"}
+    return {name: _resolved(value, kept) for name, value in kept.items()}
+
+
+def _resolved(value: Any, given: Mapping[str, Any]) -> Any:
+    """Returns what a value refers to, where it is nothing but a reference to a key that is given."""
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None else given.get(match[1], value)
 
 
 def _configs(words: Sequence[str]) -> list[str]:
@@ -292,10 +306,8 @@ def _table(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Row]:
             table[trainer.name(key)] = Row(row.put, trainer.defaults.get(key))
     if not trainer.is_loop:
         table["engine.seed"] = UNUSED  # trainer.seed orders the samples
-    for name, value in given.items():
-        if isinstance(value, str) and "${" in value:
-            table[name] = lost("a reference to another key; write the value", "")
-        elif name not in table and (name.endswith("_target_") or "profiler" in name):
+    for name in given:
+        if name not in table and (name.endswith("_target_") or "profiler" in name):
             table[name] = UNUSED
         elif name not in table:
             reasons = (why for start, why in _OF_A_LOOP.items() if trainer.is_loop and name.startswith(start))

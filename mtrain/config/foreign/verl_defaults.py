@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_ACTOR = "actor_rollout_ref.actor."
+
 
 @dataclass(frozen=True)
 class Trainer:
@@ -25,9 +27,9 @@ class Trainer:
         """Returns the full name of a key of the table."""
         places = {
             "model.": "actor_rollout_ref.model.",
-            "optim.": "actor_rollout_ref.actor.optim.",
-            "engine.": f"actor_rollout_ref.actor.{'megatron' if self.is_megatron else 'fsdp_config'}.",
-            "actor.": "actor_rollout_ref.actor.",
+            "optim.": f"{_ACTOR}optim.",
+            "engine.": f"{_ACTOR}{'megatron' if self.is_megatron else 'fsdp_config'}.",
+            "actor.": _ACTOR,
         }
         start = key[: key.find(".") + 1]
         return places[start] + key.removeprefix(start) if self.is_loop and start in places else key
@@ -113,7 +115,8 @@ def trainer_of(names: set[str], texts: str) -> Trainer:
         texts: What starts it, and its arguments.
     """
     is_loop = any(name.startswith("actor_rollout_ref.") for name in names) or "main_ppo" in texts
-    is_megatron = "megatron" in texts or any("megatron" in name or "tensor_model_parallel" in name for name in names)
+    of_megatron = (f"{_ACTOR}megatron.", "engine.tensor_model_parallel", "engine.pipeline_model_parallel")
+    is_megatron = "megatron" in texts or any(name.startswith(of_megatron) for name in names)
     if is_loop:
         engine = _MEGATRON if is_megatron else _FSDP
         return Trainer({**engine, **_LOOP}, is_loop=True, is_megatron=is_megatron)

@@ -87,6 +87,7 @@ def test_what_starts_verl_is_left_out(start: str) -> None:
         ("trainer.total_training_steps=null", ""),
         ("data.use_dynamic_bsz=false", "data.use_dynamic_bsz=False"),
         ("hydra.run.dir=x", ""),
+        ("trainer.seed=7 data.max_length=${trainer.seed}", "trainer.seed=7 data.max_length=7"),
     ],
 )
 def test_ways_to_write_an_argument_of_verl(one: str, other: str) -> None:
@@ -172,6 +173,8 @@ def test_a_word_of_no_program_is_no_file() -> None:
         ("a.b=c.py d=e", "a.b=c.py d=e"),
         ("--external_plugins plugin.py --lr 1", "--external_plugins plugin.py --lr 1"),
         ("sft --external_plugins plugin.py", "--external_plugins plugin.py"),
+        ("sft --lr 1 2>&1 | tee log", "--lr 1"),
+        ("--lr 1 > log", "--lr 1"),
         ("", ""),
     ],
 )

@@ -174,11 +174,46 @@ def test_the_actor_of_a_loop_of_verl() -> None:
     }
 
 
+def test_the_engine_of_a_loop_of_verl() -> None:
+    """FSDP decays all parameters, Megatron-Core none of norms and biases; sizes of an inference engine say nothing."""
+    words = [word for word in PPO.split() if "megatron" not in word]
+    rollouts = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    found = from_verl([*words, rollouts, "actor_rollout_ref.actor.fsdp_config.param_offload=True"])
+    assert found.get("optimizer.decay_norms_and_biases") is True
+    assert "actor_rollout_ref.actor.fsdp_config.param_offload" in found.without_effect
+    for start in (PPO, " ".join([*words, "actor_rollout_ref.actor.strategy=megatron"])):
+        assert from_verl(start.split()).get("optimizer.decay_norms_and_biases") is None
+
+
+HEADS = [
+    ("megatron rlhf --rlhf_type rm", "reward_model", 1),
+    ("megatron sft --task_type seq_cls --num_labels 3", "classification", 3),
+    ("swift sft --task_type seq_cls --num_labels 1", "regression", 1),
+    ("swift sft --task_type seq_cls --num_labels 2 --problem_type regression", "regression", 2),
+    ("megatron sft --num_labels 3", None, None),
+    ("megatron sft --task_type embedding", None, None),
+]
+
+
+@pytest.mark.parametrize(("start", "function", "labels"), HEADS)
+def test_heads_of_ms_swift(start: str, function: str | None, labels: int | None) -> None:
+    found = from_ms_swift(f"{start} --model M --dataset a.jsonl --max_length 64 --train_iters 9".split())
+    assert (found.get("loss.function"), found.get("model.num_labels")) == (function, labels)
+    assert any(line.startswith("task_type=embedding") for line in found.lost) == ("embedding" in start)
+
+
+def test_a_model_that_is_not_here_is_not_judged(tmp_path: Path) -> None:
+    """Modules and sizes are those of the folder, which may be downloaded later."""
+    given = {"base_model": "M", "datasets": "a", "learning_rate": 1, "adapter": "lora", "tensor_parallel_size": 7}
+    file = write(tmp_path / "a.yml", given | {"lora_target_modules": ["in_proj", "down_proj"]})
+    assert [line.partition("=")[0] for line in from_axolotl(Path(file)).checked().faults().missing] == ["model.hf"]
+
+
 def test_later_words_of_verl_hold(tmp_path: Path) -> None:
     found = from_verl([str(write(tmp_path / "v.yaml", VERL)), "optim.lr=3e-5", "++data.max_length=64"])
     assert (found.content["optimizer"]["lr"], found.content["data"]["seq_length"]) == (3e-5, 64)
     found = from_verl([*PPO.split(), "trainer.default_local_dir=ck/${trainer.project_name}"])
-    assert found.lost[-1].startswith("trainer.default_local_dir=ck/${trainer.project_name}: ")
+    assert found.lost[0].startswith("trainer.default_local_dir=ck/${trainer.project_name}: ")
     parallel = "actor_rollout_ref.actor.megatron.sequence_parallel=True"
     assert from_verl([*PPO.split(), parallel]).content["layout"] == {"tp": 2, "sp": True}
     assert from_verl([parallel]).without_effect == [parallel.split("=")[0]]
