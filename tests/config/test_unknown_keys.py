@@ -304,6 +304,8 @@ ALSO = {
             "optimizer.warmup_steps": "lr_warmup_iters lr_warmup_steps",
             "optimizer.warmup_ratio": "lr_warmup_fraction lr_warmup_steps_ratio warmup_steps_ratio",
             "model.backend": "attn_implementation",
+            "checkpoint.interval_steps": "save_interval",
+            "valid.interval_steps": "eval_interval",
         }.items()
         for name in names.split()
     },

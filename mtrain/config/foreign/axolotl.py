@@ -14,7 +14,6 @@ from mtrain.config.foreign.trainers import (
     PREFERENCES,
     SCHEDULES,
     drop_adapter_of_full_runs,
-    every_steps,
     finish,
     folder_of,
     held_out,
@@ -24,7 +23,9 @@ from mtrain.config.foreign.trainers import (
     optimizer_of,
     packing_of,
     pattern_of,
+    put_interval,
     put_length,
+    put_likelihood,
     put_whole_batch,
     recomputed,
     reward_model,
@@ -244,9 +245,9 @@ AXOLOTL: dict[str, Row] = {
     "tensor_parallel_size": to("layout.tp", change=unless_0),
     "expert_parallel_size": to("layout.ep", change=unless_0),
     "output_dir": to("run.dir", "./model-out"),
-    "save_steps": Row(every_steps("checkpoint.interval_steps")),
+    "save_steps": later(number),
     "save_total_limit": to("checkpoint.keep_last", 4, lambda value: above_0(value or 4)),
-    "eval_steps": Row(every_steps("valid.interval_steps")),
+    "eval_steps": later(number),
     "evals_per_epoch": lost("valid.interval_steps is a number of steps", 0),
     "saves_per_epoch": lost("checkpoint.interval_steps is a number of steps", 0),
     "save_strategy": lost("checkpoint.interval_steps is a number of steps", "steps"),
@@ -265,7 +266,7 @@ AXOLOTL: dict[str, Row] = {
     "orpo_alpha": to("loss.options.beta", change=number),
     "dpo_label_smoothing": to("loss.options.label_smoothing", change=number),
     "simpo_gamma": to("loss.options.gamma", change=number),
-    "cpo_alpha": lost("the likelihood of the chosen answer is no part of simpo here; see loss.side_terms", 0),
+    "cpo_alpha": later(number),
     "dpo_loss_type": lost("the loss of DPO is that of its paper", ["sigmoid"]),
     "kto_desirable_weight": to("loss.options.desirable_weight", change=lambda value: number(value) or 1.0),
     "kto_undesirable_weight": to("loss.options.undesirable_weight", change=lambda value: number(value) or 1.0),
@@ -311,7 +312,9 @@ def from_axolotl(path: Path) -> Translation:
     found = Translation("axolotl")
     run = translated(found, read_file(path).content, AXOLOTL)
     put_length(found, run, "max_steps", "num_epochs")
-    for put in (_warmup, _rates, _batch, _precision):
+    put_interval(found, run, "save_steps", "checkpoint.interval_steps")
+    put_interval(found, run, "eval_steps", "valid.interval_steps")
+    for put in (_warmup, _rates, _batch, _precision, _simpo):
         put(found, run)
     drop_adapter_of_full_runs(found, is_adapted=run["adapter"] is not None)
     finish(found, run)
@@ -357,6 +360,13 @@ def _batch(found: Translation, run: Settings) -> None:
             f"{next(iter(sizes))} is taken for the number of data-parallel ranks; where more are started, "
             "multiply train.global_batch_size"
         )
+
+
+def _simpo(found: Translation, run: Settings) -> None:
+    """Puts what TRL has by default for SimPO, which its trainer of CPO computes."""
+    if found.get("loss.function") == "simpo":
+        found.put("loss.options.beta", 0.1, "axolotl's default of rl_beta")
+        put_likelihood(found, run)
 
 
 def _precision(found: Translation, run: Settings) -> None:

@@ -19,7 +19,6 @@ from mtrain.config.foreign.trainers import (
     PREFERENCES,
     SCHEDULES,
     drop_adapter_of_full_runs,
-    every_steps,
     files_of,
     finish,
     folder_of,
@@ -29,7 +28,9 @@ from mtrain.config.foreign.trainers import (
     optimizer_of,
     packing_of,
     permit_layout_dependent,
+    put_interval,
     put_length,
+    put_likelihood,
     put_warmup,
     put_whole_batch,
     recomputed,
@@ -127,10 +128,10 @@ _BY_RECORDS: dict[str, Row] = {
     "lora_bias": lost("biases do not learn next to adapters", "none"),
     "use_dora": choice("adapter.kind", {True: "dora", False: None}),
     "output_dir": to("run.dir"),
-    "save_steps": Row(every_steps("checkpoint.interval_steps"), 500),
+    "save_steps": later(number, 500),
     "save_total_limit": to("checkpoint.keep_last", change=above_0),
     "save_strategy": lost("checkpoint.interval_steps is a number of steps", "steps"),
-    "eval_steps": Row(every_steps("valid.interval_steps")),
+    "eval_steps": later(number),
     "logging_steps": to("metrics.console_interval_steps", 5),
     "report_to": Row(trackers),
     "wandb_project": to("metrics.project"),
@@ -144,6 +145,7 @@ _BY_RECORDS: dict[str, Row] = {
     "undesirable_weight": to("loss.options.undesirable_weight", change=number),
     "center_rewards_coefficient": to("loss.options.center_rewards_coefficient", change=number),
     "simpo_gamma": to("loss.options.gamma", change=number),
+    "cpo_alpha": later(number),
     "rpo_alpha": lost("the likelihood of the chosen answer is no part of dpo here; see loss.side_terms", 0),
     "reference_free": lost("dpo and kto compare with a reference model"),
     "loss_type": lost("the losses are those of their papers", "sigmoid"),
@@ -217,8 +219,8 @@ MEGATRON: dict[str, Row] = {
     "fp8_format": to("train.fp8"),
     "fp8_recipe": later(str, "delayed"),
     "save": to("run.dir"),
-    "save_interval": Row(every_steps("checkpoint.interval_steps")),
-    "eval_interval": Row(every_steps("valid.interval_steps")),
+    "save_interval": later(number),
+    "eval_interval": later(number),
     "eval_iters": later(number, -1),
     "log_interval": to("metrics.console_interval_steps"),
     "load": Row(_start),
@@ -391,8 +393,6 @@ def _of_megatron(found: Translation, run: Settings) -> None:
     count, size = number(run["eval_iters"]), found.get("train.global_batch_size")
     if count > 0:
         found.put("valid.max_samples", count * size, "eval_iters x global_batch_size")
-    elif count == 0:
-        found.drop("valid")
 
 
 def _experts(found: Translation, run: Settings) -> None:
@@ -430,14 +430,22 @@ def _of_transformers(found: Translation, run: Settings) -> None:
 
 def _places(found: Translation, run: Settings, parent: str) -> None:
     """Puts the run folder, and what is kept in it: every checkpoint, where nothing limits them."""
+    for name in ("save_interval", "save_steps"):
+        put_interval(found, run, name, "checkpoint.interval_steps")
+    for name in ("eval_interval", "eval_steps"):
+        put_interval(found, run, name, "valid.interval_steps")
     if isinstance(run["model"], str):
         found.put("run.dir", f"{parent}/{Path(run['model']).name}", "ms-swift's default of output_dir")
     interval = found.get("checkpoint.interval_steps")
+    if found.get("loss.function") == "simpo":
+        put_likelihood(found, run)
     if interval and found.get("checkpoint.keep_last") is None:
         found.put("checkpoint.keep_every_steps", interval, "ms-swift's default of save_total_limit, which keeps all")
     if found.get("data.valid"):
         found.drop("data.split")  # ms-swift ignores the share then
     if found.get("valid.interval_steps") is None:
         found.put("valid.interval_steps", interval, "ms-swift's default of eval_steps")
+    if run["eval_iters"] is not None and number(run["eval_iters"]) == 0:
+        found.drop("valid")
     if "wandb" not in listed(run["report_to"] or []):
         found.drop("metrics.project")

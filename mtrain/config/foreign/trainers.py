@@ -97,19 +97,17 @@ def optimizer_of(found: Translation, value: Any, name: str) -> None:
         found.lost.append(f"{name}={value}: only AdamW is translated; optimizer.kind=muon has keys of its own")
 
 
-def every_steps(key: str) -> Put:
-    """Returns the function that puts a number of steps between two events, or a share of the run below 1."""
-
-    def put(found: Translation, value: Any, name: str) -> None:
-        steps = number(value)
-        if not 0 < steps < 1:
-            found.put(key, max(0, steps), name)
-        elif isinstance(whole := found.get("train.num_steps"), int):
-            found.put(key, max(1, int(steps * whole)), f"{name} x number of steps")
-        else:
-            found.lost.append(f"{name}={value}: {key} is a number of steps, and a share of the run is not known here")
-
-    return put
+def put_interval(found: Translation, run: Settings, name: str, key: str) -> None:
+    """Puts a number of steps between two events, or a share of the run below 1, once its length is known."""
+    if run[name] is None:
+        return
+    steps, whole = number(run[name]), found.get("train.num_steps")
+    if not 0 < steps < 1:
+        found.put(key, max(0, steps), run.origin(name))
+    elif isinstance(whole, int):
+        found.put(key, max(1, int(steps * whole)), f"{run.origin(name)} x number of steps")
+    else:
+        found.lost.append(f"{name}={run[name]}: {key} is a number of steps, and that of the run is not known here")
 
 
 def put_length(found: Translation, run: Settings, steps: str, epochs: str) -> None:
@@ -179,6 +177,14 @@ def reward_model(found: Translation, value: Any, name: str) -> None:
         found.put("model.num_labels", 1, name)
 
 
+def put_likelihood(found: Translation, run: Settings) -> None:
+    """Names the likelihood of the chosen answer, which TRL adds to SimPO unless its weight is 0."""
+    if number(1 if run["cpo_alpha"] is None else run["cpo_alpha"]):
+        found.lost.append(
+            f"{run.said('cpo_alpha')}: the likelihood of chosen answers is no part of simpo here; see loss.side_terms"
+        )
+
+
 def pattern_of(key: str) -> Put:
     """Returns the function that puts numbers of single modules, where all of them have names here."""
 
@@ -230,8 +236,9 @@ def finish_loss(found: Translation) -> None:
     found.drop("data.format")
     found.drop("data.loss_on")
     if found.get("data.packing.batch") == "rows":
-        found.drop("data.packing")
-        found.notes.append(f"samples are not packed: rows would cut the pairs of {function} apart")
+        name = found.origins["data.packing"]
+        found.drop("data.packing", is_named=False)
+        found.notes.append(f"{name}: samples are not packed, as rows would cut the pairs of {function} apart")
     _drop_dropout(found, f"loss.function={function} sees the model twice in a step, without dropout")
     found.notes.append("records are pairs of prompt, chosen and rejected, or prompt, completion and label for kto")
 
@@ -239,7 +246,7 @@ def finish_loss(found: Translation) -> None:
 def _drop_dropout(found: Translation, why: str) -> None:
     if found.get("adapter.dropout"):
         found.lost.append(f"{found.origins['adapter.dropout']}={found.get('adapter.dropout')}: {why}")
-        found.drop("adapter.dropout")
+        found.drop("adapter.dropout", is_named=False)
 
 
 def finish(found: Translation, run: Settings) -> None:

@@ -74,15 +74,16 @@ class Translation:
         """Says whether an origin is a default of the program, and not something that was given."""
         return origin.startswith(f"{self.program}'s default")
 
-    def drop(self, key: str) -> None:
-        """Takes a key or a section out, and names what gave it among what has no effect."""
+    def drop(self, key: str, *, is_named: bool = True) -> None:
+        """Takes a key or a section out; `is_named` says whether what gave it is named among what has no effect."""
         *parents, name = key.split(".")
         place = self.content
         for parent in parents:
             place = place.get(parent, {})
         if place.pop(name, None) is not None:
             gone = [each for each in self.origins if each == key or each.startswith(f"{key}.")]
-            self.without_effect += [each for each in map(self.origins.pop, gone) if not self.is_default(each)]
+            given = [each for each in map(self.origins.pop, gone) if not self.is_default(each)]
+            self.without_effect += given if is_named else []
             if parents and not place:
                 self.drop(".".join(parents))
 

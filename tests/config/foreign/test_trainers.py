@@ -202,6 +202,36 @@ def test_heads_of_ms_swift(start: str, function: str | None, labels: int | None)
     assert any(line.startswith("task_type=embedding") for line in found.lost) == ("embedding" in start)
 
 
+@pytest.mark.parametrize(
+    ("given", "interval", "lost"),
+    [
+        ({"save_steps": 0.25, "max_steps": 40}, 10, []),
+        ({"save_steps": 0.25}, None, ["save_steps"]),
+        ({"save_steps": 7}, 7, []),
+        ({"save_steps": False}, 0, []),
+    ],
+)
+def test_a_share_of_the_run_as_an_interval(given: Any, interval: int | None, lost: list[str], tmp_path: Path) -> None:
+    found = from_axolotl(Path(write(tmp_path / "a.yml", {"base_model": "M", "datasets": "a", **given})))
+    assert found.get("checkpoint.interval_steps") == interval
+    assert [line.split("=")[0] for line in found.lost] == lost
+
+
+def test_pairs_of_axolotl(tmp_path: Path) -> None:
+    """TRL's defaults of SimPO are not ours; a key is in one list of the head only."""
+    given = {"base_model": "M", "datasets": "a", "learning_rate": 1, "adapter": "lora", "lora_dropout": 0.1}
+    file = Path(write(tmp_path / "a.yml", given | {"rl": "simpo", "sample_packing": True}))
+    found = from_axolotl(file).checked()
+    assert found.get("loss.options.beta") == 0.1
+    assert found.get("adapter.dropout") is found.get("data.packing") is None
+    assert [re.split("[=:]", line)[0] for line in found.lost] == ["axolotl's default of cpo_alpha", "lora_dropout"]
+    assert "lora_dropout" not in found.without_effect
+    assert (
+        from_ms_swift(["megatron", "sft", "--model", "M", "--eval_iters", "0", "--val_dataset", "b"]).get("valid")
+        is None
+    )
+
+
 def test_a_model_that_is_not_here_is_not_judged(tmp_path: Path) -> None:
     """Modules and sizes are those of the folder, which may be downloaded later."""
     given = {"base_model": "M", "datasets": "a", "learning_rate": 1, "adapter": "lora", "tensor_parallel_size": 7}
