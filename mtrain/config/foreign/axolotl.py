@@ -268,6 +268,7 @@ AXOLOTL: dict[str, Row] = {
     "simpo_gamma": to("loss.options.gamma", change=number),
     "cpo_alpha": later(number),
     "dpo_loss_type": lost("the loss of DPO is that of its paper", ["sigmoid"]),
+    # 0 is 1 there, too
     "kto_desirable_weight": to("loss.options.desirable_weight", change=lambda value: number(value) or 1.0),
     "kto_undesirable_weight": to("loss.options.undesirable_weight", change=lambda value: number(value) or 1.0),
     "load_in_4bit": _NO_4_BITS,

@@ -268,8 +268,8 @@ class _Megatron(Arguments):
         layers = self._number("num-layers")
         if self._is_on("num-layers-per-virtual-pipeline-stage") and layers is not None:
             stages = layers // self._degree("pipeline-model-parallel-size")
-            each = self._degree("num-layers-per-virtual-pipeline-stage")
-            put("layout.vpp", stages // each, "num-layers-per-virtual-pipeline-stage")
+            each = self._number("num-layers-per-virtual-pipeline-stage")
+            put("layout.vpp", stages // each if each else 0, "num-layers-per-virtual-pipeline-stage")
             if self._is_on("num-virtual-stages-per-pipeline-rank"):
                 self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
         if self._degree("context-parallel-size") > 1 and self._is_on("cp-comm-type"):

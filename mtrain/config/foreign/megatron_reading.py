@@ -66,12 +66,10 @@ class Arguments:
         return default
 
     def _degree(self, name: str) -> int:
-        """Returns a number that parts are divided by; 1 where it is not given."""
-        found = self._number(name, 1)
-        if found is None or found < 1:
-            self._refuse(f"--{name} is {found}, but must be at least 1; fix it")
-            return 1
-        return found
+        """Returns a size that others are divided by; 1 where it is not given, or is none, as the rules of `layout` say
+        then."""
+        found = self._number(name)
+        return 1 if found is None else max(1, found)
 
     def _is_on(self, name: str) -> bool:
         return self._values(name) is not None

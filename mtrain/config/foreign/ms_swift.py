@@ -377,7 +377,7 @@ def _of_megatron(found: Translation, run: Settings) -> None:
         found.put("optimizer.warmup_steps", steps, "lr_warmup_fraction x lr_decay_iters")
     else:
         put_warmup(found, run, "lr_warmup_iters", "lr_warmup_fraction", rounds_up=True)
-    if (run["tensor_model_parallel_size"] or 1) in (1, "1"):
+    if run["tensor_model_parallel_size"] in (None, 1, "1"):
         found.drop("layout.sp")
     if found.get("optimizer.schedule") == "wsd" and run["lr_wsd_decay_style"] != "linear":
         found.lost.append(f"lr_wsd_decay_style={run['lr_wsd_decay_style']}: wsd falls linearly here")

@@ -340,7 +340,7 @@ def _common(found: Translation, run: Settings, trainer: Trainer) -> None:
         found.content["data"]["columns"] = kept
     if not trainer.is_megatron:
         found.put("optimizer.decay_norms_and_biases", True, "verl's default, whose FSDP trainers decay all parameters")
-    if (found.get("layout.tp") or 1) == 1:
+    if found.get("layout.tp") in (None, 1):
         found.drop("layout.sp")
     is_dynamic, tokens = ("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu")
     if not trainer.is_loop:
@@ -360,7 +360,8 @@ def _pack(found: Translation, run: Settings, is_dynamic: str, tokens: str) -> No
     """Puts rows of as many tokens as a forward pass of a data-parallel rank may have."""
     found.put("data.packing", {"batch": "sequences"}, run.origin(is_dynamic))
     found.drop("train.micro_batch_size")
-    ranks, least = found.get("layout.cp") or 1, found.get("data.seq_length")
+    ranks, least = found.get("layout.cp"), found.get("data.seq_length")
+    ranks = 1 if ranks is None else ranks
     width = int(number(run[tokens])) * ranks
     if isinstance(least, int):
         width = max(width, least)
@@ -378,7 +379,8 @@ def _actor(found: Translation, run: Settings, trainer: Trainer) -> None:
     found.put("train.global_batch_size", size, f"{run.origin(batch[0])} x {batch[1]}, in sequences")
     _policy(found, run, trainer)
     _side_terms(found, run, trainer)
-    if number(run["actor_rollout_ref.rollout.temperature"] or 1) != 1:
+    temperature = run["actor_rollout_ref.rollout.temperature"]
+    if temperature is not None and number(temperature) != 1:
         found.notes.append("the sampler's temperature is part of each sample: Datum(..., temperature=T)")
 
 

@@ -99,7 +99,8 @@ def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
         if exact.values.denominators["main"] != 0:
             if optimizer is None:
                 config = clipping(config, exact.values.grad_norm)
-                clipped = min(exact.values.grad_norm, config.optimizer.clip_grad or math.inf)
+                limit = config.optimizer.clip_grad
+                clipped = min(exact.values.grad_norm, limit if limit > 0 else math.inf)
                 num_elements = sum(each.size for each in exact.gradients.values())
                 config = with_epsilon(config, clipped, num_elements)
                 optimizer = exact_optimizer(config)

@@ -62,7 +62,8 @@ def warped(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -
     """Returns the log-probabilities of the distribution as transformers makes it, in float64."""
     found = TemperatureLogitsWarper(temperature)(None, logits.double())
     found = TopKLogitsWarper(top_k)(None, found) if top_k else found
-    return (TopPLogitsWarper(top_p)(None, found) if top_p < 1 else found).log_softmax(-1)
+    kept: torch.Tensor = TopPLogitsWarper(top_p)(None, found) if top_p < 1 else found
+    return kept.log_softmax(-1)
 
 
 @settings(max_examples=60, deadline=None)
