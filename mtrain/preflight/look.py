@@ -32,7 +32,7 @@ _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
 """Size of records, and of a checkpoint, up to which a check reads them; more would take too long."""
 
 
-def look_at_start(config: Config, findings: Findings, needs_weights: bool) -> None:
+def look_at_start(config: Config, findings: Findings, needs_weights: bool, is_now: bool) -> None:
     """Goes through a start, up to where it would need ranks and devices; the arguments are those of `look`."""
     folder = RunFolder(Path(config.run.dir))
     if config.checkpoint.export_hf_every_steps:
@@ -40,8 +40,9 @@ def look_at_start(config: Config, findings: Findings, needs_weights: bool) -> No
             from mtrain.hf.schema.registry import refuse_unexportable  # all families, which others do not need
 
             refuse_unexportable(config)
-    with findings.looking():
-        refuse_if_held(folder.lock_file)
+    if is_now:
+        with findings.looking():
+            refuse_if_held(folder.lock_file)
     if folder.path.is_dir():
         with findings.looking():
             from mtrain.training.changed import going_on  # loads numpy, which a new run does not need
@@ -217,17 +218,18 @@ def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | 
             return entry
 
 
-def look(config: Config, findings: Findings, needs_weights: bool = True) -> None:
+def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_now: bool = True) -> None:
     """Goes through a start, checks its disks for room, and looks for the libraries of its trackers.
 
     Args:
         config: Configuration of the run.
         findings: Findings to add to.
         needs_weights: Whether a folder of `model.hf` that holds no weights yet is a fault.
+        is_now: Whether the run would start now; if not, the one that works in its folder may have ended by then.
     """
     if config.metrics.trackers:
         with findings.looking():
             refuse_missing(config.metrics.trackers)
             findings.fact("trackers", ", ".join(config.metrics.trackers))
-    look_at_start(config, findings, needs_weights)
+    look_at_start(config, findings, needs_weights, is_now)
     look_at_disk(config, findings)

@@ -217,7 +217,8 @@ def _looked_at(arguments: list[str], has_files: bool, serve: bool, needs_weights
             with findings.looking():
                 Start(loaded_config(arguments), findings, needs_weights).look_at_model("weights")
         else:
-            look(loaded_config(arguments, counts_epochs=True), findings, needs_weights)
+            # the job waits for the one that works in the folder now, and takes the folder when it starts
+            look(loaded_config(arguments, counts_epochs=True), findings, needs_weights, is_now=False)
     if findings.faults:
         print_findings(Findings(faults=findings.faults))
         raise typer.Exit(findings.exit_code)
