@@ -29,6 +29,7 @@ printf '%s|' "$@" >> "$CALLS/steps"; echo >> "$CALLS/steps"
 [[ -z ${SHOW_ENVIRONMENT:-} ]] || env > "$CALLS/environment"
 [[ -n ${SRUN_TELLS:-} ]] && { sleep 0.05; printf '%s\n' "$SRUN_TELLS" > "$RUN_DIR/failure.txt"; }
 [[ -n ${SRUN_SERVES:-} ]] && { sleep 0.05; touch "$RUN_DIR/service.json"; }
+[[ -n ${SRUN_SAYS:-} ]] && printf '%s\n' "$SRUN_SAYS" >&2
 [[ -n ${SRUN_CODE:-} ]] && exit "$SRUN_CODE"
 [[ -n ${SRUN_STARTS_S:-} ]] && { touch "$CALLS/starting"; trap '' USR1; sleep "$SRUN_STARTS_S"; }
 [[ -n ${SRUN_DIES:-} ]] || trap 'sleep 0.3; touch "$RUN_DIR/REQUEUE"; exit 0' USR1
@@ -58,12 +59,25 @@ case $1-$2 in
     state=${JOB_STATE:-RUNNING}
     [[ ! -e $CALLS/requeued ]] || state=COMPLETING
     echo "JobId=$4 ${ARRAY:+ArrayJobId=712000 ArrayTaskId=3 }JobState=$state Reason=None" \
-      "Restarts=$(cat "$CALLS/requeued" 2>/dev/null | wc -l) PreemptTime=${PREEMPT_TIME:-None}" ;;
+      "Restarts=$(cat "$CALLS/requeued" 2>/dev/null | wc -l) PreemptTime=${PREEMPT_TIME:-None} ${FIELDS:-}" ;;
+  update-*) echo "$3" >> "$CALLS/updated" ;;
   requeue-* | requeuehold-*)
     next requeue
     [[ $answer == lie ]] || echo "$2" >> "$CALLS/requeued"
     [[ $answer != killed ]] || exit 143 ;;
 esac
+"""
+SBATCH = """#!/usr/bin/env python3
+# Says whether the job could start in $CLUSTER, as `sbatch --test-only` does: NODE=FEATURE... of partition p.
+import os, re, sys
+assert sys.argv[1] == "--test-only" and not [name for name in os.environ if name.startswith("SBATCH_")]
+own = re.findall("^#SBATCH --(.+)$", open(sys.argv[-1]).read(), re.M)
+asked = dict(one.split("=", 1) for one in [*own, *(word[2:] for word in sys.argv[2:-1])] if "=" in one)
+cluster = dict(each.split("=") for each in os.environ["CLUSTER"].split())
+left_out, needed = (set(filter(None, asked.get(name, "").split(","))) for name in ("exclude", "nodelist"))
+usable = {node for node, feature in cluster.items() if asked.get("constraint", feature) == feature} - left_out
+has_all = needed <= usable and len(usable) >= int(asked["nodes"]) and asked["partition"] == "p"
+sys.exit(0 if has_all and asked.get("dependency") == "" else 1)
 """
 SLEEP = """#!/bin/bash
 [[ $1 == 5 || $1 == 10 ]] || exec /bin/sleep "$1" # pauses between two questions pass at once
@@ -81,7 +95,7 @@ def test_bash_can_read_it(script: Path) -> None:
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
     """Runs the batch script, or the one in `folder`, as Slurm would, in a process group of its own."""
     own = folder / "job.sbatch"
-    programs = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "sbatch": SBATCH, "sleep": SLEEP}
     for name, text in (programs | ({"timeout": IMPATIENT} if "IMPATIENT" in environment else {})).items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -404,6 +418,68 @@ def test_the_same_end_at_every_start_is_tried_again_a_few_times(
     assert code == notice.exit_code
     assert not requeued.exists()
     assert "not tried again: 3 retries have brought no newer checkpoint than none" in capfd.readouterr().err
+
+
+NODES = ["n1", "n2", "n3", "n4", "n5"]
+
+
+def failed_on(folder: Path, says: str, **fields: str) -> list[str]:
+    """Returns the nodes that a job leaves out after an end of which srun says this; the job has these fields."""
+    shown = " ".join(f"{name}={value}" for name, value in {"Partition": "p", "Account": "(null)", **fields}.items())
+    job = {"SRUN_CODE": "137", "SRUN_SAYS": says, "FIELDS": shown, "SLURM_JOB_NUM_NODES": fields["NumNodes"]}
+    job["CLUSTER"] = "n1=a n2=a n3=b n4=b n5=b"
+    assert finish(start(folder, str(folder / "run"), "run.yaml", SBATCH_PARTITION="q", **job)) == 0
+    assert (folder / "requeued").exists(), "with the node or without"
+    updated = folder / "updated"
+    return updated.read_text().strip().removeprefix("ExcNodeList=").split(",") if updated.exists() else []
+
+
+@given(
+    node=st.sampled_from(NODES),
+    count=st.integers(1, 4),
+    needed=st.sets(st.sampled_from(NODES), max_size=2),
+    left_out=st.sets(st.sampled_from(NODES), max_size=2),
+    feature=st.sampled_from(["", "a", "b"]),
+    by_hand=st.booleans(),
+)
+@settings(max_examples=12)
+def test_a_node_is_left_out_where_the_job_as_its_user_asked_for_it_can_start_without(
+    tmp_path_factory: pytest.TempPathFactory,
+    node: str,
+    count: int,
+    needed: set[str],
+    left_out: set[str],
+    feature: str,
+    by_hand: bool,
+) -> None:
+    """The user's options stand in the script, or, where it was submitted by hand, only in what Slurm knows."""
+    folder = tmp_path_factory.mktemp("drawn")
+    fields = {"NumNodes": str(count), "ExcNodeList": ",".join(sorted(left_out)) or "(null)"}
+    if by_hand:
+        fields |= {"ReqNodeList": ",".join(sorted(needed)) or "(null)", "Features": feature or "(null)"}
+    else:
+        options = [f"--nodelist={','.join(sorted(needed))}", *([f"--constraint={feature}"] if feature else [])]
+        own = "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, "--partition=q"])
+        (folder / "job.sbatch").write_text(own + (ROOT / "launch" / "slurm.sbatch").read_text())
+    found = failed_on(folder, f"srun: error: {node}: task 1: Killed", **fields)
+    usable = set({"a": NODES[:2], "b": NODES[2:], "": NODES}[feature]) - left_out - {node}
+    can_start = needed <= usable and len(usable) >= count
+    assert sorted(set(found)) == (sorted(left_out | {node}) if can_start else [])
+
+
+CANCELLED = "slurmstepd-n1: error: *** STEP 712345.0 ON n1 CANCELLED AT 2026-11-28T07:31:00 ***"
+KILLED = [f"srun: error: {node}: tasks {rank}: Killed" for rank, node in enumerate(NODES)]
+
+
+@given(st.lists(st.sampled_from(KILLED), unique=True, max_size=2), st.permutations(KILLED))
+@settings(max_examples=5)
+def test_no_node_is_to_blame_for_ranks_that_a_user_cancels(
+    tmp_path_factory: pytest.TempPathFactory, before: list[str], after: list[str]
+) -> None:
+    """`scancel JOB.0` kills the ranks that have not ended within KillWait, as srun does once one was lost."""
+    says = "\n".join([*before, "srun: Job step aborted: Waiting up to 32 seconds.", CANCELLED, *after])
+    found = failed_on(tmp_path_factory.mktemp("drawn"), says, NumNodes="2")
+    assert found == [line.split(":")[2].strip() for line in before[:1]]
 
 
 @pytest.mark.parametrize(("code", "ends_with"), [("3", 3), ("137", 5)])

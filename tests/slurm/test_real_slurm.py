@@ -220,7 +220,7 @@ def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:
     # srun ends with the code of the killed rank, or with that of a rank that missed it first
     spent = r"exit code (137|5); not tried again: 1 retries have brought no newer checkpoint than step_00000002"
     assert re.search(spent, output(run_dir)), output(run_dir)
-    assert "n1 is not left out: the partition has too few others" in output(run_dir)
+    assert "n1 is not left out: Slurm could not start the job without it" in output(run_dir)
 
 
 REFUSES = """#!/bin/bash
