@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,7 +171,7 @@ def _print_way(run_dir: Path, number: str, service: "ServiceOptions") -> None:
     typer.echo(
         f"waiting until it listens; Ctrl-C ends this wait and not the job: {run_dir / 'service.json'} gets the address"
     )
-    address = wait_for_service(run_dir, number)
+    address = wait_for_service(run_dir, number, partial(typer.echo, err=True))
     typer.echo(f"the service listens at {address}; its key is in {service.token_file}")
     typer.echo(ways_there(address, service.token_file))
 

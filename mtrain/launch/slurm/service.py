@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 from mtrain.base.errors import MachineError
 from mtrain.base.plain_files import parsed_json, read_plain_file
-from mtrain.launch.slurm.submit import ask_slurm, fields_of
+from mtrain.launch.slurm.submit import ask_slurm, fields_of, reason_to_wait
 
 _POLL_S = 1.0
 _POLLS_PER_QUESTION = 10
@@ -40,23 +41,28 @@ class ServiceOptions:
         return ["serve", "--host", self.host, "--port", str(self.port), "--token-file", str(self.token_file.absolute())]
 
 
-def wait_for_service(run_dir: Path, job: str) -> str:
+def wait_for_service(run_dir: Path, job: str, tell: Callable[[str], None]) -> str:
     """Waits until a job's service listens, however long the job waits for its nodes; returns the address.
 
     Args:
         run_dir: Run folder of the service.
         job: Number of the job.
+        tell: Function that is given, once each, the reasons for which the job may never start.
 
     Raises:
         MachineError: The job has ended before.
     """
+    told = None
     while True:
         for _ in range(_POLLS_PER_QUESTION):
             if (address := _address(run_dir, job)) is not None:
                 return address
             time.sleep(_POLL_S)
-        state = _state(job)
-        if state in _ENDED:
+        known = _known(job)
+        if (warning := reason_to_wait(job, known)) is not None and warning != told:
+            tell(warning)
+            told = warning
+        if (state := known.get("JobState")) in _ENDED:
             log = run_dir / "logs" / f"job-{job}.log"
             raise MachineError(f"job {job} has ended ({state}) before its service listened{_reason(log)}; read {log}")
 
@@ -82,13 +88,13 @@ def _address(run_dir: Path, job: str) -> str | None:
     return None
 
 
-def _state(job: str) -> str | None:
-    """Asks for the state of a job; None where Slurm does not answer, which may be for a while."""
+def _known(job: str) -> dict[str, str]:
+    """Asks what Slurm knows of a job; nothing where it does not answer, which may be for a while."""
     try:
         shown = ask_slurm("scontrol", "show", "job", "-o", job)
     except MachineError:
-        return None
-    return fields_of(shown.stdout).get("JobState") if shown.returncode == 0 else None
+        return {}
+    return fields_of(shown.stdout) if shown.returncode == 0 else {}
 
 
 def _reason(log: Path) -> str:

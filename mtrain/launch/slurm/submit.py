@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,23 @@ _SHORT_JOB = 3
 _MARGIN_S = 120
 """Seconds that are added, since Slurm's signals and time limits come up to a minute late."""
 _TIMEOUT_S = 60
+_REASON_POLLS, _REASON_POLL_S = 3, 1.0
+_FIRST_REASONS = ("None", "PartitionConfig")
+"""Reasons that Slurm shows before its scheduler has looked at a job; the second may also be the last."""
+_PASSES = re.compile(
+    "None|Priority|Resources|Dependency|BeginTime|Licenses|Reservation|Cleaning|Prolog|JobArrayTaskLimit|FedJobLock"
+    r"|BurstBuffer(Resources|StageIn)|(Assoc|QOS)(Grp\w+|Max(?!\w*(PerJob|PerNode|Wall))\w+)"
+)
+"""Pattern of reasons to wait that end with time: other jobs end. Any other one is told, as Slurm's list grows."""
+_CHANGES = {
+    "PartitionTimeLimit": "submit it again with a shorter --time or another --partition",
+    "PartitionNodeLimit": "submit it again with other --nodes or another --partition",
+    "PartitionConfig": "submit it again with what the nodes of its partition have",
+    "BadConstraints": "submit it again with what the nodes of its partition have",
+    "ReqNodeNotAvail": "submit it again without the nodes that it names, or wait until they are back",
+    "JobHeldUser": "run scontrol release with its number",
+}
+"""Reason for which a job may wait for ever -> what to do."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +150,8 @@ def submit(submission: Submission) -> tuple[str, list[str]]:
 
 
 def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
-    """Compares the job that Slurm has made with the given one; cancels it where they differ."""
-    try:
-        shown = ask_slurm("scontrol", *cluster, "show", "job", "-o", number)
-    except (OSError, MachineError) as fault:
-        shown = subprocess.CompletedProcess([], 1, "", str(fault))
+    """Compares the job that Slurm has made with the given one; cancels it where they differ. Returns warnings."""
+    shown = _shown(number, cluster)
     if shown.returncode != 0 or f"JobId={number} " not in shown.stdout:
         return [
             f"warning: job {number} is submitted, but its options could not be read back ({_words(shown)}); compare "
@@ -144,13 +159,45 @@ def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
         ]
     found = differences(job.options, job.name, shown.stdout)
     if not found:
-        return []
+        warning = reason_to_wait(number, _settled(fields_of(shown.stdout), number, cluster))
+        return [] if warning is None else [warning]
     cancelled = ask_slurm("scancel", *cluster, number)
     so = "it is cancelled" if cancelled.returncode == 0 else f"cancel it ({_words(cancelled)})"
     raise ConfigError(
         f"Slurm has made another job of this one: job {number} has {', '.join(found)}; {so}; give what your site's "
         "rules allow"
     )
+
+
+def _shown(number: str, cluster: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return ask_slurm("scontrol", *cluster, "show", "job", "-o", number)
+    except (OSError, MachineError) as fault:
+        return subprocess.CompletedProcess([], 1, "", str(fault))
+
+
+def _settled(known: dict[str, str], number: str, cluster: Sequence[str]) -> dict[str, str]:
+    """Asks again until Slurm's scheduler has looked at the job, or for a few seconds."""
+    for _ in range(_REASON_POLLS):
+        if known.get("JobState") != "PENDING" or known.get("Reason") not in _FIRST_REASONS:
+            break
+        time.sleep(_REASON_POLL_S)
+        known = fields_of(_shown(number, cluster).stdout) or known
+    return known
+
+
+def reason_to_wait(number: str, known: dict[str, str]) -> str | None:
+    """Describes why a job may never start; None where it runs, or waits for what comes with time.
+
+    Args:
+        number: Number of the job.
+        known: Fields of the job, from `fields_of`.
+    """
+    reason = known.get("Reason", "None")
+    if known.get("JobState") != "PENDING" or _PASSES.fullmatch(reason):
+        return None
+    change = _CHANGES.get(reason.split(",")[0], "see the reason codes in `man squeue`, change the option that it names")
+    return f"warning: job {number} waits for {reason}, which time alone may not end; {change}, or run scancel {number}"
 
 
 def _dependency(submission: Submission) -> list[str]:

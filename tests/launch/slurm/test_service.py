@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, MachineError
+from mtrain.launch.slurm import service
 from mtrain.serve.checked import make_token, read_token
 from tests.fault_table import Notice
 from tests.launch.slurm.test_submit import folder, install, launch, settings
@@ -19,6 +20,11 @@ echo '{"address": "http://n1:8123", "slurm_job": "'${JOB_OF_FILE:-4711}'"}' > ru
 """
 SCONTROL = """#!/bin/bash
 echo "JobId=$5 JobName=x JobState=FAILED Reason=NonZeroExitCode"
+"""
+WAITS_FIRST = """#!/bin/bash
+echo asked >> asked
+(($(wc -l < asked) > 1)) && echo "JobId=$5 JobState=FAILED Reason=NonZeroExitCode" && exit
+echo "JobId=$5 JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:n1"
 """
 SERVE = ("run.dir=runs/a", "--nodes=2", "--serve")
 
@@ -65,6 +71,18 @@ def test_a_job_that_ends_before_it_listens_is_named(folder: Path, notice: Notice
         done = launch(folder, *SERVE, JOB_OF_FILE="4710")
     assert done.returncode == notice.exit_code
     check_message(done.stderr.splitlines()[-1], "job 4711 has ended (FAILED)", "cannot listen at 0.0.0.0 port 8000")
+
+
+def test_a_job_that_may_never_start_is_said_while_it_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(folder, {"scontrol": WAITS_FIRST})
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setattr(service, "_POLL_S", 0.0)
+    told: list[str] = []
+    with refuses(MachineError, "job 4711 has ended (FAILED)"):
+        service.wait_for_service(folder / "runs" / "a", "4711", told.append)
+    check_message("\n".join(told), "job 4711 waits for ReqNodeNotAvail,_UnavailableNodes:n1", "scancel 4711")
 
 
 def test_what_cannot_be_served_is_refused_before_the_queue(folder: Path) -> None:

@@ -17,7 +17,6 @@ from mtrain.base.errors import ConfigError
 from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
 from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, main_path, render
 from mtrain.launch.slurm.submit import differences, prepare, signal_seconds
-from mtrain.runs.folder import RunFolder
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.paths import ROOT
@@ -426,39 +425,6 @@ def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
     ]
     refused = launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", SBATCH_PARTITION="a b")
     assert (refused.returncode, "--partition is 'a b'" in refused.stderr) == (2, True)
-
-
-def test_a_job_is_submitted_while_the_one_before_it_runs(folder: Path) -> None:
-    """Whoever works in the folder now has ended when the job starts, or the job says so then."""
-    (run := RunFolder(folder / "runs" / "a")).create()
-    with run.locked():
-        refused = completed(
-            [sys.executable, "-m", "mtrain", "check", "run.yaml", "run.dir=runs/a", "--world-size=2"], folder
-        )
-        assert refused.returncode == 6, "of a start now"
-        for more in (["--dry-run"], [], [], ["--name=x", "train.num_steps=8"]):
-            done = launch(folder, "run.dir=runs/a", "--nodes=2", *more)
-            assert done.returncode == 0, done.stderr
-    assert len(list((folder / "runs" / "a" / "submissions").iterdir())) == 3
-
-
-SQUEUE = """#!/bin/bash
-echo "squeue $*" >> asked
-echo "$LIVING"
-"""
-
-
-def test_jobs_of_one_folder_follow_each_other_whatever_they_are_called(folder: Path) -> None:
-    """Another --name, or another mount of the folder, gives a name that `singleton` does not know."""
-    number = "#!/bin/bash\nprintf '%s ' \"$@\" > calls\necho $NEXT\n"
-    install(folder, {"sbatch": number, "squeue": SQUEUE})
-    for next_number in ("100", "200", "300"):
-        launch(folder, "run.dir=runs/a", "--nodes=2", NEXT=next_number, LIVING="")
-    assert "--dependency" not in (folder / "calls").read_text()
-    done = launch(folder, "run.dir=runs/a", "--nodes=2", "--name=x", NEXT="4", LIVING="300 7 100")
-    assert done.returncode == 0, done.stderr
-    assert "--dependency=singleton,afterany:100:300 " in (folder / "calls").read_text()
-    assert "--jobs=100,200,300" in (folder / "asked").read_text()
 
 
 @pytest.mark.parametrize("exists", [True, False])
