@@ -244,14 +244,19 @@ def with_defaults(options: SlurmOptions, environ: Mapping[str, str]) -> tuple[Sl
     return replace(options, **values), notes
 
 
+_READ_BY_SLURM = (
+    *("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_"),
+    *("SPANK_", "_SLURM_"),  # options of a site's plugins
+)
+"""Prefixes of variables that Slurm's commands read, as options before those of a script, or as filters of answers."""
+
+
 def for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment for Slurm's commands.
 
     sbatch prefers SBATCH_* to the options of a script, and passes every SLURM_* on to the job, whose srun reads them;
-    within another job there are dozens.
+    within another job there are dozens. SQUEUE_STATES and the like hide jobs and nodes from a question.
     """
     return {
-        name: value
-        for name, value in environ.items()
-        if name in _CONNECTION or not name.startswith(("SBATCH_", "SLURM_", "SRUN_"))
+        name: value for name, value in environ.items() if name in _CONNECTION or not name.startswith(_READ_BY_SLURM)
     }

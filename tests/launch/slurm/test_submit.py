@@ -381,38 +381,6 @@ def test_an_answer_without_a_job_number_is_no_job(folder: Path, answer: str) -> 
     assert (done.returncode, "sbatch names no job (" in done.stderr) == (7, True)
 
 
-SBATCH_ENVIRONMENT = """#!/bin/bash
-env | grep -E '^(SLURM|SBATCH|SRUN)_' | sort > environment
-echo 4711
-"""
-INPUTS = [
-    *("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"),
-    *("SBATCH_EXPORT", "SBATCH_OPEN_MODE", "SBATCH_SIGNAL", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX", "SBATCH_WAIT"),
-    *("SLURM_NTASKS", "SLURM_EXPORT_ENV", "SLURM_KILL_BAD_EXIT", "SLURM_CPU_BIND", "SLURM_ARRAY_JOB_ID", "SRUN_DEBUG"),
-    *(
-        "SLURM_RESTART_COUNT",
-        "SLURM_CPUS_PER_TASK",
-        "SBATCH_GPUS_PER_TASK",
-        "SBATCH_ANYTHING_NEW",
-        "SLURM_ANYTHING_NEW",
-    ),
-]
-
-
-@pytest.mark.parametrize("names", [INPUTS, INPUTS[::2], ["SBATCH_NO_REQUEUE"]], ids=len)
-def test_nothing_of_the_submitters_environment_overrides_an_option(folder: Path, names: list[str]) -> None:
-    options = ["--nodes=2", "--partition=gpu", "--account=team", "--qos=high", "--time=60"]
-    environment = dict.fromkeys(names, "7")
-    install(folder, {"sbatch": SBATCH_ENVIRONMENT})
-    done = launch(folder, "run.dir=runs/a", *options, SLURM_CONF="/etc/x", **environment)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "environment").read_text() == "SLURM_CONF=/etc/x\n"
-    of_sbatch = sorted(name for name in names if name.startswith("SBATCH_"))
-    assert f"note: {', '.join(of_sbatch)} of the environment has no effect on the job" in done.stderr
-    script = (folder / "runs" / "a" / "submissions" / "0001" / "job.sbatch").read_text()
-    assert {"#SBATCH " + option for option in options} <= set(script.splitlines())
-
-
 def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
     site = {"SBATCH_PARTITION": "gpu", "SBATCH_ACCOUNT": "team", "SBATCH_TIMELIMIT": "60", "SBATCH_QOS": ""}
     done = launch(folder, "run.dir=runs/a", "--nodes=2", "--time=90", "--dry-run", **site)
