@@ -53,6 +53,17 @@ class RunStart:
     ended: str | None = None
     """Way it ended: `done`, or an error's class; None where nobody wrote it: it runs, or was killed."""
 
+    @property
+    def start_up_s(self) -> float:
+        """Returns the seconds until its first step: programs load, ranks meet, model, data and checkpoint are read."""
+        return self.phases_s.get("start", 0.0) + self.phases_s.get("build", 0.0)
+
+    @property
+    def step_s(self) -> float | None:
+        """Returns the mean seconds of a step; None where it has completed none."""
+        steps = 0 if self.start_step is None else self.step - self.start_step
+        return self.trained_s / steps if steps > 0 else None
+
 
 def start_file(folder: Path, number: int) -> Path:
     """Returns the file that a start writes; `folder` is the run's `starts`."""

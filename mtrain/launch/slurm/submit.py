@@ -22,6 +22,7 @@ from mtrain.launch.checked import checked_config
 from mtrain.launch.slurm.options import SlurmOptions, checked_paths, for_slurm, seconds_of
 from mtrain.launch.slurm.script import SlurmJob, render
 from mtrain.runs.folder import RunFolder
+from mtrain.runs.starts import read_starts
 
 SCRIPT = "job.sbatch"
 _JOB_ID = "job_id"
@@ -116,7 +117,7 @@ def prepare(
         work_dir,
         [*(str(folder / name) for name in copies), *overrides],
         sys.executable,
-        signal_seconds(RunFolder(run_dir).save_seconds(), options.time_limit_s),
+        _signal_seconds_of(RunFolder(run_dir), options),
         verb,
     )
     files = {SCRIPT: render(job), **copies, "config.yaml": config_yaml(config), "program.json": _program()}
@@ -246,25 +247,41 @@ def previous(folder: Path) -> Path | None:
     return earlier[-1] if earlier else None
 
 
-def signal_seconds(save_s: float | None, time_limit_s: float | None) -> int:
+def _signal_seconds_of(folder: RunFolder, options: SlurmOptions) -> int:
+    """Returns `signal_seconds` by what the run has taken so far, on as many ranks."""
+    starts = [start for start in read_starts(folder.starts) if start.world_size == options.num_ranks]
+    paces = [(start.start_up_s, start.step_s) for start in starts if start.step_s is not None]
+    return signal_seconds(folder.save_seconds(), options.time_limit_s, *(paces[-1] if paces else ()))
+
+
+def signal_seconds(
+    save_s: float | None, time_limit_s: float | None, start_s: float | None = None, step_s: float | None = None
+) -> int:
     """Returns how many seconds before the time limit the job is asked to stop.
 
     Args:
         save_s: Seconds that this run's latest save took; None before the first.
         time_limit_s: Time limit of the job in seconds; None where the options give none.
+        start_s: Seconds that the run's latest start took until its first step; None where none is known.
+        step_s: Seconds of one of its steps; None where none is known.
 
     Raises:
-        ConfigError: The job would be asked to stop before it has done anything.
+        ConfigError: The job would be asked to stop before it has done anything, or could not do a step.
     """
-    if save_s is None:
+    if save_s is None and step_s is None:
         return round(_SIGNAL_S if time_limit_s is None else min(_SIGNAL_S, time_limit_s / _SHORT_JOB))
-    needed = max(_SIGNAL_S, round(2 * save_s) + _MARGIN_S)
-    if time_limit_s is not None and time_limit_s < 2 * needed:
+    known = {"its latest start": start_s, "a step": step_s, "its latest save": save_s}
+    times = {name: seconds for name, seconds in known.items() if seconds is not None}
+    start, step, save = (0.0 if seconds is None else seconds for seconds in known.values())
+    ahead = max(_SIGNAL_S, round(step + 2 * save) + _MARGIN_S)  # a step that has begun is finished before the save
+    least = max(2 * ahead, round(start + step) + ahead)
+    if time_limit_s is not None and time_limit_s < least:
+        took = ", ".join(f"{seconds:.0f} s for {name}" for name, seconds in times.items())
         raise ConfigError(
-            f"--time is {time_limit_s:.0f} s, but the latest save of this run took {save_s:.0f} s, so Slurm has to ask "
-            f"for the end {needed} s before it; give at least {2 * needed // 60 + 1} minutes"
+            f"--time is {time_limit_s:.0f} s, but this run took {took}, and Slurm has to ask for the end {ahead} s "
+            f"before the limit; give at least {least // 60 + 1} minutes"
         )
-    return needed
+    return ahead
 
 
 def _all(folder: Path) -> list[Path]:

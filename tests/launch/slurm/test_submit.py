@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ from mtrain.base.errors import ConfigError
 from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
 from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, main_path, render
 from mtrain.launch.slurm.submit import differences, prepare, signal_seconds
+from mtrain.runs.starts import RunStart, write_start
 from tests.fault_table import Notice
-from tests.messages import refuses
+from tests.messages import check_message, refuses
 from tests.paths import ROOT
 from tests.warm import completed
 
@@ -136,6 +138,40 @@ def test_the_signal_comes_as_early_as_a_save_needs() -> None:
     assert signal_seconds(600, 86400) == 1320
     with refuses(ConfigError):
         signal_seconds(600, 1800)
+
+
+SECONDS = st.floats(0, 4000)
+
+
+@given(SECONDS | st.none(), SECONDS, SECONDS, st.integers(1, 400))
+def test_a_time_limit_holds_a_start_a_step_and_a_save(
+    save_s: float | None, start_s: float, step_s: float, minutes: int
+) -> None:
+    """The signal may come in the middle of a step, and up to a minute late."""
+    saving_s = 0.0 if save_s is None else save_s
+    try:
+        ahead = signal_seconds(save_s, 60 * minutes, start_s, step_s)
+    except ConfigError as refusal:
+        found = re.search(r"give at least (\d+) minutes", str(refusal))
+        assert found is not None
+        assert minutes < int(found[1])
+        signal_seconds(save_s, 60 * int(found[1]), start_s, step_s)
+    else:
+        assert ahead >= step_s + saving_s + 60
+        assert 60 * minutes - ahead >= start_s + step_s - 1
+
+
+@pytest.mark.parametrize(("ranks", "code"), [(2, 2), (4, 0)])
+def test_a_time_limit_that_the_runs_own_pace_does_not_fit_is_refused(folder: Path, ranks: int, code: int) -> None:
+    """What another number of ranks took says nothing."""
+    (starts := folder / "runs" / "a" / "starts").mkdir(parents=True)
+    took = {"start": 60.0, "build": 400.0}
+    start = RunStart(1, 0.0, 1.0, "n1", "1-0", 2, start_step=3, step=5, trained_s=800.0, phases_s=took)
+    write_start(starts, start)
+    done = launch(folder, "run.dir=runs/a", f"--nodes={ranks}", "--time=15", "--dry-run")
+    assert done.returncode == code
+    if code:
+        check_message(done.stderr, "--time is 900 s", "460 s for its latest start, 400 s for a step", "24")
 
 
 def test_an_unknown_container_runtime_is_refused() -> None:
