@@ -1,0 +1,73 @@
+"""Nodes that a Slurm job leaves out after a rank was lost there, and what its user has asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.launch.test_scripts import finish, start
+from tests.paths import ROOT
+
+NODES = ["n1", "n2", "n3", "n4", "n5"]
+
+
+def failed_on(folder: Path, says: str, **fields: str) -> list[str]:
+    """Returns the nodes that a job leaves out after an end of which srun says this; the job has these fields."""
+    shown = " ".join(f"{name}={value}" for name, value in {"Partition": "p", "Account": "(null)", **fields}.items())
+    job = {"SRUN_CODE": "137", "SRUN_SAYS": says, "FIELDS": shown, "SLURM_JOB_NUM_NODES": fields["NumNodes"]}
+    job["CLUSTER"] = "n1=a n2=a n3=b n4=b n5=b"
+    assert finish(start(folder, str(folder / "run"), "run.yaml", SBATCH_PARTITION="q", **job)) == 0
+    assert (folder / "requeued").exists(), "with the node or without"
+    updated = folder / "updated"
+    return updated.read_text().strip().removeprefix("ExcNodeList=").split(",") if updated.exists() else []
+
+
+@given(
+    node=st.sampled_from(NODES),
+    count=st.integers(1, 4),
+    needed=st.sets(st.sampled_from(NODES), max_size=2),
+    left_out=st.sets(st.sampled_from(NODES), max_size=2),
+    feature=st.sampled_from(["", "a", "b"]),
+    by_hand=st.booleans(),
+)
+@settings(max_examples=12)
+def test_a_node_is_left_out_where_the_job_as_its_user_asked_for_it_can_start_without(
+    tmp_path_factory: pytest.TempPathFactory,
+    node: str,
+    count: int,
+    needed: set[str],
+    left_out: set[str],
+    feature: str,
+    by_hand: bool,
+) -> None:
+    """The user's options stand in the script, or, where it was submitted by hand, only in what Slurm knows."""
+    folder = tmp_path_factory.mktemp("drawn")
+    fields = {"NumNodes": str(count), "ExcNodeList": ",".join(sorted(left_out)) or "(null)"}
+    if by_hand:
+        fields |= {"ReqNodeList": ",".join(sorted(needed)) or "(null)", "Features": feature or "(null)"}
+    else:
+        options = [f"--nodelist={','.join(sorted(needed))}", *([f"--constraint={feature}"] if feature else [])]
+        own = "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, "--partition=q"])
+        (folder / "job.sbatch").write_text(own + (ROOT / "launch" / "slurm.sbatch").read_text())
+    found = failed_on(folder, f"srun: error: {node}: task 1: Killed", **fields)
+    usable = set({"a": NODES[:2], "b": NODES[2:], "": NODES}[feature]) - left_out - {node}
+    can_start = needed <= usable and len(usable) >= count
+    assert sorted(set(found)) == (sorted(left_out | {node}) if can_start else [])
+
+
+CANCELLED = "slurmstepd-n1: error: *** STEP 712345.0 ON n1 CANCELLED AT 2026-11-28T07:31:00 ***"
+KILLED = [f"srun: error: {node}: tasks {rank}: Killed" for rank, node in enumerate(NODES)]
+
+
+@given(st.lists(st.sampled_from(KILLED), unique=True, max_size=2), st.permutations(KILLED))
+@settings(max_examples=5)
+def test_no_node_is_to_blame_for_ranks_that_a_user_cancels(
+    tmp_path_factory: pytest.TempPathFactory, before: list[str], after: list[str]
+) -> None:
+    """`scancel JOB.0` kills the ranks that have not ended within KillWait, as srun does once one was lost."""
+    says = "\n".join([*before, "srun: Job step aborted: Waiting up to 32 seconds.", CANCELLED, *after])
+    found = failed_on(tmp_path_factory.mktemp("drawn"), says, NumNodes="2")
+    assert found == [line.split(":")[2].strip() for line in before[:1]]
