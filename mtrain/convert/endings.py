@@ -77,18 +77,15 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
 
 
 def ends_next_to(path: Path) -> frozenset[int]:
-    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty where there are none, or
-    none takes a question and its answer.
+    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty, with a note, where
+    tokenizer or templates cannot be read, and where there are none.
 
     Args:
         path: Tokenizer, as `load_tokenizer` takes it.
-
-    Raises:
-        DataError: A file is damaged.
     """
-    tokenizer = load_tokenizer(path)
-    templates = chosen_templates("auto", tokenizer.path)
     try:
+        tokenizer = load_tokenizer(path)
+        templates = chosen_templates("auto", tokenizer.path)
         return frozenset() if templates is None else frozenset(_ends(templates, tokenizer))
     except DataError as fault:
         _log.info(f"note: what ends an answer under the templates of {path} is not known: {fault}")

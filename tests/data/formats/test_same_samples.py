@@ -190,7 +190,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content if m.content is defined else 'nothing' }}"
     "{{ m.reasoning_content | default('') }}{% for call in m.tool_calls | default([]) %}{{ call.function.name }}"
     "{% set a = call.function.arguments %}{{ a if a is string else a | tojson }}{{ call.id | default('-') }}"
-    "{% endfor %}"
+    "{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
