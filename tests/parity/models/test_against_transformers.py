@@ -85,14 +85,14 @@ def gemma3() -> tuple[dict[str, Any], Any]:
     )
 
 
-def gemma4(**fields: Any) -> tuple[dict[str, Any], Any]:
+def gemma4(norm_epsilon: float = 1e-2, **fields: Any) -> tuple[dict[str, Any], Any]:
     theirs = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 3000.0, "partial_rotary_factor": 0.34},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     }
     # norms of small outputs amplify rounding, and scores are not divided
-    return GEMMA4 | {"model__norm_epsilon": 1e-2, "model__query_scalar": 1.0}, transformers.Gemma4TextConfig(
-        **common() | {"tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+    return GEMMA4 | {"model__norm_epsilon": norm_epsilon, "model__query_scalar": 1.0}, transformers.Gemma4TextConfig(
+        **common() | {"tie_word_embeddings": True, "rms_norm_eps": norm_epsilon},
         head_dim=8,
         global_head_dim=12,
         num_global_key_value_heads=2,
@@ -108,8 +108,11 @@ def gemma4(**fields: Any) -> tuple[dict[str, Any], Any]:
 
 
 def gemma4_experts() -> tuple[dict[str, Any], Any]:
-    dense, theirs = gemma4(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24)
-    return dense | {"model__experts": GEMMA4_EXPERTS["model__experts"]}, theirs
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
+    dense, theirs = gemma4(norm_epsilon=0.1, **experts)
+    # a layer of each kind: norms after the experts amplify rounding from layer to layer
+    theirs.num_hidden_layers, theirs.layer_types = 2, theirs.layer_types[:2]
+    return dense | {"model__experts": GEMMA4_EXPERTS["model__experts"], "model__num_layers": 2}, theirs
 
 
 def olmo2() -> tuple[dict[str, Any], Any]:
