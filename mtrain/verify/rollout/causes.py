@@ -20,12 +20,35 @@ from torch import Tensor
 
 from mtrain.verify.core.tolerances import amplified
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges
+from mtrain.verify.rollout.cause import (
+    ROUTER,
+    ROUTES,
+    Cause,
+    cut_prompt,
+    label_shift,
+    moved,
+    other_begin,
+    other_order,
+    padding,
+    partial_sums,
+    precision,
+    sampler,
+    stale,
+    template,
+)
 from mtrain.verify.rollout.exact import Pass, Reference, log_probs, replayed
-from mtrain.verify.rollout.fits import fitted_padding, fitted_temperature, fitted_top_k, fitted_top_p, truncated
+from mtrain.verify.rollout.fits import SEVERAL, SINGLES, fitted, fitted_padding
 from mtrain.verify.rollout.records import Rollout
+from mtrain.verify.rollout.settings import DrawnTokens, Settings
 
 _IMPROVEMENT = 4.0
 """Factor by which a cause has to reduce the deviation: rounding that is as large as the deviation explains nothing."""
+_MOST_CUTS = 64
+"""Longest prompt of which every length is tried to which an engine may have cut it."""
+_USUAL_CUTS = sorted(
+    {*(1 << power for power in range(4, 18)), *(256 * number for number in range(1, 33))}, reverse=True
+)
+"""Lengths that are tried of longer prompts."""
 _MOST = 0.5
 """Share of the tokens that a cause has to predict if it is a rounding."""
 
@@ -65,20 +88,6 @@ class Predicted:
 
     exact: list[Tensor]
     rounded: list[Tensor]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Cause that may explain the deviation."""
-
-    name: str
-    """Name, such as `temperature`."""
-    fact: str
-    """What the engine did, as a sentence without its end."""
-    remedy: str
-    """What to change."""
-    is_rounding: bool = False
-    """Whether the engine rounds to bfloat16 somewhere, so that single tokens may be predicted wrongly."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ class Disagreement:
     """Models with other weights, by what they are."""
     num_experts: int
     """Number of experts of a layer; 0 if the model has none."""
+    is_of_engine: bool = True
+    """Whether the answers are those of an engine, not of the trainer, whose settings and precision are known."""
 
     def tried(self) -> list[Tried]:
         """Tries all causes, and returns them in the order in which they are tried."""
@@ -139,7 +150,31 @@ class Disagreement:
             if predicted is None or all(each.isnan().all() for each in predicted.exact):
                 continue
             found.append(self._judged(cause, predicted))
+        if self.is_of_engine and not any(each.explains for each in found):
+            several = (each for names in SEVERAL for each in self._of_settings(names))
+            found += [self._judged(cause, predicted) for cause, predicted in several if predicted is not None]
+        if self.is_of_engine and not any(each.explains for each in found):
+            found += self._coarser()
         return found
+
+    def _coarser(self) -> Iterator[Tried]:
+        """Yields each precision below the one that the engine is said to have, with what its rounding explains."""
+        missed = differences(
+            [each.rollout for each in self.answers], [self._own(each, each.exact) for each in self.answers]
+        )
+        for dtype in (torch.float16, torch.bfloat16):
+            if torch.finfo(dtype).eps <= torch.finfo(self.rounding.dtype).eps:
+                continue
+            passed = [self.reference.run(each.rollout.prompt_ids, each.rollout.ids, dtype) for each in self.answers]
+            pairs = zip(self.answers, passed, strict=True)
+            measured = Spread.of([self._own(each, one) - self._own(each, each.exact) for each, one in pairs])
+            # far less than its rounding is no rounding of it
+            explains = self.before.within(measured.allowed(0.0)) and self.before.rms * _IMPROVEMENT >= measured.rms
+            yield Tried(precision(dtype), Spread.of(missed), measured.allowed(0.0), 1.0, explains)
+
+    @staticmethod
+    def _own(answer: Passes, passed: Pass) -> Tensor:
+        return log_probs(passed.logits, answer.rollout.ids, answer.rollout.temperature)
 
     def _judged(self, cause: Cause, predicted: Predicted) -> Tried:
         missed = differences([each.rollout for each in self.answers], predicted.exact)
@@ -158,34 +193,44 @@ class Disagreement:
 
     def _predictions(self) -> Iterator[tuple[Cause, Predicted | None]]:
         yield from self._of_logits()
-        yield from self._of_truncation()
+        yield from self._of_padding()
         yield from self._of_prompts()
+        if self.is_of_engine:
+            yield from self._of_order()
+            yield from self._of_cut_prompts()
         yield from self._of_experts()
         for name, load in self.others.items():
-            yield _stale(name), self._rerun(reference=load())
+            yield stale(name), self._rerun(reference=load())
 
     def _of_logits(self) -> Iterator[tuple[Cause, Predicted | None]]:
-        said = sorted({each.rollout.temperature for each in self.answers})
-        fitted = fitted_temperature([(each.exact.logits, each.rollout) for each in self.answers])
-        # another one than the file's: that is no cause
-        for temperature in {each: None for each in (1.0, fitted) if [each] != said}:
-            yield _temperature(temperature, said), self._of_each(_at(temperature))
+        for names in SINGLES:
+            yield from self._of_settings(names)
+        if self._said != [1.0]:
+            yield self._settings(Settings(temperature=1.0))
         for shift in (1, -1):
-            yield _moved(shift), self._of_each(_neighbour(shift))
-            yield _label_shift(shift), self._of_each(_other_position(shift))
+            yield moved(shift), self._of_each(_neighbour(shift))
+            yield label_shift(shift), self._of_each(_other_position(shift))
 
-    def _of_truncation(self) -> Iterator[tuple[Cause, Predicted | None]]:
-        places = [(each.exact.logits, each.rollout) for each in self.answers]
-        k, p = fitted_top_k(places), fitted_top_p(places, max(1e-9, self.rounding.floor))
-        yield _truncation(f"top_k={k}"), self._of_each(lambda logits, rollout: truncated(logits, rollout, top_k=k))
-        if p is not None:
-            yield (
-                _truncation(f"top_p={p:g}"),
-                self._of_each(lambda logits, rollout: truncated(logits, rollout, top_p=p)),
-            )
-        rows = fitted_padding(places)
+    @property
+    def _places(self) -> list[tuple[Tensor, Rollout]]:
+        return [(each.exact.logits, each.rollout) for each in self.answers]
+
+    @property
+    def _said(self) -> list[float]:
+        return sorted({each.rollout.temperature for each in self.answers})
+
+    def _of_settings(self, names: Sequence[str]) -> Iterator[tuple[Cause, Predicted | None]]:
+        found = fitted(self._places, names, max(1e-9, self.rounding.floor))
+        if found is not None and [found.temperature] != self._said:  # that of the file is no cause
+            yield self._settings(found)
+
+    def _settings(self, settings: Settings) -> tuple[Cause, Predicted | None]:
+        return sampler(settings, self._said), self._of_each(_under(settings))
+
+    def _of_padding(self) -> Iterator[tuple[Cause, Predicted | None]]:
+        rows = fitted_padding(self._places)
         if rows > 0:
-            yield _padding(rows), self._of_each(lambda logits, rollout: log_probs(
+            yield padding(rows), self._of_each(lambda logits, rollout: log_probs(
                 torch.nn.functional.pad(logits, (0, rows)), rollout.ids, rollout.temperature))  # fmt: skip
 
     def _of_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
@@ -194,26 +239,93 @@ class Disagreement:
         if begin:
             size = len(begin)
             without = [ids[size:] if ids[:size] == begin and len(ids) > size else None for ids in given]
-            yield _begin("without the tokens that begin a text (bos)"), self._rerun(prompts=without)
+            yield other_begin("without the tokens that begin a text (bos)"), self._rerun(prompts=without)
             yield (
-                _begin("with the tokens that begin a text (bos) put first once more"),
+                other_begin("with the tokens that begin a text (bos) put first once more"),
                 self._rerun(prompts=[begin + ids for ids in given]),
             )
         for name, prompts in self.prompts.items():
-            yield _template(name), self._rerun(prompts=prompts)
+            yield template(name), self._rerun(prompts=prompts)
+
+    def _of_order(self) -> Iterator[tuple[Cause, Predicted | None]]:
+        """Gives each answer the log-probabilities, or the prompt, of the row that fits it best."""
+        exact = [self._own(each, each.exact) for each in self.answers]
+        rows = []
+        for each in self.answers:
+            near = {
+                number: Spread.of(differences([each.rollout], [values])).rms
+                for number, values in enumerate(exact)
+                if len(values) == len(each.rollout.ids)
+            }
+            rows.append(min(near, key=lambda number: near[number]))
+        if rows != list(range(len(rows))):
+            taken = [self.answers[row] for row in rows]
+            yield (
+                other_order("log-probabilities", self._places_of(rows)),
+                Predicted(
+                    [self._own(each, each.exact) for each in taken], [self._own(each, each.rounded) for each in taken]
+                ),
+            )
+        prompts = self._prompts_of_other_rows()
+        if prompts is not None:
+            yield (
+                other_order("prompt", self._places_of(prompts)),
+                self._rerun(prompts=[self.answers[row].rollout.prompt_ids for row in prompts]),
+            )
+
+    def _places_of(self, rows: Sequence[int]) -> str:
+        moved = [(number, row) for number, row in enumerate(rows) if number != row]
+        number, row = moved[0]
+        return f"{self.answers[number].rollout.place} has that of {self.answers[row].rollout.place}"
+
+    def _prompts_of_other_rows(self) -> list[int] | None:
+        """Returns, for each answer, the row whose prompt gives its log-probabilities; None where one has no such row.
+
+        The first answer is tried with all prompts, the others first with the one as many rows away."""
+        rows: list[int] = []
+        count = len(self.answers)
+        for number, each in enumerate(self.answers):
+            shift = rows[0] if rows else 1
+            likely = sorted(range(count), key=lambda row: (row - number - shift) % count)
+            found = next(
+                (row for row in likely if row != number and self._gives(each, self.answers[row].rollout.prompt_ids)),
+                None,
+            )
+            if found is None:
+                return None
+            rows.append(found)
+        return rows
+
+    def _gives(self, answer: Passes, prompt: Sequence[int]) -> bool:
+        """Says whether an answer's log-probabilities are those after another prompt, up to rounding."""
+        passed = self.reference.run(prompt, answer.rollout.ids)
+        missed = differences([answer.rollout], [self._own(answer, passed)])
+        return Spread.of(missed).within(self.rounding.allowed)
+
+    def _of_cut_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
+        """Cuts all prompts to as many tokens as the longest one has to be cut to."""
+        longest = max(self.answers, key=lambda each: len(each.rollout.prompt_ids))
+        size = len(longest.rollout.prompt_ids)
+        counts = range(1, size) if size <= _MOST_CUTS else [each for each in _USUAL_CUTS if each < size]
+        for is_end in (True, False):
+            for count in counts:
+                if self._gives(longest, _cut(longest.rollout.prompt_ids, count, is_end)):
+                    prompts = [_cut(each.rollout.prompt_ids, count, is_end) for each in self.answers]
+                    yield cut_prompt(count, is_end), self._rerun(prompts=prompts)
+                    break
 
     def _of_experts(self) -> Iterator[tuple[Cause, Predicted | None]]:
         if not self.num_experts:
             return
         router = ExpertChanges(router_dtype=torch.bfloat16)
-        yield _ROUTER, self._rerun(changes=[router] * len(self.answers))
+        yield ROUTER, self._rerun(changes=[router] * len(self.answers))
         for ranks in range(2, self.num_experts + 1):
             if self.num_experts % ranks == 0:
                 sums = ExpertChanges(num_partial_sums=ranks)
-                yield _sums(ranks), self._rerun(changes=[sums] * len(self.answers))
+                yield partial_sums(ranks), self._rerun(changes=[sums] * len(self.answers))
         if all(each.rollout.routes is not None for each in self.answers):
             changes = [ExpertChanges(chosen=replayed(each.rollout, each.exact)) for each in self.answers]
-            yield _ROUTES, self._rerun(changes=changes)
+            yield ROUTES, self._rerun(changes=changes)
 
     def _of_each(self, predict: Callable[[Tensor, Rollout], Tensor]) -> Predicted:
         """Predicts from the logits that are there."""
@@ -250,8 +362,8 @@ def differences(rollouts: Sequence[Rollout], exact: Sequence[Tensor]) -> list[Te
     ]
 
 
-def _at(temperature: float) -> Callable[[Tensor, Rollout], Tensor]:
-    return lambda logits, rollout: log_probs(logits, rollout.ids, temperature)
+def _under(settings: Settings) -> Callable[[Tensor, Rollout], Tensor]:
+    return lambda logits, rollout: DrawnTokens.of(logits, rollout).log_probs(settings)
 
 
 def _neighbour(shift: int) -> Callable[[Tensor, Rollout], Tensor]:
@@ -267,97 +379,8 @@ def _other_position(shift: int) -> Callable[[Tensor, Rollout], Tensor]:
     return lambda logits, rollout: log_probs(logits, rollout.ids, rollout.temperature, shift)
 
 
-def _temperature(temperature: float, said: Sequence[float]) -> Cause:
-    given = ", ".join(f"{each:g}" for each in said)
-    return Cause(
-        "temperature",
-        f"the log-probabilities are those at temperature {temperature:g}, but the file says {given}",
-        "let the engine give those after the temperature (vLLM: logprobs_mode=processed_logprobs), or say temperature "
-        f"{temperature:g} in the file and in Datum.temperature",
-    )
-
-
-def _moved(shift: int) -> Cause:
-    return Cause(
-        "off by one",
-        f"the log-probability of each token is given to the one {'before' if shift > 0 else 'after'} it",
-        "shift log_probs by one: the first is that of the first token of the answer",
-    )
-
-
-def _label_shift(shift: int) -> Cause:
-    where = "after the token itself" if shift > 0 else "one token too early"
-    return Cause(
-        "off by one",
-        f"the log-probability of each token is taken from the logits {where}",
-        "take it from the logits of the position before the token",
-    )
-
-
-def _truncation(what: str) -> Cause:
-    return Cause(
-        "truncated vocabulary",
-        f"the log-probabilities are divided by the probability of the tokens that {what} leaves",
-        "let the engine give those of the whole vocabulary (vLLM: logprobs_mode=raw_logprobs at temperature 1), or "
-        "draw without top_k and top_p: a loss takes the whole distribution",
-    )
-
-
-def _padding(rows: int) -> Cause:
-    return Cause(
-        "padded vocabulary",
-        f"the softmax of the engine counts {rows} rows more than the vocabulary has, with logits of 0",
-        "let the engine leave out the rows that pad its table",
-    )
-
-
-def _begin(what: str) -> Cause:
-    return Cause(
-        "missing bos" if what.startswith("without") else "doubled bos",
-        f"the engine read the prompt {what}",
-        "give the engine the token ids of the prompt instead of a text, or compare add_special_tokens on both sides",
-    )
-
-
-def _template(name: str) -> Cause:
-    return Cause(
-        "other template",
-        f"the engine read {name} instead of the token ids in the file",
-        "give the engine the token ids that the run's chat template makes",
-    )
-
-
-_ROUTER = Cause(
-    "bf16 router",
-    "the routers of the engine compute in bfloat16, so that experts are weighed, and some chosen, otherwise",
-    "let the engine compute its routers in float32, or replay its routes in the trainer",
-    is_rounding=True,
-)
-
-
-def _sums(ranks: int) -> Cause:
-    return Cause(
-        "expert-parallel sum",
-        f"the engine rounds the sum of the experts of each of {ranks} expert-parallel ranks to bfloat16 before it adds "
-        "them up",
-        "let the engine add up experts in float32, or with another number of expert-parallel ranks",
-        is_rounding=True,
-    )
-
-
-_ROUTES = Cause(
-    "other routes",
-    "the engine chose other experts; with its routes replayed its log-probabilities are right",
-    "replay the routes in the trainer, or compute routers on both sides in float32",
-)
-
-
-def _stale(name: str) -> Cause:
-    return Cause(
-        "stale weights",
-        f"the log-probabilities are those of {name}",
-        "send the weights before drawing, and empty the engine's prefix cache after it",
-    )
+def _cut(prompt: Sequence[int], count: int, is_end: bool) -> list[int]:
+    return list(prompt[-count:] if is_end else prompt[:count])
 
 
 def named(tried: Sequence[Tried]) -> list[Tried]:

@@ -2,125 +2,327 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtrain.verify.rollout.exact import log_probs
 from mtrain.verify.rollout.records import Rollout
+from mtrain.verify.rollout.settings import TRUNCATIONS, DrawnTokens, Settings, truncated
 
-Answer = tuple[Tensor, Rollout]
-"""Logits as in `Pass`, float64, with the rollout."""
+BIASED = "bias"
+"""What `logit_bias`, `bad_words`, `allowed_token_ids` and `min_tokens` do, among names of settings."""
+CONTINUOUS = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
+SINGLES = (*((each,) for each in (*CONTINUOUS, *TRUNCATIONS)), (BIASED,))
+"""Settings that are tried alone."""
+SEVERAL = (
+    *itertools.combinations((*CONTINUOUS, *TRUNCATIONS, BIASED), 2),
+    ("temperature", "top_k", "top_p"),  # as many models have them in their generation_config.json
+)
+"""Settings that are tried together."""
+MOST_TOKENS = 256
+"""Tokens from which settings are found; all of them judge these."""
+_FEWEST_TOKENS = 8
+"""Tokens that settings need: fewer would have their log-probabilities under settings of any kind."""
+_OF_ANY_NUMBER = (("temperature",), ("top_k",), ("top_p",))
+"""Settings that are likely enough to be named by any number of tokens."""
+_MOST_BIASED = 8
+_MOST_STARTS = 12
+"""Settings without a bias, the nearest ones, to which one is looked for."""
 _COLDEST, _HOTTEST = 0.02, 50.0
-_MOST_TOKENS = 256
-"""Tokens from which the temperature is found; all of them judge it."""
-_GOLDEN = (math.sqrt(5) - 1) / 2
+_STARTS = {
+    "temperature": [_COLDEST * (_HOTTEST / _COLDEST) ** (step / 40) for step in range(41)],
+    "repetition_penalty": [0.5 * 8 ** (step / 12) for step in range(13)],
+    "frequency_penalty": [step / 4 for step in range(-8, 9)],
+    "presence_penalty": [step / 4 for step in range(-8, 9)],
+}
+_TIDY = (*(number / 100 for number in range(1, 100)), 0.001, 0.002, 0.005, 0.995, 0.998, 0.999)
+"""Values of top_p and min_p that are tried beside those that follow from the log-probabilities."""
+_USUAL_TOP_K = (*range(1, 21), 24, 25, 30, 32, 40, 50, 60, 64, 80, 100, 128, 200, 256)
+"""Values of top_k that are tried together with top_p."""
 
 
-def fitted_temperature(answers: Sequence[Answer]) -> float:
-    """Returns the temperature at which the log-probabilities are nearest to the engine's.
+def fitted(answers: Sequence[tuple[Tensor, Rollout]], names: Sequence[str], tolerance: float) -> Settings | None:
+    """Returns the settings under which the log-probabilities are nearest to the engine's.
 
-    A round number is preferred to one that differs from it by less than 0.1 %.
-    """
-    logits, ids, said = (each[:_MOST_TOKENS] for each in _drawn(answers, divides=False))
-    rows = torch.arange(len(ids))
-
-    def distance(temperature: float) -> float:
-        return float(((logits / temperature).log_softmax(-1)[rows, ids] - said).square().mean())
-
-    grid = [_COLDEST * (_HOTTEST / _COLDEST) ** (step / 40) for step in range(41)]
-    best = min(range(41), key=lambda number: distance(grid[number]))
-    found = _least(distance, grid[max(0, best - 1)], grid[min(40, best + 1)])
-    tidy = [round(found, digits) for digits in range(1, 5)]
-    return next((each for each in tidy if each > 0 and abs(each - found) < 1e-3 * found), found)
-
-
-def _least(distance: Callable[[float], float], low: float, high: float) -> float:
-    """Searches the least value of a function with one minimum between two numbers by golden sections."""
-    for _ in range(60):
-        first, second = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        if distance(first) < distance(second):
-            high = second
-        else:
-            low = first
-    return (low + high) / 2
-
-
-def fitted_top_k(answers: Sequence[Answer]) -> int:
-    """Returns the number of likeliest tokens whose probability the engine's log-probabilities are relative to."""
-    logits, ids, said = _drawn(answers)
-    own = logits.log_softmax(-1)
-    missing = own[torch.arange(len(ids)), ids] - said  # log of the probability that is left
-    distance = torch.zeros(logits.shape[-1], dtype=torch.float64)
-    for row, wanted in zip(own, missing, strict=True):
-        distance += (row.sort(descending=True).values.exp().cumsum(0).log() - wanted).square()
-    return int(distance.argmin()) + 1
-
-
-def fitted_top_p(answers: Sequence[Answer], tolerance: float) -> float | None:
-    """Returns a probability whose nuclei the engine's log-probabilities are relative to; None if there is none.
+    Round numbers are preferred to those that differ from them by less than 0.1 %.
 
     Args:
-        answers: Answers of the engine.
+        answers: Logits as in `Pass`, float64, with the rollout.
+        names: Settings that are not at their defaults, of `SINGLES` or `SEVERAL`.
         tolerance: Rounding of a log-probability.
+
+    Returns:
+        The settings; None where none of this kind are near, or where there are too few tokens to tell.
     """
-    logits, ids, said = _drawn(answers)
-    own = logits.log_softmax(-1)
-    missing = own[torch.arange(len(ids)), ids] - said
-    low, high = 0.0, 1.0
-    for row, wanted in zip(own, missing, strict=True):
-        reached = row.sort(descending=True).values.exp().cumsum(0)
-        fits = ((reached.log() - wanted).abs() <= 32 * tolerance).nonzero()
-        if not len(fits):
-            return None
-        first, last = int(fits[0]), int(fits[-1])
-        # the nucleus is the fewest tokens that reach p: one token fewer does not
-        low = max(low, float(reached[first - 1]) if first else 0.0)
-        high = min(high, float(reached[last]))
-    if not low < high:
+    places = DrawnTokens.drawn(answers, MOST_TOKENS if len(names) == 1 else MOST_TOKENS // 4)
+    if len(places.ids) < _FEWEST_TOKENS and tuple(names) not in _OF_ANY_NUMBER:
         return None
-    tidy = (math.ceil(low * 10**digits + 1e-9) / 10**digits for digits in range(1, 7))
-    return next((each for each in tidy if low < each <= high), (low + high) / 2)
+    return _Fit(places, tolerance).found(names)
 
 
-def fitted_padding(answers: Sequence[Answer]) -> int:
+class _Fit:
+    """Search for settings."""
+
+    def __init__(self, places: DrawnTokens, tolerance: float) -> None:
+        """Keeps what is searched.
+
+        Args:
+            places: Tokens that the engine drew.
+            tolerance: Rounding of a log-probability.
+        """
+        self._places, self._tolerance = places, tolerance
+
+    def found(self, names: Sequence[str]) -> Settings | None:
+        """Returns the nearest settings of some names."""
+        continuous = [name for name in CONTINUOUS if name in names]
+        truncations = [name for name in TRUNCATIONS if name in names]
+        # several at once are refined from fewer points
+        stride = 4 if len(continuous) > 1 else 2 if len(names) > 2 else 1
+        grids = [_STARTS[name][::stride] for name in continuous]
+        starts = [Settings(**dict(zip(continuous, values))) for values in itertools.product(*grids)]
+        late = []
+        if BIASED in names:  # what truncation leaves is only known with the bias
+            late = self._of_late_places(names)
+            values = [each for name in truncations for each in self._values(name)] or [{}]
+            starts = [replace(start, **each) for start in starts for each in values]
+            starts = [self._biased(each) for each in sorted(starts, key=self._distance)[:_MOST_STARTS]]
+        near = [each for start in starts for each in self._truncations(start, truncations)]
+        near = [*late, *sorted({*near}, key=self._distance)[: 4 if len(names) > 1 else 1]]
+        refined = [self._refined(each, continuous, truncations, BIASED in names) for each in near]
+        return min((each for each in refined if each is not None), key=self._distance, default=None)
+
+    def _of_late_places(self, names: Sequence[str]) -> list[Settings]:
+        """Returns settings that hold without a bias in the second halves of the answers, as min_tokens leaves them."""
+        is_late = self._places.numbers > self._places.numbers.max() / 2
+        others = [name for name in names if name != BIASED]
+        if not others or int(is_late.sum()) < _FEWEST_TOKENS:
+            return []
+        found = _Fit(self._places.chosen(is_late), self._tolerance).found(others)
+        return [] if found is None else [self._biased(found)]
+
+    def _values(self, name: str) -> list[dict[str, Any]]:
+        """Returns round values of a truncation."""
+        size = self._places.logits.shape[-1]
+        return [{name: each} for each in (_TIDY if name != "top_k" else [k for k in _USUAL_TOP_K if k < size])]
+
+    def _refined(
+        self, settings: Settings, continuous: Sequence[str], truncations: Sequence[str], is_biased: bool
+    ) -> Settings | None:
+        """Moves settings to the nearest ones, one kind after another."""
+        rounds = 8 if is_biased and (continuous or truncations) else 2 if continuous and truncations else 1
+        before = math.inf
+        for _ in range(rounds):
+            if (now := self._distance(settings)) > 0.5 * before or now <= self._tolerance**2:
+                break
+            before = now
+            if is_biased:
+                settings = self._biased(replace(settings, bias=(), num_biased=None, allowed=None))
+            tokens = [token for token, value in settings.bias if value != -math.inf]
+            settings = self._least_squares(settings, [*continuous, *tokens])
+            if truncations and rounds > 1:
+                again = self._truncations(replace(settings, min_p=0.0, top_k=None, top_p=1.0), truncations)
+                settings = min([settings, *again], key=self._distance)
+        if is_biased and not settings.bias and settings.allowed is None:
+            return None
+        settings = replace(settings, bias=tuple((token, _tidy_bias(value)) for token, value in settings.bias))
+        return self._tidied(settings, continuous)
+
+    def _distance(self, settings: Settings) -> float:
+        return float(self._missed(settings).square().mean())
+
+    def _missed(self, settings: Settings) -> Tensor:
+        """Returns the differences from the engine's log-probabilities, finite also where a token would be left out."""
+        every = self._places.processed(settings).log_softmax(-1)
+        kept = truncated(every, settings).logsumexp(-1)
+        return (self._places.of_drawn(every) - kept - self._places.said).nan_to_num(posinf=1e3, neginf=-1e3)
+
+    def _least_squares(self, settings: Settings, names: Sequence[str | int]) -> Settings:
+        """Moves continuous settings, and the bias of tokens, to the nearest ones by Levenberg and Marquardt's steps."""
+        if not names:
+            return settings
+        damping, now = 1e-3, settings
+        missed = self._missed(now)
+        for _ in range(40):
+            columns = [(self._missed(_moved(now, {name: 1e-6})) - missed) / 1e-6 for name in names]
+            slope = torch.stack(columns, -1)
+            square = slope.T @ slope
+            step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ missed)).solution
+            trial = _moved(now, dict(zip(names, step.clamp(-1, 1).tolist(), strict=True)))
+            after = self._missed(trial)
+            if after.square().sum() < missed.square().sum():
+                now, missed, damping = trial, after, damping / 10
+                if float(step.abs().max()) < 1e-10:
+                    break
+            elif (damping := damping * 10) > 1e9:
+                break
+        return now
+
+    def _tidied(self, settings: Settings, names: Sequence[str]) -> Settings:
+        """Rounds one setting after another where round numbers are as near, the rest being moved along."""
+        for number, name in enumerate(names):
+            found, most = getattr(settings, name), max(self._distance(settings), (32 * self._tolerance) ** 2)
+            for tidy in (round(found, digits) for digits in range(1, 5)):
+                if abs(tidy - found) < 1e-3 * abs(found) and (tidy > 0) == (found > 0):
+                    rounded: dict[str, Any] = {name: tidy}
+                    trial = self._least_squares(replace(settings, **rounded), names[number + 1 :])
+                    if self._distance(trial) <= most:
+                        settings = trial
+                        break
+        return settings
+
+    def _truncations(self, settings: Settings, names: Sequence[str]) -> list[Settings]:
+        """Returns settings with the nearest truncations; several where the first of two has several."""
+        if not names:
+            return [settings]
+        if len(names) == 1:
+            return [self._truncation(settings, names[0])]
+        firsts = [replace(settings, **each) for each in self._values(names[0])]
+        return [self._truncation(each, names[1]) for each in firsts]
+
+    def _truncation(self, settings: Settings, name: str) -> Settings:
+        """Returns settings with a truncation that leaves as much probability as the engine's log-probabilities say."""
+        before = self._places.processed(settings).log_softmax(-1)
+        ordered = truncated(before, settings).sort(-1, descending=True).values
+        ordered = ordered - ordered.logsumexp(-1, keepdim=True)  # relative to what a truncation before it leaves
+        wanted = self._places.of_drawn(before) - self._places.said - truncated(before, settings).logsumexp(-1)
+        reached = ordered.exp().cumsum(-1)
+        distances = (reached.log() - wanted.unsqueeze(-1)).square()  # [tokens, number of tokens that are left - 1]
+        if name == "top_k":
+            return replace(settings, top_k=int(distances.sum(0).argmin()) + 1)
+        values = torch.tensor([*_TIDY, *self._between(name, ordered, reached, wanted)], dtype=torch.float64)
+        if name == "top_p":
+            left = (reached.unsqueeze(-1) < values).sum(1)
+        else:
+            left = ((ordered - ordered[:, :1]).exp().unsqueeze(-1) >= values).sum(1) - 1
+        best = distances.gather(-1, left.clamp(max=distances.shape[-1] - 1)).sum(0).argmin()
+        found: dict[str, Any] = {name: float(values[best])}
+        return replace(settings, **found)
+
+    def _between(self, name: str, ordered: Tensor, reached: Tensor, wanted: Tensor) -> Iterator[float]:
+        """Yields a value of top_p or min_p that leaves as many tokens everywhere as the engine left."""
+        fits = (reached.log() - wanted.unsqueeze(-1)).abs() <= 32 * self._tolerance
+        if not bool(fits.any(-1).all()):
+            return
+        first = fits.double().argmax(-1, keepdim=True)
+        last = fits.shape[-1] - 1 - fits.flip(-1).double().argmax(-1, keepdim=True)
+        if name == "top_p":  # the nucleus is the fewest tokens that reach p: one token fewer does not
+            fewer = torch.where(first > 0, reached.gather(-1, (first - 1).clamp(min=0)), 0.0)
+            low, high = float(fewer.max()), float(reached.gather(-1, last).min())
+        else:  # the least likely token that is left has at least this share of the likeliest one's probability
+            share = (ordered - ordered[:, :1]).exp()
+            after = torch.where(
+                last + 1 < share.shape[-1], share.gather(-1, (last + 1).clamp(max=share.shape[-1] - 1)), 0.0
+            )
+            low, high = float(after.max()), float(share.gather(-1, first).min())
+        if low < high:
+            tidy = (math.ceil(low * 10**digits + 1e-9) / 10**digits for digits in range(1, 7))
+            yield next((each for each in tidy if low < each <= high), (low + high) / 2)
+
+    def _biased(self, settings: Settings) -> Settings:
+        """Returns settings with the tokens whose bias, or lack, leaves the engine's log-probabilities."""
+        own = self._places.processed(settings).log_softmax(-1)
+        kept = truncated(own, settings).logsumexp(-1)
+        missed = self._places.of_drawn(own) - kept - self._places.said
+        deviates = missed.abs() > 32 * self._tolerance
+        found = [self._pushed(settings, own, missed), self._allowed(settings, own, missed)]
+        if bool(deviates.any()) and (count := int(self._places.numbers[deviates].max()) + 1) > 1:
+            early = self._places.numbers < count
+            if not bool(early.all()):
+                forbidden = self._pushed(replace(settings, num_biased=count), own, missed.masked_fill(~early, 0.0))
+                found.append(forbidden)
+        best = min(map(self._distance, found))
+        # the first that is near: a token that is forbidden everywhere is likelier than one that is at the beginning
+        return next(each for each in found if self._distance(each) <= best + self._tolerance**2)
+
+    def _pushed(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
+        """Finds tokens with another logit: the sum of exponentials grows by (e^bias - 1) times their probability."""
+        more, shares = missed.exp() - 1, own.exp()
+        if settings.num_biased is not None:
+            shares = shares * (self._places.numbers < settings.num_biased).unsqueeze(-1)
+        chosen: list[int] = []
+        best, left = settings, more
+        for _ in range(_MOST_BIASED):
+            if self._distance(best) <= self._tolerance**2:
+                break
+            others = shares.masked_fill(
+                torch.zeros_like(shares, dtype=torch.bool).scatter(-1, self._places.ids.unsqueeze(-1), True), 0.0
+            )
+            gains = (left.unsqueeze(-1) * others).sum(0).square() / others.square().sum(0).clamp(min=1e-300)
+            gains[chosen] = 0
+            chosen.append(int(gains.argmax()))
+            rows = ~torch.isin(self._places.ids, torch.tensor(chosen))
+            if int(rows.sum()) < 3 * len(chosen) + 1:
+                break
+            factors = torch.linalg.lstsq(shares[rows][:, chosen], more[rows].unsqueeze(-1)).solution.squeeze(-1)
+            left = (more - shares[:, chosen] @ factors).masked_fill(~rows, 0.0)
+            # a token that was taken for another one is left without a bias
+            kept = [(token, factor) for token, factor in zip(chosen, factors.tolist()) if abs(factor) > 1e-3]
+            trial = replace(settings, bias=tuple((token, _bias(factor)) for token, factor in kept))
+            best = min(best, trial, key=self._distance)
+        return min(best, self._pushed_when_drawn(settings, own, missed), key=self._distance)
+
+    def _pushed_when_drawn(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
+        """Finds one token with another logit, by the odds of being drawn where it is."""
+        drawn, said = self._places.of_drawn(own), self._places.said
+        odds = (said - torch.log(-torch.expm1(said.clamp(max=-1e-12)))) - (drawn - torch.log(-torch.expm1(drawn)))
+        found = {}
+        for token in sorted(set(self._places.ids.tolist())):
+            is_drawn = self._places.ids == token
+            bias = _tidy_bias(float(odds[is_drawn].median()))
+            sums = torch.log1p(own[:, token].exp() * math.expm1(min(bias, 50.0)))
+            found[token, bias] = float((missed + bias * is_drawn - sums).square().sum())
+        return replace(settings, bias=(min(found, key=lambda each: found[each]),))
+
+    def _allowed(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
+        """Finds the tokens that may be drawn: those that were, and a few more that have the rest of the probability."""
+        shares, left = own.exp(), missed.exp()
+        chosen = sorted(set(self._places.ids.tolist()))
+        best = replace(settings, num_biased=None, allowed=tuple(chosen))
+        for _ in range(_MOST_BIASED):
+            if self._distance(best) <= self._tolerance**2:
+                break
+            rest = left - shares[:, chosen].sum(-1)
+            distances = (rest.unsqueeze(-1) - shares).square().sum(0)
+            distances[chosen] = math.inf
+            chosen = [*chosen, int(distances.argmin())]
+            trial = replace(best, allowed=tuple(sorted(chosen)))
+            if self._distance(trial) >= self._distance(best):
+                break
+            best = trial
+        return best
+
+
+def _moved(settings: Settings, steps: dict[str | int, float]) -> Settings:
+    """Returns settings after a step; factors move by their logarithm, and a token's bias has the token as its name."""
+    bias = tuple((token, value + steps.get(token, 0.0)) for token, value in settings.bias)
+    moved: dict[str, Any] = {"bias": bias}
+    for name, step in steps.items():
+        if isinstance(name, str):
+            value = getattr(settings, name)
+            is_factor = name in ("temperature", "repetition_penalty")
+            moved[name] = value * math.exp(step) if is_factor else value + step
+    return replace(settings, **moved)
+
+
+def _bias(factor: float) -> float:
+    """Returns the bias of a token from e^bias - 1."""
+    return -math.inf if factor < -0.98 else _tidy_bias(math.log1p(factor))
+
+
+def _tidy_bias(value: float) -> float:
+    tidy = [round(value, digits) for digits in range(4)]
+    return next((each for each in tidy if abs(each - value) < 1e-3 * abs(value)), value)
+
+
+def fitted_padding(answers: Sequence[tuple[Tensor, Rollout]]) -> int:
     """Returns how many rows with logits of 0 the engine's softmax seems to count too; at least 0."""
-    logits, ids, said = _drawn(answers)
-    own = logits.log_softmax(-1)[torch.arange(len(ids)), ids]
-    rows = (torch.exp(own - said) - 1) * logits.logsumexp(-1).exp()
+    places = DrawnTokens.drawn(answers, MOST_TOKENS)
+    logits = places.processed(Settings())
+    rows = (torch.exp(places.of_drawn(logits.log_softmax(-1)) - places.said) - 1) * logits.logsumexp(-1).exp()
     found = float(rows.median())
     return max(0, round(found)) if math.isfinite(found) and found < 1e6 else 0
-
-
-def truncated(logits: Tensor, rollout: Rollout, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """Returns log-probabilities among the tokens that are left; -inf for a token that is not."""
-    own = logits[1 : 1 + len(rollout.ids)] / rollout.temperature
-    ordered = own.sort(-1, descending=True)
-    reached = ordered.values.softmax(-1).cumsum(-1)
-    is_left = torch.zeros_like(own, dtype=torch.bool)
-    places = torch.arange(own.shape[-1])
-    kept = places < (own.shape[-1] if top_k is None else top_k)
-    # a token is left if those before it do not reach p
-    kept = kept & (torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], -1) < top_p)
-    is_left.scatter_(-1, ordered.indices, kept)
-    padded = torch.cat([logits[:1], own.masked_fill(~is_left, -math.inf), logits[-1:]])
-    return log_probs(padded, rollout.ids, 1.0)
-
-
-def _drawn(answers: Sequence[Answer], divides: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits, ids and log-probabilities of the drawn tokens of all answers.
-
-    Args:
-        answers: Answers of the engine.
-        divides: Whether the logits are divided by the temperature that the file says.
-    """
-    logits, ids, said = [], [], []
-    for given, rollout in answers:
-        mask = torch.tensor(rollout.mask)
-        own = given[1 : 1 + len(rollout.ids)][mask]
-        logits.append(own / rollout.temperature if divides else own)
-        ids.append(torch.tensor(rollout.ids)[mask])
-        said.append(torch.tensor(rollout.log_probs, dtype=torch.float64)[mask])
-    return torch.cat(logits), torch.cat(ids), torch.cat(said)

@@ -14,6 +14,7 @@ from mtrain.data.encoding.plain import asked
 from mtrain.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.sampling.generate import Model
 from mtrain.training.sampling.prompts import questions_of
+from mtrain.verify.parity import Progress
 from mtrain.verify.rollout.records import Rollout
 
 _SHOWN = 8
@@ -36,19 +37,26 @@ class Broken:
 class Prompts:
     """Token ids of prompts by the tokenizer and the chat template of a run."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, has_texts: bool, progress: Progress) -> None:
         """Loads the tokenizer.
 
         Args:
             model: Model of the run; where its configuration names no tokenizer, texts are not compared.
+            has_texts: Whether a rollout has messages or a text; token ids alone need no tokenizer.
+            progress: Function that is called with a line where there is none.
 
         Raises:
-            DataError: The tokenizer is missing or damaged.
+            DataError: The tokenizer is missing or damaged, and there are texts.
         """
         self._config = config = model.config
         self._tokenizer: Tokenizer | None = None
-        if config.data.tokenizer is not None:
-            self._tokenizer = load_tokenizer(Path(config.data.tokenizer))
+        try:
+            if config.data.tokenizer is not None:
+                self._tokenizer = load_tokenizer(Path(config.data.tokenizer))
+        except DataError as fault:
+            if has_texts:
+                raise
+            progress(f"prompts are not compared with a tokenizer: {fault}")
         self._section = config.data if isinstance(config.data, SftSection) else None
 
     @property

@@ -94,6 +94,14 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return found
 
 
+def repeated_places(rollouts: Sequence[Rollout]) -> list[str]:
+    """Returns, for each rollout that stands in several rows, where."""
+    rows: dict[tuple[tuple[float, ...], ...], list[str]] = {}
+    for each in rollouts:
+        rows.setdefault((tuple(each.prompt_ids), tuple(each.ids), tuple(each.log_probs)), []).append(each.place)
+    return [", ".join(places) for places in rows.values() if len(places) > 1]
+
+
 def _ours(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the answers of a record in our own form."""
     if "outputs" in record:

@@ -26,7 +26,7 @@ from mtrain.verify.rollout.causes import Disagreement, Passes, Rounding, Spread,
 from mtrain.verify.rollout.exact import Reference, log_probs, replayed
 from mtrain.verify.rollout.inner import LIMIT, agreeing_routes, layer_differences
 from mtrain.verify.rollout.prompts import Broken, Prompts
-from mtrain.verify.rollout.records import Rollout, read_rollouts
+from mtrain.verify.rollout.records import Rollout, read_rollouts, repeated_places
 from mtrain.verify.rollout.report import Finding, RolloutReport, Side
 from mtrain.verify.rollout.scores import Scored, for_scoring, scores
 
@@ -72,6 +72,8 @@ def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | Non
     if len(rollouts) > request.first:
         progress(f"the first {request.first} of {len(rollouts)} rollouts are compared; --first N takes more")
     rollouts = rollouts[: request.first]
+    if repeated := repeated_places(rollouts):
+        progress(f"the same prompt, answer and log-probabilities stand in several rows: {'; '.join(repeated)}")
     model = model_at(request.model, request.overrides)
     if (head := model.config.model.head) is not None:
         raise ConfigError(f"{head} is a head, which draws no tokens; verify the rollouts of a policy")
@@ -87,7 +89,7 @@ class _RolloutCheck:
         self, request: RolloutRequest, model: Model, rollouts: Sequence[Rollout], pool: Pool, progress: Progress
     ) -> None:
         self._request, self._rollouts, self._pool, self._progress = request, rollouts, pool, progress
-        self._prompts = Prompts(model)
+        self._prompts = Prompts(model, any(each.prompt is not None for each in rollouts), progress)
         self._model = for_scoring(model, rollouts, request.max_ranks)
         self._config = self._model.config
         self._trainer_dtype = DTYPES[model.config.train.precision]
@@ -198,6 +200,7 @@ class _RolloutCheck:
             prompts=self._prompts.others(rollouts) if of_engine else {},
             others=self._others() if of_engine else {},
             num_experts=0 if experts is None else experts.num_experts,
+            is_of_engine=of_engine,
         )
 
     def _others(self) -> Mapping[str, Callable[[], Reference]]:

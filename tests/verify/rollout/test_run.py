@@ -157,6 +157,63 @@ def test_a_truncated_vocabulary_is_found(pool: Pool, tmp_path: Path, change: Any
     assert said in report.findings[0].lines[0]
 
 
+def test_two_settings_of_a_sampler_are_named_together(pool: Pool, dense: Engine) -> None:
+    def change(logits: torch.Tensor) -> torch.Tensor:
+        return engine.top_k(50)(logits / 0.7)
+
+    report = dense.verified(pool, dense.records(log_probs=dense.log_probs(change=change)))
+    assert cause(report) == "temperature and truncated vocabulary"
+    assert "temperature=0.7, top_k=50" in report.findings[0].lines[0]
+
+
+def test_rows_in_another_order_are_found(pool: Pool, dense: Engine) -> None:
+    own = dense.log_probs()
+    report = dense.verified(pool, dense.records(log_probs=[own[3], *own[:3]]))
+    assert cause(report) == "rows in another order"
+    assert "line 1 has that of" in report.findings[0].lines[0]
+    others = dense.log_probs([*dense.prompts[1:], dense.prompts[0]])
+    report = dense.verified(pool, dense.records(log_probs=others))
+    assert cause(report) == "rows in another order"
+    assert "the prompt of another row" in report.findings[0].lines[0]
+
+
+@pytest.mark.parametrize("is_end", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_prompt_that_the_engine_cut_is_found(pool: Pool, dense: Engine, is_end: bool) -> None:
+    cut = dense.log_probs([prompt[-5:] if is_end else prompt[:5] for prompt in dense.prompts])
+    report = dense.verified(pool, dense.records(log_probs=cut))
+    assert cause(report) == "cut prompt"
+    assert f"the {'last' if is_end else 'first'} 5 tokens" in report.findings[0].lines[0]
+
+
+def test_rows_that_stand_twice_are_said(pool: Pool, dense: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    records = dense.records()
+    assert dense.verified(pool, [*records, records[1]]).passed
+    said = capsys.readouterr().out
+    assert "rollouts.jsonl line 2, " in said
+    assert "rollouts.jsonl line 5" in said
+
+
+def test_an_engine_in_bfloat16_is_found(pool: Pool, dense: Engine) -> None:
+    dense.model.bfloat16()
+    records = dense.records()
+    dense.model.float()
+    report = dense.verified(pool, records)
+    assert cause(report) == "precision"
+    assert "--dtype bfloat16" in report.findings[0].lines[1]
+    assert dense.verified(pool, records, dtype="bfloat16").passed
+
+
+def test_token_ids_need_no_tokenizer(pool: Pool, dense: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    records = dense.records()
+    for each in dense.folder.glob("*token*"):
+        each.unlink()
+    (dense.folder / "chat_template.jinja").unlink()
+    with refuses(DataError, "tokenizer"):
+        dense.verified(pool, records)
+    assert dense.verified(pool, [{k: each[k] for k in each if k != "messages"} for each in records]).passed
+    assert "not compared with a tokenizer" in capsys.readouterr().out
+
+
 def test_rows_that_pad_the_vocabulary_are_found(pool: Pool, dense: Engine) -> None:
     padded = dense.log_probs(change=lambda logits: torch.nn.functional.pad(logits, (0, 7)))
     report = dense.verified(pool, dense.records(log_probs=padded))
@@ -207,7 +264,7 @@ def test_stale_weights_are_found(pool: Pool, dense: Engine, tmp_path: Path) -> N
     torch.manual_seed(5)
     with torch.no_grad():
         for each in dense.model.parameters():
-            each.add_(torch.randn(each.shape) * 1e-3)
+            each.add_(torch.randn(each.shape) * 1e-2)  # more than the rounding of an engine in bfloat16
     old = dense.folder.parent / "old"
     dense.model.save_pretrained(old)
     stale = dense.log_probs()

@@ -1,0 +1,218 @@
+"""Settings of a sampler that change its log-probabilities, in the order in which an engine applies them.
+
+Source: vLLM 0.32, v1/sample/sampler.py: tokens that are forbidden or biased, penalties, temperature, min_p, top_k,
+top_p. SGLang and transformers have the same settings under the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mtrain.verify.rollout.records import Rollout
+
+TRUNCATIONS = ("min_p", "top_k", "top_p")
+"""Settings that leave the likeliest tokens alone, in their order."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a sampler; the defaults change nothing."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """Tokens with what is added to their logits; -inf for one that may not be drawn."""
+    num_biased: int | None = None
+    """Number of tokens of an answer that have the bias, from the first one; None: all of them."""
+    allowed: tuple[int, ...] | None = None
+    """Tokens that may be drawn; None: all of them."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    temperature: float | None = None
+    """Divisor of the logits; None: the one that the file says."""
+    min_p: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __str__(self) -> str:
+        said = [f"temperature={self.temperature:g}"] if self.temperature is not None else []
+        said += [f"{name}={value:g}" for name, value in self._penalties().items()]
+        said += [f"min_p={self.min_p:g}"] if self.min_p > 0 else []
+        said += [f"top_k={self.top_k}"] if self.top_k is not None else []
+        said += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
+        return ", ".join([*said, *self._bias_said()])
+
+    def _penalties(self) -> dict[str, float]:
+        every = {
+            "repetition_penalty": (self.repetition_penalty, 1.0),
+            "frequency_penalty": (self.frequency_penalty, 0.0),
+            "presence_penalty": (self.presence_penalty, 0.0),
+        }
+        return {name: value for name, (value, neutral) in every.items() if value != neutral}
+
+    def _bias_said(self) -> list[str]:
+        forbidden = sorted(token for token, value in self.bias if value == -math.inf)
+        pushed = {token: value for token, value in sorted(self.bias) if value != -math.inf}
+        said = [] if self.allowed is None else [f"allowed_token_ids=[{', '.join(map(str, self.allowed))}]"]
+        if forbidden and self.num_biased is not None:
+            said.append(f"min_tokens={self.num_biased} without {_tokens(forbidden)}")
+        elif forbidden:
+            said.append(f"{_tokens(forbidden)} forbidden (bad_words)")
+        if pushed:
+            said.append("logit_bias={" + ", ".join(f"{token}: {value:g}" for token, value in pushed.items()) + "}")
+        return said
+
+    def cause(self) -> str:
+        """Returns the name of the cause that these settings are."""
+        found = ["temperature"] if self.temperature is not None else []
+        found += ["penalties"] if self._penalties() else []
+        found += ["truncated vocabulary"] if self.min_p > 0 or self.top_k is not None or self.top_p < 1 else []
+        found += ["biased tokens"] if self.bias or self.allowed is not None else []
+        return " and ".join(found)
+
+
+def _tokens(ids: Sequence[int]) -> str:
+    return ("token " if len(ids) == 1 else "tokens ") + ", ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Tokens that an engine drew, with what it had to draw from."""
+
+    logits: Tensor
+    """Logits that predict the token, [tokens, vocab] float64, not divided by a temperature."""
+    ids: Tensor
+    """Tokens that were drawn, [tokens]."""
+    said: Tensor
+    """Log-probabilities that the engine gave, [tokens] float64."""
+    temperatures: Tensor
+    """Temperatures that the file says, [tokens]."""
+    read: tuple[Tensor, ...]
+    """For each token the ids that stand before it, in prompt or answer, each once."""
+    written: tuple[tuple[Tensor, Tensor], ...]
+    """The same of the answer alone, with their numbers."""
+    numbers: Tensor
+    """Places in the answers, [tokens]."""
+
+    @classmethod
+    def of(cls, logits: Tensor, rollout: Rollout) -> DrawnTokens:
+        """Returns the places of an answer.
+
+        Args:
+            logits: Logits as in `Pass`.
+            rollout: Answer.
+        """
+        count = len(rollout.ids)
+        return cls(
+            logits[1 : 1 + count],
+            torch.tensor(rollout.ids),
+            torch.tensor(rollout.log_probs, dtype=torch.float64),
+            torch.full((count,), rollout.temperature, dtype=torch.float64),
+            tuple(torch.tensor(sorted({*rollout.prompt_ids, *rollout.ids[:number]})) for number in range(count)),
+            tuple(_counted(rollout.ids[:number]) for number in range(count)),
+            torch.arange(count),
+        )
+
+    @classmethod
+    def drawn(cls, answers: Sequence[tuple[Tensor, Rollout]], most: int) -> DrawnTokens:
+        """Returns at most so many places of all answers at which the model drew the token, evenly spread."""
+        every = [cls.of(*each) for each in answers]
+        found = cls(
+            torch.cat([each.logits for each in every]),
+            torch.cat([each.ids for each in every]),
+            torch.cat([each.said for each in every]),
+            torch.cat([each.temperatures for each in every]),
+            tuple(ids for each in every for ids in each.read),
+            tuple(ids for each in every for ids in each.written),
+            torch.cat([each.numbers for each in every]),
+        )
+        found = found.chosen(torch.tensor([is_drawn for _, rollout in answers for is_drawn in rollout.mask]))
+        count = len(found.ids)
+        kept = torch.arange(most) * count // most if count > most else torch.arange(count)
+        return found.chosen(torch.zeros(count, dtype=torch.bool).index_fill(0, kept, True))
+
+    def chosen(self, mask: Tensor) -> DrawnTokens:
+        """Returns the places at which a mask, [tokens] bool, is true."""
+        rows = mask.nonzero().flatten().tolist()
+        return DrawnTokens(
+            self.logits[mask],
+            self.ids[mask],
+            self.said[mask],
+            self.temperatures[mask],
+            tuple(self.read[row] for row in rows),
+            tuple(self.written[row] for row in rows),
+            self.numbers[mask],
+        )
+
+    @cached_property
+    def _places_read(self) -> tuple[Tensor, Tensor]:
+        """Rows and columns of `logits` of the tokens that stand before each."""
+        return _rows(self.read), torch.cat(self.read)
+
+    @cached_property
+    def _places_written(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the answer alone, with the tokens' numbers."""
+        ids, counts = zip(*self.written, strict=True)
+        return _rows(ids), torch.cat(ids), torch.cat(counts)
+
+    def log_probs(self, settings: Settings) -> Tensor:
+        """Returns the log-probability of each drawn token under settings, [tokens]; -inf for one that is left out."""
+        return self.of_drawn(truncated(self.processed(settings), settings).log_softmax(-1))
+
+    def of_drawn(self, values: Tensor) -> Tensor:
+        """Returns the value of each drawn token, [tokens], of those of the whole vocabulary, [tokens, vocab]."""
+        return values.gather(-1, self.ids.unsqueeze(-1)).squeeze(-1)
+
+    def processed(self, settings: Settings) -> Tensor:
+        """Returns the logits behind bias, penalties and temperature, [tokens, vocab]."""
+        found = self.logits.clone()
+        biased = slice(None) if settings.num_biased is None else self.numbers < settings.num_biased
+        for token, value in settings.bias:
+            found[biased, token] += value
+        if settings.allowed is not None:
+            allowed = torch.tensor(settings.allowed)
+            found = torch.full_like(found, -math.inf).index_copy(1, allowed, found[:, allowed])
+        repetition, frequency, presence = (
+            settings.repetition_penalty,
+            settings.frequency_penalty,
+            settings.presence_penalty,
+        )
+        if repetition != 1:
+            values = found[self._places_read]
+            found[self._places_read] = torch.where(values > 0, values / repetition, values * repetition)
+        if frequency or presence:
+            *places, counts = self._places_written
+            found[tuple(places)] -= frequency * counts + presence
+        return found / (self.temperatures.unsqueeze(-1) if settings.temperature is None else settings.temperature)
+
+
+def _rows(ids: Sequence[Tensor]) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(each) for each in ids]))
+
+
+def _counted(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    counts = Counter(ids)
+    return torch.tensor([*counts], dtype=torch.int64), torch.tensor([*counts.values()], dtype=torch.int64)
+
+
+def truncated(logits: Tensor, settings: Settings) -> Tensor:
+    """Returns logits of which min_p, top_k and top_p leave the likeliest tokens alone; -inf elsewhere."""
+    if settings.min_p > 0:
+        least = logits.max(-1, keepdim=True).values + math.log(settings.min_p)
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if settings.top_k is not None and settings.top_k < logits.shape[-1]:
+        least = logits.topk(settings.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if settings.top_p < 1:
+        ordered = logits.sort(-1, descending=True)
+        reached = ordered.values.softmax(-1).cumsum(-1)
+        # a token is left if those before it do not reach p
+        gone = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], -1) >= settings.top_p
+        logits = logits.masked_fill(torch.zeros_like(gone).scatter(-1, ordered.indices, gone), -math.inf)
+    return logits

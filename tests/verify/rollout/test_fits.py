@@ -1,0 +1,97 @@
+"""Every setting of a sampler that changes log-probabilities is found from these, alone and with another one.
+
+The log-probabilities are those of transformers' processors of logits, in float32; penalties that transformers has not
+are written here from vLLM's documentation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as theirs
+
+from mtrain.verify.rollout.fits import BIASED, SEVERAL, SINGLES, fitted
+from mtrain.verify.rollout.records import Rollout
+from mtrain.verify.rollout.settings import DrawnTokens, Settings
+
+VOCAB, NUM_ANSWERS, NUM_TOKENS = 80, 4, 16
+DRAWS: dict[str, list[Any]] = {
+    "temperature": [0.6, 0.7, 1.3, 0.35],
+    "repetition_penalty": [1.05, 1.2, 0.9],
+    "frequency_penalty": [0.3, -0.5, 1.1],
+    "presence_penalty": [0.4, 1.5, -0.6],
+    "min_p": [0.05, 0.1, 0.02],
+    "top_k": [20, 5, 50],
+    "top_p": [0.9, 0.8, 0.95],
+    BIASED: [{"bias": {3: -math.inf}}, {"bias": {7: 2.5}}, {"min_tokens": 6}, {"bias": {4: -math.inf, 9: 1.0}}],
+}
+STOP = 5
+
+
+def processed(row: Tensor, prompt: list[int], ids: list[int], said: dict[str, Any]) -> Tensor:
+    """Returns the log-probabilities, [vocab] float32, of the token after some ids, in vLLM's order."""
+    scores, read = row[None].float(), torch.tensor([prompt + ids])
+    biased = said.get(BIASED, {})
+    for token, value in biased.get("bias", {}).items():
+        scores = theirs.SequenceBiasLogitsProcessor({(token,): value})(read, scores)
+    if "min_tokens" in biased:
+        length = theirs.MinNewTokensLengthLogitsProcessor(len(prompt), biased["min_tokens"], STOP, device="cpu")
+        scores = length(read, scores)
+    if "repetition_penalty" in said:
+        scores = theirs.RepetitionPenaltyLogitsProcessor(said["repetition_penalty"])(read, scores)
+    counts = torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=len(row))
+    scores = scores - said.get("frequency_penalty", 0.0) * counts - said.get("presence_penalty", 0.0) * (counts > 0)
+    if "temperature" in said:
+        scores = theirs.TemperatureLogitsWarper(said["temperature"])(read, scores)
+    for name, kind in (
+        ("min_p", theirs.MinPLogitsWarper),
+        ("top_k", theirs.TopKLogitsWarper),
+        ("top_p", theirs.TopPLogitsWarper),
+    ):
+        if name in said:
+            scores = kind(said[name])(read, scores)
+    found: Tensor = scores[0].log_softmax(-1)
+    return found
+
+
+def answers(said: dict[str, Any], seed: int) -> list[tuple[Tensor, Rollout]]:
+    """Draws answers of a sampler from logits that do not depend on them."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(NUM_ANSWERS):
+        logits = 2 * torch.randn(NUM_TOKENS + 2, VOCAB, generator=generator, dtype=torch.float64)
+        logits[:, STOP] += 1
+        prompt = torch.randint(VOCAB, (9,), generator=generator).tolist()
+        ids: list[int] = []
+        log_probs: list[float] = []
+        for row in logits[1:-1]:
+            every = processed(row, prompt, ids, said)
+            ids.append(int(torch.multinomial(every.exp(), 1, generator=generator)))
+            log_probs.append(float(every[ids[-1]]))
+        found.append((logits, Rollout(f"line {number}", prompt, ids, log_probs, [True] * NUM_TOKENS)))
+    return found
+
+
+def distance(found: Settings | None, given: list[tuple[Tensor, Rollout]]) -> float:
+    if found is None:
+        return math.inf
+    every = [DrawnTokens.of(*each) for each in given]
+    return max(float((places.log_probs(found) - places.said).abs().max()) for places in every)
+
+
+@pytest.mark.parametrize("names", [*SINGLES, *SEVERAL], ids="-".join)
+def test_settings_are_found_from_log_probabilities(names: tuple[str, ...]) -> None:
+    for seed in range(4 if names == (BIASED,) else 1):
+        said = {name: DRAWS[name][seed % len(DRAWS[name])] for name in names}
+        given = answers(said, seed)
+        found = fitted(given, names, 1e-6)
+        assert distance(found, given) < 2e-5, f"{found} of {said}"
+        for name in set(names) - {BIASED}:
+            assert f"{name}={said[name]:g}" in str(found), f"{found} of {said}"
+        # no other setting alone gives these numbers
+        for other in SINGLES if len(names) == 1 else ():
+            assert other == names or distance(fitted(given, other, 1e-6), given) > 1e-3
