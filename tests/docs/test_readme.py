@@ -35,7 +35,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 def without_numbers(line: str) -> str:
     """Leaves numbers out, the tensor that deviates most, and the spaces that align them."""
-    line = re.sub(r"gradient of \S+, step \d+|decoder\.\S+", "TENSOR", line)
+    line = re.sub(r"(?:gradient|update) of \S+, step \d+|decoder\.\S+", "TENSOR", line)
     return " ".join(re.sub(r"\d[\d.,:e+-]*", "N", line).split())
 
 

@@ -94,7 +94,7 @@ class DrawnTokens:
     temperatures: Tensor
     """Temperatures that the file says, [tokens]."""
     read: tuple[Tensor, ...]
-    """For each token the ids that stand before it, in prompt or answer, each once."""
+    """Ids that stand before each token, in prompt or answer, each once."""
     written: tuple[tuple[Tensor, Tensor], ...]
     """The same of the answer alone, with their numbers."""
     numbers: Tensor
@@ -106,7 +106,7 @@ class DrawnTokens:
 
         Args:
             logits: Logits as in `Pass`.
-            rollout: Answer.
+            rollout: Answer with its prompt.
         """
         count = len(rollout.ids)
         return cls(
