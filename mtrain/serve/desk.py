@@ -134,7 +134,7 @@ class Desk:
             return request
 
     def give_up(self) -> None:
-        """Refuses the calls behind a number that has not come for a minute, as parts of a step that is not whole."""
+        """Refuses the calls after a number that has not come for a minute, as parts of a step that is not whole."""
         with self._lock:
             limit = self._clock() - _PATIENCE_S
             for model_id, line in self._lines.items():

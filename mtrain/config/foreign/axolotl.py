@@ -70,7 +70,7 @@ _SAME_OF_DATASETS: Mapping[str, tuple[Any, ...]] = {
     "drop_system_message": (False,),
     "shards": (1,),
 }
-"""Key of a dataset -> values that mean what is done here, too."""
+"""Key of a dataset -> values that mean what `mtrain` does anyway."""
 _READ_OF_DATASETS = frozenset(
     "path type field_messages message_property_mappings message_field_role message_field_content".split()
 )
@@ -163,7 +163,7 @@ def _tokens(found: Translation, value: Any, name: str) -> None:
 
 def _adapter(found: Translation, value: Any, name: str) -> None:
     if value not in ("lora", "qlora"):
-        raise ValueError(f"{value!r} is no adapter")
+        raise ValueError(f"{value!r} names no kind of adapter")
     found.put("adapter.kind", "lora", name)
     if value == "qlora":
         found.lost.append(f"{name}=qlora: weights in 4 bits; adapter.base_dtype=bf16 halves those of float32")

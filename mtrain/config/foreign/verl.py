@@ -284,7 +284,7 @@ def _resolved(value: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _configs(words: Sequence[str]) -> list[str]:
-    """Returns the names of configurations that Hydra is told."""
+    """Returns the options that name configurations of Hydra."""
     told = zip(words, [*words[1:], ""])
     return [f"{word} {after}" for word, after in told if word.startswith(("--config-name", "-cn"))]
 

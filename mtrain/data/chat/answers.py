@@ -12,7 +12,7 @@ from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts
 
 
 class Answer(NamedTuple):
-    """An answer in the loss, with what the template writes behind it."""
+    """An answer in the loss, with what the template writes after it."""
 
     message: int
     """Number of the message."""

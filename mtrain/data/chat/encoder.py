@@ -312,7 +312,7 @@ def _last_answer(conversation: Conversation) -> int:
 
 
 def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
-    """Returns the ends of special tokens behind which an answer has nothing but white space."""
+    """Returns the ends of special tokens after which an answer has nothing but white space."""
     places = (answer.place for answer in rendering.answers)
     return [
         match.end()

@@ -35,7 +35,7 @@ class Weighed(NamedTuple):
 def up_to_stops(
     rendering: Rendering, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
 ) -> tuple[list[Weighed], float | None]:
-    """Returns the characters in the loss: each answer up to the token at which it stops, and nothing behind that.
+    """Returns the characters in the loss: each answer up to the token at which it stops, and nothing after that.
 
     Args:
         rendering: Rendering with its answers.
@@ -48,7 +48,7 @@ def up_to_stops(
         None where no token has to follow.
 
     Raises:
-        UntrainableError: An answer has no stop, or goes on behind it.
+        UntrainableError: An answer has no stop, or continues after it.
     """
     weighed: list[Weighed] = []
     for answer in rendering.answers:
@@ -121,7 +121,7 @@ class _Shown(NamedTuple):
     inside: frozenset[str]
     """Special tokens before the last of its other characters."""
     behind: list[str]
-    """Special tokens behind that, in their order."""
+    """Special tokens after that, in their order."""
     following: str | None
     """Special token that follows the answer at once; None where none does."""
 

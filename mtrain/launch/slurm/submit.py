@@ -41,7 +41,7 @@ _PASSES = re.compile(
     "None|Priority|Resources|Dependency|BeginTime|Licenses|Reservation|Cleaning|Prolog|JobArrayTaskLimit|FedJobLock"
     r"|BurstBuffer(Resources|StageIn)|(Assoc|QOS)(Grp\w+|Max(?!\w*(PerJob|PerNode|Wall))\w+)"
 )
-"""Pattern of reasons to wait that end with time: other jobs end. Any other one is told, as Slurm's list grows."""
+"""Reasons to wait that end with time, as other jobs end. Any other reason is reported, since Slurm's list grows."""
 _CHANGES = {
     "PartitionTimeLimit": "submit it again with a shorter --time or another --partition",
     "PartitionNodeLimit": "submit it again with other --nodes or another --partition",

@@ -45,7 +45,7 @@ def build_model(
 
     Args:
         config: Configuration of the run.
-        groups: The process groups.
+        groups: Groups over which layers, tensors and experts are divided.
         weights_follow: Whether the caller loads weights, or draws them once it knows that there are none to load: until
             then they are nan.
         in_float64: Whether to compute in float64 what the configuration computes in float32. No optimizer applies
@@ -73,7 +73,7 @@ def build_adapters(base: Sequence[torch.nn.Module], config: Config, groups: Grou
     Args:
         base: The chunks.
         config: Configuration of the run, with the section of the new adapters.
-        groups: The process groups.
+        groups: Groups over which layers, tensors and experts are divided.
     """
     assert config.adapter is not None, "the caller wants adapters"
     # megatron-core's callbacks are kept in it: each set has gradients and an optimizer of its own
@@ -102,7 +102,7 @@ def build_frozen_model(config: Config, groups: Groups, in_float64: bool = False)
 
     Args:
         config: Configuration of the model.
-        groups: The process groups.
+        groups: Groups over which layers, tensors and experts are divided.
         in_float64: See `build_model`.
 
     Raises:

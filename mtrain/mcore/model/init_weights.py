@@ -42,7 +42,7 @@ def sharded_tensors(
 
     Args:
         module: An unwrapped model chunk.
-        groups: The process groups.
+        groups: Groups whose coordinates say which part of each tensor this rank has.
         value_of: Returns the `data` of a parameter's shard: a tensor of the same shape, such as its gradient; None
             leaves the parameter out.
     """

@@ -41,7 +41,7 @@ _STARTS = {
     "presence_penalty": [step / 4 for step in range(-8, 9)],
 }
 _TIDY = (*(number / 100 for number in range(1, 100)), 0.001, 0.002, 0.005, 0.995, 0.998, 0.999)
-"""Values of top_p and min_p that are tried beside those that follow from the log-probabilities."""
+"""Values of top_p and min_p that are tried in addition to those that follow from the log-probabilities."""
 _USUAL_TOP_K = (*range(1, 21), 24, 25, 30, 32, 40, 50, 60, 64, 80, 100, 128, 200, 256)
 """Values of top_k that are tried together with top_p."""
 

@@ -121,7 +121,7 @@ class DrawnTokens:
 
     @classmethod
     def drawn(cls, answers: Sequence[tuple[Tensor, Rollout]], most: int) -> DrawnTokens:
-        """Returns at most so many places of all answers at which the model drew the token, evenly spread."""
+        """Returns at most `most` places of all answers at which the model drew the token, evenly spread."""
         every = [cls.of(*each) for each in answers]
         found = cls(
             torch.cat([each.logits for each in every]),
@@ -170,7 +170,7 @@ class DrawnTokens:
         return values.gather(-1, self.ids.unsqueeze(-1)).squeeze(-1)
 
     def processed(self, settings: Settings) -> Tensor:
-        """Returns the logits behind bias, penalties and temperature, [tokens, vocab]."""
+        """Returns the logits after bias, penalties and temperature, [tokens, vocab]."""
         found = self.logits.clone()
         biased = slice(None) if settings.num_biased is None else self.numbers < settings.num_biased
         for token, value in settings.bias:

@@ -159,7 +159,7 @@ def _outcome(encoder: ChatEncoder, judge: Any, record: dict[str, Any], is_marked
 
 
 def _up_to_stops(ids: list[int], marks: list[int], stops: frozenset[int]) -> list[bool]:
-    """Takes what is marked behind a stop out of the marks, and adds a stop that follows them."""
+    """Removes text after a stop from the marks, and adds a stop that follows them."""
     found, is_open = [], False
     is_before = 0
     for id_, mark in zip(ids, marks):

@@ -160,7 +160,7 @@ def test_a_gradient_that_is_a_little_short_is_found(
 
 
 def test_only_the_run_in_float32_has_the_rounding(pool: Pool) -> None:
-    """What rounds in float32 alone is no fault of a layout: it is told, and held to its own limit."""
+    """Rounding in float32 alone is no fault of a layout: it is reported, and has a limit of its own."""
     report = check(pool, config(**(SIZES | HYBRID)), "dp2mbs2", num_steps=1)
     limit = report.tolerance("rounding")
     worst = max(layout.worst("rounding").value for layout in report.layouts)  # type: ignore[union-attr]
