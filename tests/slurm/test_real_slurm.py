@@ -197,6 +197,9 @@ def test_a_job_survives_what_a_cluster_does_in_a_night(runs: Runs, uninterrupted
     assert cluster.nodes_of(job) == sorted({"n3", "n4", "n5"} - {nodes[-1]})
     assert metrics(run_dir) == uninterrupted
 
+    cluster.start_node(nodes[-1])  # tests after this one leave nodes out, and need another one
+    cluster.wait(lambda: cluster.node_states()[nodes[-1]] == "idle", "the lost node", PATIENCE_S)
+
 
 def test_a_cancelled_job_saves_and_stays_cancelled(runs: Runs) -> None:
     reached = runs.folder / "cancel.reached"
@@ -215,12 +218,23 @@ def test_a_cancelled_job_saves_and_stays_cancelled(runs: Runs) -> None:
 def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:
     fault = str(InjectedFault("kill", rank=1, step=3, phase=Phase.FORWARD_BACKWARD))
     job, run_dir = runs.submit("lost", "--max-retries=1", environment={VARIABLE: fault})
+    low = ("--max-retries=1", "--partition=low", "--nodes=1")
+    excluding = runs.submit("excluding", *low, "--sbatch=exclude=n3", environment={VARIABLE: fault})
+    bound = runs.submit("bound", *low, "--sbatch=nodelist=n3", environment={VARIABLE: fault})
     known = runs.ended(job)
     assert (known["JobState"], known["Restarts"]) == ("FAILED", "1"), output(run_dir)
     # srun ends with the code of the killed rank, or with that of a rank that missed it first
     spent = r"exit code (137|5); not tried again: 1 retries have brought no newer checkpoint than step_00000002"
     assert re.search(spent, output(run_dir)), output(run_dir)
     assert "n1 is not left out: Slurm could not start the job without it" in output(run_dir)
+    known = runs.ended(excluding[0])
+    left_out = runs.cluster.run("scontrol", "show", "hostnames", known["ExcNodeList"]).split()
+    (last,) = runs.cluster.nodes_of(excluding[0])
+    (first,) = {"n4", "n5"} - {last}  # Slurm chooses
+    assert (known["Restarts"], left_out) == ("1", ["n3", first]), output(excluding[1])
+    known = runs.ended(bound[0])
+    assert (known["Restarts"], known["ReqNodeList"], known["ExcNodeList"]) == ("1", "n3", "(null)"), output(bound[1])
+    assert "n3 is not left out: Slurm could not start the job without it" in output(bound[1])
 
 
 REFUSES = """#!/bin/bash
