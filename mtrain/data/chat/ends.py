@@ -71,7 +71,7 @@ def _end(
         end = stops[found][1]
         if any(special.without(text[max(start, end) : close]) for start, close in answer.spans if close > end):
             raise UntrainableError(
-                f"the answer messages[{answer.message}] goes on behind {text[slice(*stops[found])]!r}, at which other "
+                f"the answer messages[{answer.message}] continues after {text[slice(*stops[found])]!r}, at which other "
                 "answers stop, so a model would give a part of it",
                 "change the line, or leave it out",
                 answer.message,
@@ -120,7 +120,7 @@ class _Shown(NamedTuple):
 
     inside: frozenset[str]
     """Special tokens before the last of its other characters."""
-    behind: list[str]
+    closing: list[str]
     """Special tokens after that, in their order."""
     following: str | None
     """Special token that follows the answer at once; None where none does."""
@@ -172,7 +172,7 @@ class EndFinder:
         found: dict[str, None] = {}
         for kind in kinds:
             # a plain text ends somewhere, so what closes it goes before what other answers hold
-            is_held = not found and kind.alone is not None and {*kind.alone.behind} <= inside
+            is_held = not found and kind.alone is not None and {*kind.alone.closing} <= inside
             found |= dict.fromkeys(self._ends(kind, inside, frozenset() if is_held else inside))
         return list(found)
 
@@ -240,9 +240,9 @@ class EndFinder:
         (answer,) = rendering.answers
         text = "".join(rendering.text[start:end] for start, end in answer.spans)
         tokens = list(self._special.pattern.finditer(text))
-        is_behind = [not self._special.without(text[token.start() :]) for token in tokens]
+        is_closing = [not self._special.without(text[token.start() :]) for token in tokens]
         names = [token.group() for token in tokens]
-        num_inside = is_behind.count(False)
+        num_inside = is_closing.count(False)
         following = rendering.text[answer.place[1] : answer.after]
         return _Shown(frozenset(names[:num_inside]), names[num_inside:], following or None)
 
@@ -254,13 +254,13 @@ class EndFinder:
                 found.append(stop)
             elif each.following is not None and each.following not in inside:
                 found.append(each.following)
-        if kind.alone is None or not {*kind.alone.behind}.isdisjoint(found):
+        if kind.alone is None or not {*kind.alone.closing}.isdisjoint(found):
             return found
         stop = self._stop(kind.alone, not_closing) or kind.alone.following or self._eos
         return [stop, *found]
 
     def _stop(self, shown: _Shown, inside: Set[str]) -> str | None:
-        names = [name for name in shown.behind if name not in inside]
+        names = [name for name in shown.closing if name not in inside]
         return self._eos if self._eos in names else names[-1] if names else None
 
 
