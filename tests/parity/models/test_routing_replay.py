@@ -33,6 +33,7 @@ FULL, SELECTIVE = {"train__recompute": "full"}, {"train__recompute": "selective"
 OVERLAP = {"train__overlap_grad_reduce": True, "train__overlap_param_gather": True}
 SIGMOID = {**MOVING, **LOSSES}
 SOFTMAX = {**MIXTRAL, **LOSSES}
+VPP = case(2, pp=2, vpp=2, dp=2, ep=2)
 DEPTHS = {**SIGMOID, "model__mtp_depths": 2}
 DOCUMENTS = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "unused"}]}
 
@@ -48,7 +49,8 @@ DAY = [
     row("sigmoid", SIGMOID, case(4), padded_steps()),
     row("qwen, recomputed in part", {**QWEN, **SELECTIVE}, case(4, dp=2, ep=2), two_steps()[:1]),
     row("sigmoid, recomputed", {**SIGMOID, **FULL}, case(4, tp=2, sp=True, ep=2), padded_steps()[:1]),
-    row("softmax, overlapped", {**SOFTMAX, **OVERLAP}, case(2, pp=2, vpp=2, dp=2, ep=2), two_steps()[:1]),
+    # chunks of one stage have no experts, or some: routes go by the layer, not by the place in a chunk
+    row("dense first", {**with_experts(SOFTMAX, first_dense_layers=1), **OVERLAP}, VPP, two_steps()[:1], num_layers=4),
     row("depths", DEPTHS, case(2, pp=2, cp=2, cp_comm="ring", ep=2), padded_steps()[:1]),
     row("documents", {**SIGMOID, **DOCUMENTS}, case(2, cp=2, ep=2), documents_steps()[:1]),
     row("nemotron", {**NEMOTRON, **DOCUMENTS}, case(4, tp=2, sp=True, ep=2), documents_steps()[:1], num_layers=4),
